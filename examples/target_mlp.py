@@ -1,4 +1,4 @@
-"""A target of `penstock verify`: a function that returns a model, one batch for it, and its loss.
+"""A target for `penstock verify`: a function that returns a model, a batch for it, and its loss.
 
 penstock verify examples/target_mlp.py:target --ranks 3
 """

@@ -1,9 +1,9 @@
-"""A training loop of your own: a GPT that learns to sort, alone or split over several processes.
+"""Your own training loop: a GPT learns to sort, in one process or split over several.
 
     python examples/train_gpt.py                            # one process, one rank
     penstock run --ranks 2 examples/train_gpt.py            # two processes, the same training
 
-The model reads eight digits and then writes them in order.
+The model reads eight digits, then writes them in order.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 def batch(step, rows=64):
-    """Inputs: the digits and then, but for the last, the same in order. Targets: what comes next."""
+    """Inputs: the digits, then the sorted digits without the last. Targets: the next digit at each position."""
     generator = torch.Generator().manual_seed(step)
     digits = torch.randint(DIGITS, (rows, LENGTH), generator=generator)
     text = torch.cat([digits, digits.sort(dim=1).values], dim=1)
@@ -63,7 +63,7 @@ def batch(step, rows=64):
 
 
 def loss(logits, targets):
-    """Cross-entropy on the sorted half: what comes before it cannot be known."""
+    """Cross-entropy on the sorted half: the digits before it cannot be predicted."""
     return F.cross_entropy(logits[:, LENGTH - 1 :].flatten(0, 1), targets[:, LENGTH - 1 :].flatten())
 
 
@@ -75,10 +75,10 @@ def main():
 
     torch.manual_seed(0)  # every process builds the same model
     model = GPT()
-    inputs, _ = batch(0)  # read for its shapes only
+    inputs, _ = batch(0)  # only its shapes are used
 
     with penstock.pipeline(model, (inputs,), schedule=options.schedule, microbatches=8, loss_fn=loss) as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)  # of the stages that are here
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)  # of this process's stages
         for step in range(1, options.steps + 1):
             inputs, targets = batch(step)
             # Only the first stage's process needs the inputs, and only the last one's the targets.

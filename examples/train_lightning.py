@@ -18,7 +18,7 @@ from penstock.integrations.lightning import PipelineStrategy
 
 
 class Sorter(lightning.LightningModule):
-    """Lightning's part of it: which pipeline, which optimizer, what a step is."""
+    """The Lightning module: which pipeline, which optimizer, and what a step does."""
 
     def __init__(self):
         super().__init__()
@@ -41,7 +41,7 @@ class Sorter(lightning.LightningModule):
 
 
 class Batches:
-    """As a DataLoader: every rank reads every batch. Lightning saves where it was with each checkpoint."""
+    """Stands in for a DataLoader: every rank reads every batch. Lightning saves its position with each checkpoint."""
 
     def __init__(self, steps):
         self.steps, self.done = steps, 0
@@ -62,7 +62,7 @@ class Batches:
 
 
 class Print(Callback):
-    """A line for every 20th step, from the first process."""
+    """Prints a line for every 20th step, from the first process."""
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         if trainer.is_global_zero and trainer.global_step % 20 == 0:
@@ -76,7 +76,7 @@ def main():
     parser.add_argument("--resume", help="a checkpoint to go on from")
     options = parser.parse_args()
 
-    # A checkpoint here is of what comes after the optimizer's step, which is what we want.
+    # The warning says that checkpoints are taken after the optimizer's step. That is what we want.
     warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization")
     trainer = lightning.Trainer(
         strategy=PipelineStrategy(),

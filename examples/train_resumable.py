@@ -1,8 +1,8 @@
-"""Training that goes on by itself after a crash: a checkpoint every few steps, the last one loaded at the start.
+"""Training that resumes by itself after a crash: it saves a checkpoint every few steps, and starts from the last one.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_resumable.py
 
-Kill a rank, or the whole job and start it again: the losses are those of a run that nothing happened to, to the bit.
+Kill a rank, or kill the whole job and start it again: the losses are bit for bit those of an uninterrupted run.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from penstock import checkpoint
 
 
 def build():
-    """Every process builds the same model, at every start."""
+    """Builds the same model in every process, at every start."""
     torch.manual_seed(0)
     return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))))
 
 
 def batch(number):
-    """The data of one step follow from its number: that is all there is to find the place again."""
+    """The data for a step. They depend on its number only, so resuming needs nothing else."""
     generator = torch.Generator().manual_seed(number)
     x = torch.randn(32, 16, generator=generator)
     return x, x.flip(1).sin()
@@ -43,7 +43,7 @@ def main():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         others = {"scheduler": scheduler}
 
-        checkpoint.load(options.folder, pipe, optimizer, others=others)  # None at the first start
+        checkpoint.load(options.folder, pipe, optimizer, others=others)  # returns None on the first start
         while pipe.step_count < options.steps:
             x, y = batch(pipe.step_count)
             result = pipe.step(x, target=y)

@@ -1,11 +1,10 @@
-"""A transport of your own: messages between ranks over TCP sockets, and a training that uses it.
+"""Your own transport: messages between ranks over TCP sockets, and a training run that uses it.
 
     penstock run --ranks 2 examples/transport_tcp.py            # over these sockets
     penstock run --ranks 2 examples/transport_tcp.py --auto     # over Penstock's own transport: the same figures
 
-Each pair of ranks has one connection, and each end a thread that reads whatever arrives, so that no send waits for its
-receive. `torch.distributed` goes on to do what all ranks do together. A toy: it copies every tensor through pickle, and
-listens on one machine only.
+Each pair of ranks has one connection. At each end a thread reads whatever arrives, so that no send waits for its
+receive. Collectives still go through `torch.distributed`. A toy: it pickles every tensor and works on one machine only.
 """
 
 import argparse
@@ -25,14 +24,14 @@ LENGTH = struct.Struct("<Q")
 
 
 class Sockets:
-    """One rank's side: a `PointToPoint`."""
+    """One rank's side of the transport: a `PointToPoint`."""
 
     def __init__(self, endpoint):
         self.rank, self.device = endpoint.rank, endpoint.device
         self.connections, self.channels = {}, []
         self.mail, self.gone, self.arrival = {}, set(), threading.Condition()
         with socket.create_server(("127.0.0.1", 0)) as door:
-            ports = endpoint.gather(door.getsockname()[1])  # by now all ranks listen
+            ports = endpoint.gather(door.getsockname()[1])  # now all ranks are listening
             for peer in range(self.rank):
                 self.connections[peer] = socket.create_connection(("127.0.0.1", ports[peer]))
                 self.connections[peer].sendall(LENGTH.pack(self.rank))
@@ -43,7 +42,7 @@ class Sockets:
             threading.Thread(target=self.read, args=(peer,), daemon=True).start()
 
     def read(self, peer):
-        """The life of a thread: puts what arrives from a rank where `take` finds it."""
+        """A thread's main loop: stores what arrives from a rank for `take` to find."""
         try:
             while True:
                 (length,) = LENGTH.unpack(exactly(self.connections[peer], LENGTH.size))
@@ -51,7 +50,7 @@ class Sockets:
                 with self.arrival:
                     self.mail.setdefault(key, []).append(message)
                     self.arrival.notify_all()
-        except OSError:  # the other rank has closed, or fallen
+        except OSError:  # the other rank has closed or died
             with self.arrival:
                 self.gone.add(peer)
                 self.arrival.notify_all()
@@ -84,16 +83,16 @@ class Sockets:
             channel.agreement.end_step()
 
     def drop_step(self):
-        """Nothing to do: where one rank has failed, no other goes on."""
+        """Nothing to do: if one rank fails, no other continues."""
 
     def close(self):
         for connection in self.connections.values():
             with contextlib.suppress(OSError):  # the other end may be gone
-                connection.shutdown(socket.SHUT_WR)  # what was sent arrives, and then the other end reads its end
+                connection.shutdown(socket.SHUT_WR)  # what was sent still arrives, then EOF
 
 
 class Channel:
-    """One link's messages to, or from, one other rank."""
+    """One link's messages to or from one other rank."""
 
     def __init__(self, sockets, peer, link, key):
         self.sockets, self.peer, self.key = sockets, peer, key

@@ -1,4 +1,4 @@
-"""What several folders of tests use: ranks, how hypothesis is run, and what the collector of garbage leaves alone."""
+"""Shared setup for the tests: pools of ranks, hypothesis's profile, the order of tests, and garbage collection."""
 
 import gc
 from collections.abc import Generator, Iterator
@@ -12,14 +12,14 @@ from scaffolding.ranks import Ranks
 
 pytest_plugins = ["penstock.testing.fixtures"]
 
-# How long an example takes depends on the machine, so no test fails for being slow.
+# An example's time depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is there once tests are collected stays: a million objects, which each full collection would look at."""
+    """Freezes what exists once tests are collected: a million objects that every full collection would visit."""
     gc.disable()
     try:
         return (yield)
@@ -30,7 +30,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 FOLDERS_ALONE = ("fabric", "network")
-"""Where those that run alone are: the Makefile collects no others for them."""
+"""The folders with tests that run alone: the Makefile collects no others for those."""
 
 LONGEST_FIRST = (
     "distributed",
@@ -41,7 +41,8 @@ LONGEST_FIRST = (
     "test_zoo_matrix.py",
     "test_transformers_zoo.py",
 )
-"""Folders and files whose tests take long. What is begun last must be short, or the other workers wait for it."""
+"""Folders and files whose tests take long. They start first: if one started last, the other workers would wait for it.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As the ranks of a pool have it: bits depend on the number of threads."""
+    """One thread, as in the ranks of a pool: results depend on the number of threads bit by bit."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -31,17 +31,19 @@ def test_target_is_verified() -> None:
 
 
 @pytest.mark.distributed
-def test_gpt_learns_the_same_alone_and_in_processes() -> None:
+def test_gpt_learns_the_same_alone_and_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
     script, steps = EXAMPLES / "train_gpt.py", ("--steps", "40")
     alone = lines_here(script, *steps)
+    assert capsys.readouterr().err == ""
     assert [line.split()[1] for line in alone] == ["20", "40"]
     losses = [float(line.split()[3]) for line in alone]
     assert losses[1] < losses[0] < 2.0
     assert lines_of_ranks(script, *steps) == alone
 
 
-def test_resumable_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_resumable_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, options = EXAMPLES / "train_resumable.py", ("--every", "4", "--steps", "8", "--folder", tmp_path / "whole")
     whole = lines_here(script, *options)
     assert [line.split()[1] for line in whole] == [str(step) for step in range(1, 9)]
     assert lines_here(script, *options) == [], "it was done"
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""How even the stages are: the slowest stage's forward and backward over the mean, at four stages, on one CPU thread.
+"""How even the stages are: the slowest stage's forward and backward over the mean, with four stages on one thread.
 
 python benchmarks/balance/run.py [MODEL ...]     (needs transformers; prints a Markdown table)
 """
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 def slowest_over_mean(model: nn.Module, given: Tensor, balance: Balance) -> float:
-    """Of each stage the fastest of some medians, since other work on the machine only adds."""
+    """The slowest stage's time over the mean. Takes each stage's fastest median, since other load only adds time."""
     kwargs: dict[str, Any] = {"use_cache": False} if not given.is_floating_point() else {}
     rounds = [stage_seconds(model, (given,), kwargs, STAGES, balance=balance) for _ in range(ROUNDS)]
     seconds = [min(sum(times[stage]) for times in rounds) for stage in range(STAGES)]

@@ -1,4 +1,4 @@
-"""What `torch.distributed.pipelining` and Penstock do with the traps of this field, side by side, on two gloo ranks.
+"""How `torch.distributed.pipelining` and Penstock handle the field's traps, side by side, on two gloo ranks.
 
 Writes results.json, and the table between the marks in README.md; with `--rows tied masked`, some rows, and no file.
 """
@@ -20,13 +20,13 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 RANKS = 2
 SECONDS = 30.0
-"""After which a row's processes are ended: they hang."""
+"""A row's processes are ended after this long: they hang."""
 MARKS = ("<!-- table -->", "<!-- end -->")
 Side = Literal["torch", "penstock"]
 
 
 def run_rank(folder: str, name: str, side: Side, rank: int) -> None:
-    """One of two processes: leaves what it found in the folder."""
+    """Runs in each of two processes: writes what it found to the folder."""
     import torch
     import torch.distributed as dist
     from rows import TABLE
@@ -50,7 +50,7 @@ def run_rank(folder: str, name: str, side: Side, rank: int) -> None:
 
 
 def try_one(name: str, side: Side) -> str:
-    """What one side does with one trap."""
+    """How one side handles one trap."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.pipelining", "penstock.pipe.build"])
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def try_one(name: str, side: Side) -> str:
 
 
 def _wait(processes: list[Any]) -> dict[int, float]:
-    """How many seconds each process lasted, until all have ended or time is up."""
+    """How many seconds each process ran. Waits until all have ended or time is up."""
     began, lasted = time.monotonic(), {}
     while len(lasted) < len(processes) and time.monotonic() < began + SECONDS:
         for rank, process in enumerate(processes):

@@ -1,10 +1,10 @@
-"""How near the emulation's all-reduce is to its model, to the engine's own, and to a loop that does nothing else.
+"""How close the emulation's all-reduce comes to its model, to the engine's own, and to a loop that does nothing else.
 
     sudo python benchmarks/fabric/allreduce.py             # about half an hour; wants an idle machine
-    sudo python benchmarks/fabric/allreduce.py --long      # and 10,000 trials of the preset mlp, for memory
+    sudo python benchmarks/fabric/allreduce.py --long      # also 10,000 trials of the preset mlp, for memory
 
-Every figure is from runs of the command `penstock fabric`, a run a size, so that each has its own share of the
-processors. Where they were the limit a figure is marked, and neither fitted nor counted.
+Every figure comes from the command `penstock fabric`, one run per size, so that each has its own processor load. If
+the processors were the limit, the figure is marked, and left out of fits and verdicts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from penstock.launch.processes import launch
 
 COLLECTIVE, ALGORITHM = "all_reduce", "ring"
 FEW, MANY = 2, 4
-"""Hosts that are fitted, and hosts that are predicted."""
+"""The number of hosts to fit, and the number to predict."""
 LOOPBACK_SIZES = (1 << 20, 4 << 20)
 WITHIN, PREDICTED_WITHIN, OVERHEAD, GROWTH = 0.10, 0.15, 0.05, 0.05
-"""What is to be reached."""
+"""The targets."""
 
 PENSTOCK = [sys.executable, "-m", "penstock"]
 Found = dict[str, Any]
@@ -59,7 +59,7 @@ def emulated(folder: Path, *arguments: str) -> Found:
 
 
 def of_size(where: Path, link: str, hosts: int, algorithm: str, size: int, trials: int) -> Found:
-    """The median of a size, and what the processors did meanwhile."""
+    """The median time for a size, and the load on the processors meanwhile."""
     folder = where / f"{link}-{hosts}-{algorithm}-{size}"
     many = ("--hosts", str(hosts), "--trials", str(trials), "--link", link)
     found = emulated(folder, "--sizes", str(size), "--algorithm", algorithm, *many)
@@ -72,14 +72,14 @@ def share(found: Found) -> Found:
 
 
 def fitted(rows: Sequence[Found], hosts: int) -> LinkFit | None:
-    """By the sizes at which the processors were not the limit; None where these are too few to be off."""
+    """A fit to the sizes at which the processors were not the limit; None if they are too few to test it."""
     terms = closed_form(COLLECTIVE, ALGORITHM, hosts)
     points = [(row["bytes"], row["median_s"], terms) for row in rows if not row["saturated"]]
     return fit(points) if len(points) >= FEWEST_SIZES else None
 
 
 def against(rows: Sequence[Found], link: LinkFit | None, name: str) -> None:
-    """Adds what the model says of `MANY` hosts, and the measured time as so many times that."""
+    """Adds the model's prediction for `MANY` hosts, and the ratio of the measured time to it."""
     for row in rows:
         model = None if link is None else predict(link, COLLECTIVE, ALGORITHM, MANY, row["bytes"])
         row[f"{name}_s"] = model
@@ -87,7 +87,7 @@ def against(rows: Sequence[Found], link: LinkFit | None, name: str) -> None:
 
 
 def of_link(where: Path, link: str, sizes: Sequence[int], trials: int) -> Found:
-    """Ours on four hosts and on two, and the engine's own; the sizes take turns."""
+    """Measures our all-reduce on four hosts and on two, and the engine's own; sizes take turns."""
     ours, few, engine = [], [], []
     for size in sizes:
         ours.append(of_size(where, link, MANY, ALGORITHM, size, trials))
@@ -114,7 +114,7 @@ def of_link(where: Path, link: str, sizes: Sequence[int], trials: int) -> Found:
 
 
 def bare(size: int, trials: int, out: Path) -> None:
-    """One of the processes that do nothing but this: what the emulation's time is compared with."""
+    """Runs in each process of the bare loop, with which the emulation's time is compared."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     data, taken = torch.ones(size // 4), []
@@ -134,7 +134,7 @@ def bare(size: int, trials: int, out: Path) -> None:
 
 
 def overhead(where: Path, size: int, trials: int, repetitions: int) -> Found:
-    """The engine's all-reduce on loopback, timed by `penstock fabric` and by a bare loop; who begins changes."""
+    """The engine's all-reduce on loopback, timed by `penstock fabric` and by a bare loop, which alternate."""
     ours, theirs, busy = [], [], []
     for number in range(repetitions):
         for turn in (number, number + 1):
@@ -163,7 +163,7 @@ def overhead(where: Path, size: int, trials: int, repetitions: int) -> Found:
 
 
 def memory(where: Path, trials: int) -> Found:
-    """Resident bytes of each host's process a tenth of the way in, and at the end, of the preset on loopback."""
+    """Resident bytes of each host's process, a tenth of the way through the preset on loopback and at its end."""
     folder = where / "long"
     command = [*PENSTOCK, "fabric", "--preset", "mlp", "--hosts", str(MANY), "--trials", str(trials)]
     seen: list[tuple[int, dict[int, int]]] = []
@@ -189,7 +189,7 @@ def memory(where: Path, trials: int) -> Found:
 
 
 def last_trial(folder: Path) -> int:
-    """The number of the last trial that is in the file; -1 before the first."""
+    """The number of the last trial in the file; -1 before the first."""
     try:
         with (folder / "samples.csv").open("rb") as file:
             file.seek(max(file.seek(0, os.SEEK_END) - 200, 0))
@@ -200,7 +200,7 @@ def last_trial(folder: Path) -> int:
 
 
 def host_memory(folder: Path) -> Iterator[tuple[int, int]]:
-    """Rank and resident bytes of each process that torchrun has started for the run."""
+    """The rank and resident bytes of each process that torchrun started for the run."""
     for process in Path("/proc").iterdir():
         try:
             if not process.name.isdigit() or str(folder).encode() not in (process / "cmdline").read_bytes():

@@ -1,4 +1,4 @@
-"""What the probe says of links whose rate and delay are known: as root, `python benchmarks/fabric/link_probe.py`."""
+"""What the probe reports for links of known rate and delay. Run as root: `python benchmarks/fabric/link_probe.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DELAYS_MS = (0, 1, 5, 10, 25, 50)
 
 
 def probed(link: str) -> list[dict[str, float]]:
-    """Both directions between two hosts, as run.json has them."""
+    """Both directions between two hosts, as in run.json."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--sizes", "64KiB", "--hosts", "2", "--link", link, "--trials", "6", "--out", folder]
         subprocess.run([sys.executable, "-m", "penstock", "fabric", *options], check=True, capture_output=True)

@@ -1,9 +1,9 @@
-"""How well a shaped link keeps its rate: one TCP connection between two emulated hosts, a message at a time.
+"""How well a shaped link keeps its rate: one TCP connection between two emulated hosts, one message at a time.
 
     sudo python benchmarks/fabric/link_rate.py 100mbit 1gbit "1gbit mtu 9000"
 
-Prints, by size, the median and the fastest time, less that of 1 byte, as multiples of the message's bytes on the wire
-divided by the rate; and the share of the machine's processor time that was used.
+For each size, prints the median and the fastest time, minus the time for 1 byte, relative to the message's bytes on
+the wire divided by the rate; and the share of the machine's processor time that was used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES = (1, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 8 << 20)
 
 
 def wire_bytes(link: Link, size: int) -> int:
-    """What a message costs on the link when TCP fills its segments; without the acknowledgements coming back."""
+    """A message's bytes on the wire if TCP fills its segments, without the acknowledgements that come back."""
     carried = round(link.goodput_ratio * link.frame_bytes)
     return size + math.ceil(size / carried) * (link.frame_bytes - carried)
 

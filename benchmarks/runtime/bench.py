@@ -1,6 +1,6 @@
 """Penstock against `torch.distributed.pipelining` and against the ceiling: the same step, in the same two processes.
 
-Rounds alternate, so that whatever else the machine does falls on all alike, and only times of one run are compared.
+The contestants take turns, so that other load on the machine affects all alike. Only times from one run are compared.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Size:
 
     @property
     def fill(self) -> float:
-        """m / (m + p - 1): what filling and draining the pipeline leaves of the ceiling's speed."""
+        """m / (m + p - 1): the share of the ceiling's speed that remains after filling and draining the pipeline."""
         return self.microbatches / (self.microbatches + RANKS - 1)
 
 
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class Contest:
-    """The three ways to run one size's step, on the same weights in the same memory."""
+    """The three ways to run a step of one size, with the same weights in the same memory."""
 
     def __init__(self, size: Size, rank: int) -> None:
         torch.manual_seed(0)
@@ -142,7 +142,7 @@ def _torch_step(stage: nn.Module, rank: int, size: Size, x: Tensor, y: Tensor) -
 
 
 def _ceiling_step(stage: nn.Module, rank: int, size: Size, x: Tensor, y: Tensor) -> Step:
-    """Forward and backward of this rank's own stage, every microbatch, with nothing to wait for."""
+    """Forward and backward of every microbatch on this rank's stage alone, without waiting for anything."""
     inputs = [row.clone() for row in x.unsqueeze(1)]
     targets = [row.clone() for row in y.unsqueeze(1)]
     gradient = torch.randn(1, size.seq, size.dim)
@@ -163,7 +163,7 @@ def _ceiling_step(stage: nn.Module, rank: int, size: Size, x: Tensor, y: Tensor)
 
 
 def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
-    """Each contestant's seconds, round by round: from the barrier to the end of the step on the slower rank."""
+    """Each contestant's seconds per round: from the barrier to the end of the step on the slower rank."""
     orders = list(permutations(NAMES))
     mine: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(-WARMUP_ROUNDS, rounds):
@@ -182,18 +182,18 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
 
 
 def compare(contest: Contest) -> dict[str, Any]:
-    """Whether Penstock and torch leave the same gradients, over both ranks."""
+    """Whether Penstock and torch leave the same gradients on both ranks."""
     ours, theirs = contest.gradients("penstock"), contest.gradients("torch")
     equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
     found = _gathered((equal, apart))
-    if not all(apart <= 1e-5 for _, apart in found):  # a NaN is no agreement
+    if not all(apart <= 1e-5 for _, apart in found):  # NaN must fail too
         raise RuntimeError(f"Penstock and torch leave different gradients (relative difference by rank: {found})")
     return {"equal": all(equal for equal, _ in found), "max_relative_difference": max(apart for _, apart in found)}
 
 
 def latencies(rank: int, folder: Path) -> dict[str, float]:
-    """Median one-way microseconds of 1 KiB, the small size's activation, with the receive posted ahead."""
+    """Median one-way times in microseconds for 1 KiB, the small size's activation, with the receive posted ahead."""
     peer, sent, received = 1 - rank, torch.zeros(256), torch.zeros(256)
     posted: list[dist.Work | None] = []
 
@@ -229,7 +229,7 @@ def latencies(rank: int, folder: Path) -> dict[str, float]:
 
 
 def _ping_pong(rank: int, post: Step, send: Step, receive: Step, times: int = PING_PONGS) -> float:
-    """Half of the median round trip, in microseconds; meaningful on rank 0."""
+    """Half the median round-trip time, in microseconds. Meaningful on rank 0 only."""
     trips = []
     dist.barrier()
     for _ in range(times):
@@ -268,7 +268,7 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def run_rank(sizes: Sequence[Size], folder: Path) -> None:
-    """One of the two processes. Rank 0 leaves what was measured in `folder`."""
+    """Runs in each of the two processes. Rank 0 writes what was measured to `folder`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -289,7 +289,7 @@ def run_rank(sizes: Sequence[Size], folder: Path) -> None:
 
 
 def summary(size: Size, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Quartiles of the times and of the ratios of one round's times."""
+    """Quartiles of the times, and of ratios of times within a round."""
 
     def ratios(above: str, below: str, factor: float = 1.0) -> list[float]:
         return [factor * a / b for a, b in zip(seconds[above], seconds[below], strict=True)]
@@ -311,7 +311,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def verdicts(sizes: Sequence[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What was aimed at, by medians, and whether it was reached."""
+    """The targets, by medians, and whether they were met."""
     found = []
     for size in sizes:
         name, ratio = size["name"], size["penstock_over_torch"][1]
@@ -364,7 +364,7 @@ def environment() -> dict[str, Any]:
 
 
 def others_seconds() -> float:
-    """CPU seconds that processes other than this one's have used since the machine started."""
+    """CPU seconds that processes other than this one and its children have used since the machine started."""
     user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     busy = sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
     return busy - sum(os.times()[:4])

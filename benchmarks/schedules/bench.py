@@ -1,6 +1,6 @@
-"""Schedules with several chunks a rank and split backwards: Penstock against torch's own, in the same two processes.
+"""Schedules with several chunks per rank and split backwards: Penstock against torch's own, in the same two processes.
 
-The workload is the small size of `benchmarks/runtime`, where overhead rules. Rounds alternate.
+The workload is the small size of `benchmarks/runtime`, where overhead dominates. The contestants take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PAIRS: dict[str, tuple[str, Any]] = {
     "zb-v": ("ScheduleZBVZeroBubble", ScheduleZBVZeroBubble),
     "dualpipe-v": ("ScheduleDualPipeV", ScheduleDualPipeV),
 }
-"""Ours and torch's. Torch has ZB-H1 only with two chunks a rank."""
+"""Our schedules and torch's. Torch has ZB-H1 only with two chunks per rank."""
 
 WARMUP_ROUNDS = 2
 Step = Callable[[], object]
@@ -91,7 +91,7 @@ def alone(x: Tensor, y: Tensor) -> tuple[Step, list[nn.Parameter]]:
 
 
 def run_rank(rounds: int, folder: Path) -> None:
-    """One of the two processes."""
+    """Runs in each of the two processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,6 +1,6 @@
-"""What the search finds: held against published figures, against generators where stages differ, and against the clock.
+"""What the search finds, compared with published figures, with generators on uneven stages, and with the time it takes.
 
-Each row is one search on one core. What it found is checked and timed by `penstock.simulate` before it is reported.
+Each row is one search on one core. `penstock.simulate` checks and times the result before it is reported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from penstock.simulate.costs import LinkCost, StageCost
 PUBLISHED = json.loads((Path(__file__).parents[2] / "tests" / "published.json").read_text())
 UNIT = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
 WEIGHT_SHARE = 32 / (34 + 5 * 32 * 1024 / 4096)
-"""Of an activation, what waits for W: M_W / M_B of a layer with 32 heads, 4096 wide, 1024 tokens (Qi et al., 2024)."""
+"""The share of an activation that W needs: M_W / M_B for 32 heads, width 4096 and 1024 tokens (Qi et al., 2024)."""
 Row = dict[str, Any]
 
 
 def published(seconds: float) -> Iterator[Row]:
-    """The proven optima, the heuristics of the zero-bubble papers, and ZB-V with measured costs."""
+    """Proven optima, the heuristics of the zero-bubble papers, and ZB-V with measured costs."""
     for row in PUBLISHED["proven_optima"]:
         placement = Placement.loop(row["ranks"]) if row["placement"] == "v1" else Placement.v(row["ranks"])
         for objective in ("makespan", "span"):
@@ -70,7 +70,7 @@ def published(seconds: float) -> Iterator[Row]:
 
 
 def rate(case: str, placement: Placement, cost: StageCost, limit: float, row: Row, name: str, seconds: float) -> Row:
-    """A bubble rate held against the published one, of four digits."""
+    """Compares a bubble rate with the published one, which has four digits."""
     microbatches, link = row["microbatches"], LinkCost(row["comm"])
     found = search(placement, microbatches, cost, link, memory_limit=limit, objective="span", seconds=seconds)
     work = microbatches * (cost.forward_seconds + cost.backward_seconds) * placement.stages / placement.ranks
@@ -80,10 +80,10 @@ def rate(case: str, placement: Placement, cost: StageCost, limit: float, row: Ro
 
 
 def uneven(seconds: float) -> Iterator[Row]:
-    """Stages that differ: the best generator that fits, and what the search finds in the same memory.
+    """Uneven stages: the best generator that fits, and what the search finds in the same memory.
 
-    Times are in those of one layer's F; I and W take as long. A projection on the vocabulary counts as its parameters
-    do beside a layer's.
+    The unit of time is one layer's F; I and W take as long. A projection onto the vocabulary takes time in proportion
+    to its parameters.
     """
     llama = [4.0] * 7 + [6.4]  # 32 layers of 218 million parameters; the projection on 128,256 words has 525 million
     cases = {
@@ -99,7 +99,7 @@ def uneven(seconds: float) -> Iterator[Row]:
         chunks = placement.stages // placement.ranks
         costs = [StageCost(x, x, x, activation_bytes=x, weight_gradient_bytes=x * WEIGHT_SHARE) for x in layers]
         for times in (1, 2):
-            # As much as 1F1B holds on the first rank, or twice that, in layers, with room for the heavier ones.
+            # What 1F1B holds on the first rank, or twice that, in layers, with room for the heavier ones.
             limit = times * placement.ranks * max(sum(layers[s] for s in placement.stages_on(0)), 2.0 * chunks)
             found = search(placement, 24, costs, LinkCost(0.2), memory_limit=limit, seconds=seconds)
             gain = 1 - found.objective_seconds / found.known_seconds
@@ -107,13 +107,13 @@ def uneven(seconds: float) -> Iterator[Row]:
 
 
 def times(seconds: float) -> Iterator[Row]:
-    """How long it takes, and how far from the bound it gets."""
+    """How long the search takes, and how close to the bound it gets."""
     for ranks, microbatches, allowed in ((8, 32, 5.0), (32, 256, 60.0)):
         for placement in (Placement.loop(ranks), Placement.v(ranks)):
             chunks = placement.stages // ranks
             cost = StageCost(1.0, 1.1, 0.8, activation_bytes=1, weight_gradient_bytes=WEIGHT_SHARE)
             limit = ranks * chunks
-            # A little of the time goes to the known schedules, and to checking and timing the answer.
+            # Some of the time goes to the known schedules, and to checking and timing the answer.
             asked = min(seconds, allowed * 0.95) if seconds < 1 else allowed * 0.95
             began = time.perf_counter()
             found = search(placement, microbatches, cost, LinkCost(0.1), memory_limit=limit, seconds=asked)

@@ -1,7 +1,7 @@
 """How fast schedules are generated, simulated and checked, and how much memory that takes.
 
-Each case has a process of its own, so that its peak of memory is its own. The median of a few rounds counts; the CPU's
-time is given besides, which other processes disturb less than the clock's.
+Each case runs in its own process, so that its peak memory is its own. Times are medians over a few rounds; CPU time is
+given as well, since other processes disturb it less than wall time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CASES = {"p=8": (8, 4096), "p=512": (512, 4096)}
 COST = StageCost(1.0, 1.0, 1.0, output_bytes=10, activation_bytes=4, weight_gradient_bytes=1)
 LINK = LinkCost(0.1, 1000.0)
 AIMS = {"simulate": 1.0}
-"""Million actions a second."""
+"""In million actions per second."""
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """The steps of one case, in turn, several times."""
+    """Measures one case: each operation in turn, several times."""
     ranks, microbatches = CASES[name]
     schedule = generate("1f1b", ranks, microbatches)
     actions = sum(map(len, schedule.rows))
@@ -64,7 +64,7 @@ def legal(schedule: Schedule) -> None:
 
 
 def timed(run: Callable[[], object], rounds: int) -> dict[str, Any]:
-    """Medians in seconds, and the process's peak of memory so far."""
+    """Median times in seconds, and the process's peak memory so far."""
     walls, cpus = [], []
     for _ in range(rounds):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -80,7 +80,7 @@ def timed(run: Callable[[], object], rounds: int) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """The machine, and how busy it was with other things."""
+    """A description of the machine, and how busy it was with other things."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),

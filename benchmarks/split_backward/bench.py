@@ -1,6 +1,6 @@
-"""What it costs to split the backward: I and W together against the whole backward B, in Penstock and in torch.
+"""What splitting the backward costs: I and W together against the full backward B, in Penstock and in torch.
 
-Rounds alternate, so that whatever else the machine does falls on all alike, and only times of one run are compared.
+The contestants take turns, so that other load on the machine affects all alike. Only times from one run are compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.schedule import Action, Op, Overlap, Schedule, generate, split_bac
 
 STAGES = 3
 MEASURED = 1
-"""The middle stage: gradients come in and go out, as on most stages of a deep pipeline."""
+"""The middle stage, which both receives and sends gradients, like most stages of a deep pipeline."""
 LAYERS_PER_STAGE = 2
 HEADS = 4
 MICROBATCHES = 4
@@ -79,14 +79,14 @@ class Block(nn.Module):
 
 
 Seconds = dict[str, float]
-"""By part of a step, over all its microbatches: F, and B or I and W."""
+"""Seconds by op (F, and B or I and W), over all microbatches of a step."""
 
 
 # -- the contestants --------------------------------------------------------------------------------------------------
 
 
 class Contest:
-    """The ways to run one size's backward, on the same weights in the same memory."""
+    """The ways to run a backward of one size, with the same weights in the same memory."""
 
     def __init__(self, size: Size) -> None:
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ class Contest:
         return self._torch(parts)
 
     def _torch(self, parts: Callable[[Tensor, Tensor], list[tuple[str, Callable[[], object]]]]) -> Seconds:
-        """The measured stage alone, each microbatch's parts one after the other."""
+        """Runs the measured stage alone, each microbatch's parts one after another."""
         seconds: Seconds = {}
         for row in self.x.unsqueeze(1):
             x = row.clone().requires_grad_()
@@ -162,7 +162,7 @@ class Contest:
 
 
 def with_late_weights(schedule: Schedule) -> Schedule:
-    """Each W one microbatch later: the next one's I lies between."""
+    """The schedule with each W one microbatch later, after the next one's I."""
     rows = []
     for row in schedule.rows:
         items: list[Action | Overlap] = []
@@ -181,7 +181,7 @@ def with_late_weights(schedule: Schedule) -> Schedule:
 
 
 def measure(contest: Contest, rounds: int) -> dict[str, list[Seconds]]:
-    """Each contestant's seconds, round by round; who begins changes from round to round."""
+    """Each contestant's seconds per round; a different one starts each round."""
     names = list(contest.runs)
     found: dict[str, list[Seconds]] = {name: [] for name in names}
     for number in range(-WARMUP_ROUNDS, rounds):
@@ -196,7 +196,7 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[Seconds]]:
 
 
 def compare(contest: Contest) -> dict[str, bool]:
-    """Whether a split backward leaves the bits of the whole one. Two steps: the first learns what can be split."""
+    """Whether split and full backwards leave the same bits. Takes two steps: the first learns what can be split."""
     equal = {}
     for split, whole in (("I+W", "B"), ("I+W, late", "B"), ("torch I+W", "torch B")):
         contest.gradients(split)
@@ -206,7 +206,7 @@ def compare(contest: Contest) -> dict[str, bool]:
 
 
 def summary(found: dict[str, list[Seconds]], shares: dict[int, float]) -> dict[str, Any]:
-    """Quartiles of the times of one microbatch and of the ratios of one round's times."""
+    """Quartiles of the times per microbatch, and of ratios of times within a round."""
 
     def backward(name: str) -> list[float]:
         return [seconds.get("B", 0.0) + seconds.get("I", 0.0) + seconds.get("W", 0.0) for seconds in found[name]]
@@ -236,7 +236,7 @@ def quartiles(values: Sequence[float]) -> list[float]:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    """Prints the table and whether what was aimed at was reached."""
+    """Prints the table, and whether the targets were met."""
     table = Table(title="I + W over B, medians (quartiles)")
     for column in ("size", "dim", "seq", "B ms", "I+W ms", "I+W / B", "W late", "torch", "F / F", "exact"):
         table.add_column(column, justify="left" if column == "size" else "right")

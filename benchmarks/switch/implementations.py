@@ -1,10 +1,10 @@
-"""What a switch in user space passes on: asyncio, threads, and the compiled loop; usual and real-time priority.
+"""The throughput of a user-space switch: asyncio, threads, and the compiled loop, at normal and real-time priority.
 
     sudo python benchmarks/switch/implementations.py                  # 20 minutes; wants an idle machine
     sudo python benchmarks/switch/implementations.py --hosts 4 --links "100mbit delay 1ms" --busy 4
 
-Hosts stand in a ring, each with one TCP stream to the next. A row is a network of its own; unless it says otherwise a
-link has a delay of 1 ms, and what would be refused is not.
+The hosts form a ring, each with one TCP stream to the next. Each row is a separate network. Unless a row says otherwise
+its links have a delay of 1 ms; networks that would usually be refused are allowed.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from penstock.network.topology import Topology
 HERE = Path(__file__).parent
 KINDS = ("asyncio", "threads", "compiled")
 FREE = "9gbit"
-"""More than anything here can carry."""
+"""A rate that nothing here can reach."""
 LINKS = [f"{rate}{mtu} delay 1ms" for mtu in ("", " mtu 9000") for rate in (FREE, "100mbit", "1gbit")]
 RUN_IN_SECONDS = 1.0
 
 
 def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> dict[str, Any]:
-    """One network: what it carries, and how late."""
+    """Measures one network: how much it carries, and how late."""
     client.PROGRAM = (str(HERE / "plain.py"), kind, *(["--usual"] if usual else []))
     topology = Topology(parse_link(text), {}, 1)
     with Machines(hosts, topology, shaper="switch") as machines:
@@ -77,7 +77,7 @@ def measure(kind: str, usual: bool, hosts: int, text: str, seconds: float) -> di
 
 
 def _cpu_seconds(machines: Machines) -> float:
-    """Of the switch, all threads, to the nanosecond."""
+    """The switch's CPU seconds over all threads, to the nanosecond."""
     tasks = Path(f"/proc/{machines._switch._process.pid}/task")
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 

@@ -1,7 +1,7 @@
-"""The switch's forwarding without a compiler, to be compared with it: `plain.py asyncio|threads|compiled [--usual]`.
+"""The switch's forwarding without a compiler, for comparison: `plain.py asyncio|threads|compiled [--usual]`.
 
-Says and is told the same as `penstock.network.switch.serve`, but knows only rates and a delay. `--usual`: with
-the priority of any process.
+Speaks the same protocol as `penstock.network.switch.serve`, but supports only rates and a delay. `--usual`: run at
+normal priority.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READS_AT_ONCE = 16
 
 
 class Forwarding:
-    """What frames of all hosts have in common, whoever calls."""
+    """The forwarding itself, which does not depend on what drives it."""
 
     def __init__(self, setup: Setup) -> None:
         topology = setup.order.topology
@@ -49,7 +49,7 @@ class Forwarding:
         self.frames = self.full = self.failed = 0
 
     def due(self, source: int, frame: bytes) -> tuple[int, int, int, bytes] | None:
-        """When a frame leaves, its turn and its host; None if it is dropped."""
+        """When a frame leaves, its turn, its host and the frame; None if it is dropped."""
         self.frames += 1
         target = frame[5] - 1
         if not 0 <= target < len(self.devices):
@@ -63,7 +63,7 @@ class Forwarding:
         return int(self._free[target]), next(self._turns), target, frame
 
     def send(self, due: int, target: int, frame: bytes) -> None:
-        """Now, and counts how late that is."""
+        """Sends a frame now, and records how late that is."""
         late = max(time.monotonic_ns() - due, 1)
         try:
             os.write(self.devices[target], frame)
@@ -74,7 +74,7 @@ class Forwarding:
         self._state[columns.LATE + int(math.log2(late) * columns.PER_OCTAVE)] += 1
 
     def answer(self, line: str) -> dict[str, Any]:
-        """To an order."""
+        """The answer to an order."""
         if not Order.read(line).tells:
             return {}
         return {
@@ -146,7 +146,7 @@ class OneLoop:
 
 
 class Threads:
-    """A thread for what a host sends, and one for what it gets."""
+    """Two threads per host: one for what it sends, one for what it receives."""
 
     def __init__(self, forwarding: Forwarding) -> None:
         self._forwarding = forwarding

@@ -1,9 +1,9 @@
-"""What is asked of a network against what is found on it.
+"""Compares what was asked of a network with what is measured on it.
 
     sudo python benchmarks/switch/truth.py            # five minutes; wants an idle machine
-    sudo python benchmarks/switch/truth.py --short    # one minute: whether it runs
+    sudo python benchmarks/switch/truth.py --short    # one minute, to see that it runs
 
-Frames carry the time at which they were sent, and the kernel stamps them as they come (tests/network/wire.py). The
+Frames carry the time at which they were sent, and the kernel timestamps their arrival (tests/network/wire.py). The
 bounds: a quantile within 5% or 0.2 ms one way, a share within its 99.9% interval, a rate within 3%.
 """
 
@@ -68,7 +68,7 @@ def time_row(link: str, what: str, asked: float, found: float) -> Row:
 
 
 def share_row(link: str, what: str, asked: float, found: int, of: int, runs: float = 1.0) -> Row:
-    """`runs`: by how much correlation makes the variance larger."""
+    """The row for a share of frames. `runs`: the factor by which correlation increases the variance."""
     spread = SIGMAS * math.sqrt(asked * (1 - asked) / of * runs)
     return Row(link, f"{what}, {of:,} frames", asked * 100, found / of * 100, spread * 100, "%")
 
@@ -78,7 +78,7 @@ def rate_row(link: str, what: str, asked: float, found: float) -> Row:
 
 
 def distributions(scale: float) -> Iterator[Row]:
-    """One-way quantiles, against the model's own; frames further apart than the jitter reaches."""
+    """One-way quantiles against the model's own, with frames further apart than the jitter."""
     for delay, jitter, every in ((5, 1, 0.0085), (20, 5, 0.0405)):
         own = {
             host: f"100mbit delay {delay}ms jitter {jitter}ms distribution {name}"
@@ -89,7 +89,7 @@ def distributions(scale: float) -> Iterator[Row]:
         with network(sink + 1, "100mbit", own) as machines:
             found = wire.sent(machines, [Flow(host, sink, count, every) for host in own], last=0.1)
         for host, name in enumerate(DISTRIBUTIONS):
-            # The law itself is known better than so many draws of it, and the draws are known: they are a seed's.
+            # Compare with the draws themselves, which the seed determines, so that sampling noise is no error.
             drawn = Draws(parse_link(own[host]).impairment, SEED, host).next(count).delay_ns / 1e9
             for share in SHARES:
                 yield time_row(
@@ -103,7 +103,7 @@ def distributions(scale: float) -> Iterator[Row]:
 
 
 def delays(scale: float) -> Iterator[Row]:
-    """Nothing but a delay, and round trips by ping."""
+    """Links with nothing but a delay, and round trips by ping."""
     own = {host: f"100mbit delay {delay}ms" for host, delay in enumerate((0, 1, 5, 20, 100))}
     own[5], own[6] = "up 100mbit delay 2ms down 100mbit delay 30ms", "100mbit delay 10ms"
     pairs = {(0, 7): 0, (1, 7): 1, (2, 7): 5, (3, 7): 20, (4, 7): 100, (5, 7): 2, (7, 5): 30, (5, 6): 12, (6, 5): 40}
@@ -121,7 +121,7 @@ def delays(scale: float) -> Iterator[Row]:
 
 
 def shares(scale: float) -> Iterator[Row]:
-    """Frames that were lost, came twice, were damaged, or overtook others."""
+    """The shares of frames that were lost, duplicated, corrupted or reordered."""
     texts = [
         "loss 0.1%", "loss 1%", "loss 10%", "loss 5% 50%", "loss gemodel 1% 10%", "duplicate 1%", "corrupt 1%",
         "reorder 1%",
@@ -146,7 +146,7 @@ def shares(scale: float) -> Iterator[Row]:
 
 
 def rates(scale: float) -> Iterator[Row]:
-    """What arrives of more than the rate: at a host's own link, and at that of a receiver at half of it."""
+    """What arrives if more than the rate is sent, on a host's own link and on a receiver's link of half the rate."""
     for text, wider, size, count in (
         ("10mbit", "20mbit", 1514, 3000),
         ("100mbit", "200mbit", 1514, 20_000),
@@ -165,7 +165,7 @@ def rates(scale: float) -> Iterator[Row]:
 
 
 def streams(scale: float) -> Iterator[Row]:
-    """TCP's goodput, which is TCP's and this machine's as much as the network's: no bound."""
+    """TCP's goodput. It depends on TCP and this machine as much as on the network, so it has no bound."""
     for hosts, text in ((2, "100mbit delay 1ms"), (4, "100mbit delay 1ms"), (2, "1gbit delay 1ms"), (4, HEADLINE)):
         with network(hosts, text) as machines:
             ring = [(host, (host + 1) % hosts) for host in range(hosts)]
@@ -177,7 +177,7 @@ def streams(scale: float) -> Iterator[Row]:
 
 
 def stalls(scale: float) -> Iterator[Row]:
-    """How long nothing comes, and how far apart that is."""
+    """How long stalls last, and how far apart they are."""
     text, count = "100mbit stall 200ms every 1s", round(3000 + 10_000 * scale)
     with network(2, text) as machines:
         came = np.array([one.came for one in wire.sent(machines, [Flow(0, 1, count, 0.001)], last=1)[0]])
@@ -189,14 +189,14 @@ def stalls(scale: float) -> Iterator[Row]:
 
 
 def headline(scale: float) -> Iterator[Row]:
-    """The issue's example among four hosts, one pair of which is measured."""
+    """The issue's example with four hosts; one pair is measured."""
     count = round(3000 * scale)
     with network(4, HEADLINE) as machines:
         found = wire.sent(machines, [Flow(0, 1, count, 0.006)], last=2.5)[0]
         drawn = Draws(machines.topology.link.impairment, SEED, 0).next(count)
         text = f"{HEADLINE} (mtu {machines.topology.mtu})"
     delay = {one.number: one.took for one in found}
-    kept = [number for number in delay if delay[number] < 0.015]  # not those that a stall held
+    kept = [number for number in delay if delay[number] < 0.015]  # not those that a stall held back
     for share in SHARES:
         asked = np.quantile(drawn.delay_ns[kept] / 1e9, share)
         yield time_row(text, f"p{share * 100:.0f}", asked, np.quantile([delay[number] for number in kept], share))
@@ -204,7 +204,7 @@ def headline(scale: float) -> Iterator[Row]:
 
 
 def unrefused(machines: Machines) -> Machines:
-    """Rates that all hosts together could not have: here one sends at a time."""
+    """Allows rates that all hosts together could not reach: here only one sends at a time."""
     from penstock.network import machines as making
     from penstock.network.shapers import Shaper
 

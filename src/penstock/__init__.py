@@ -1,7 +1,7 @@
-"""Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device.
+"""Pipeline parallelism for PyTorch: any model, any schedule, the same gradients as on one device.
 
-Names and subpackages are loaded when they are first used: `penstock.schedule` needs no import of its own, and loads no
-torch.
+Names and subpackages are loaded on first use: `penstock.schedule` works without an import of its own, and does not
+load torch.
 """
 
 from __future__ import annotations

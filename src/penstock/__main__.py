@@ -1,4 +1,4 @@
-"""`python -m penstock`, and `torchrun ... -m penstock`: the command `penstock`."""
+"""Runs the command `penstock` as `python -m penstock` or `torchrun ... -m penstock`."""
 
 from penstock.cli import main
 

@@ -1,6 +1,6 @@
-"""The one place that names private parts of torch (2.11 to 2.15): fake tensors and pytrees have no public home yet.
+"""The only module that uses private parts of torch (2.11 to 2.15): fake tensors and pytrees have no public home yet.
 
-`tests/test_compat.py` uses each name, so that a torch that moves one fails there and says which.
+`tests/test_compat.py` uses each name, so if a new torch moves one, that test fails and says which.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ __all__ = [
 ]
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-"""What a fake tensor raises when the program asks for its values."""
+"""Raised by a fake tensor when the program asks for its values."""
 
 UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, NotImplementedError)
-"""What a fake tensor raises for an operator whose result it cannot describe."""
+"""Raised by a fake tensor for an operator whose result it cannot describe."""
 
 
 def fake_mode() -> FakeTensorMode:
-    """Fake tensors with static shapes; stray real tensors are allowed next to them."""
+    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from logging the traceback of a fake kernel that fails; the caller has a remedy."""
+    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -65,9 +65,9 @@ def quiet() -> Iterator[None]:
 
 
 class Opened(NamedTuple):
-    """What torch's pytrees know about a value: its children, how Python writes the path to each, and what rebuilds it.
+    """What torch's pytrees know about a value: its children, and how Python writes the path to each.
 
-    That is `rebuild(children, context)`.
+    `rebuild(children, context)` makes the value again.
     """
 
     children: Sequence[Any]
@@ -77,7 +77,10 @@ class Opened(NamedTuple):
 
 
 def opened(value: Any) -> Opened | None:
-    """A value as torch's pytrees open it: named tuples, torch's own results, what libraries registered."""
+    """Opens a value that torch's pytrees know: a named tuple, a torch result, a type that a library registered.
+
+    None for any other value.
+    """
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -92,7 +95,7 @@ def opened(value: Any) -> Opened | None:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The identity, while it lives, of the memory behind a tensor, which views of each other share."""
+    """Identifies the memory behind a tensor, for as long as it lives. Views of each other share it."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
@@ -100,7 +103,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def size_of(tensor: Tensor) -> int:
-    """The bytes of the memory behind a tensor, which may use only part of it; for a sparse tensor, of its values."""
+    """The size in bytes of the memory behind a tensor, which may use only part of it; of a sparse tensor's values."""
     try:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
@@ -108,10 +111,10 @@ def size_of(tensor: Tensor) -> int:
 
 
 def packed_by(node: Node) -> list[object] | None:
-    """What a node of an autograd graph has saved: what the hooks on saved tensors have made of it, or the tensors.
+    """What a node of an autograd graph saved: tensors, or what hooks on saved tensors packed them into.
 
-    None if the node does not say: a function of a C++ extension, or of another torch. Unpacking what was saved is
-    public, but would rerun a checkpoint.
+    None if the node does not say: it is from a C++ extension, or from another version of torch. Unpacking has a public
+    API, but would rerun a checkpointed forward.
     """
     if "CppNode" in node.name():
         return None
@@ -119,7 +122,7 @@ def packed_by(node: Node) -> list[object] | None:
     is_training = getattr(node, "_saved_training", False)
     for name in _raw_names(type(node)):
         if is_training and name.startswith("_raw_saved_running_"):
-            continue  # batch norm takes the statistics of the batch then
+            continue  # in training, batch norm uses the batch's statistics
         raw = getattr(node, name)
         for saved in raw if isinstance(raw, tuple) else (raw,):
             try:
@@ -137,7 +140,7 @@ def _raw_names(kind: type) -> tuple[str, ...]:
 
 
 class WeakStorage:
-    """Keeps the number that `storage_of` returns from being reused, without keeping the memory."""
+    """Keeps the number that `storage_of` returned from being reused, without keeping the memory alive."""
 
     __slots__ = ("_reference", "number")
 
@@ -146,49 +149,66 @@ class WeakStorage:
         self._reference: object
         try:
             self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        except (NotImplementedError, RuntimeError):  # a sparse tensor has none: its number is the object's
+        except (NotImplementedError, RuntimeError):  # a sparse tensor has no storage: its number is its own id
             self._reference = tensor
 
     @property
     def is_alive(self) -> bool:
-        """Whether any tensor has that memory."""
+        """Whether any tensor still uses that memory."""
         return isinstance(self._reference, StorageWeakRef) and not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
-    """Whether autocast is on for the device, to which dtype, and whether it caches the casts of parameters."""
+    """Whether autocast is on for the device, its dtype, and whether it caches cast parameters."""
     kind = device.type
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
+def autocast_kinds() -> tuple[str, ...]:
+    """The types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is another."""
+    here = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys(("cpu", "cuda", *(() if here is None else (here.type,)))))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of a device; the CPU's where the device has none of its own."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    if not generators:
+        return torch.default_generator
+    return generators[module.current_device() if device.index is None else device.index]
+
+
 def has_global_backward_hooks() -> bool:
-    """Whether hooks on the gradients of all modules are registered (`register_module_full_backward_hook`)."""
+    """Whether backward hooks for all modules are registered (`register_module_full_backward_hook`)."""
     hooks = torch.nn.modules.module
     return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether hooks on the gradient of each backward are registered (`register_hook`)."""
+    """Whether a parameter has hooks on the gradient of each backward (`register_hook`)."""
     return bool(parameter._backward_hooks)
 
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
-    """Whether hooks on the accumulated gradient are registered (`register_post_accumulate_grad_hook`)."""
+    """Whether a parameter has hooks on its accumulated gradient (`register_post_accumulate_grad_hook`)."""
     return bool(accumulation_hooks(parameter))
 
 
 def accumulation_hooks(parameter: Tensor) -> list[object]:
-    """The hooks on the accumulated gradient."""
+    """A parameter's hooks on its accumulated gradient."""
     return [*(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
 def plain_tensors() -> AbstractContextManager[None]:
-    """Within it, `__torch_function__` of tensors' classes is not called."""
+    """A context in which `__torch_function__` of tensor subclasses is not called."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard
 
 
 def in_checkpoint() -> bool:
-    """Whether torch's checkpointing (`use_reentrant=False`) will rerun in backward what runs now."""
+    """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

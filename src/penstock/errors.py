@@ -4,16 +4,16 @@
     ├── ArgumentError       (ValueError)    an argument is wrong: what was given, what was expected, what to do
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
-    ├── ShapeError          (ValueError)    a batch or a value between stages is not what was agreed on
-    ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a file that is gone
-    ├── FabricError         (RuntimeError)  an emulated network cannot be made, or a host of it is lost
+    ├── ShapeError          (ValueError)    a batch, or a value between stages, is not what was agreed on
+    ├── CheckpointError     (RuntimeError)  a checkpoint cannot be written or read: a full disk, a missing file
+    ├── FabricError         (RuntimeError)  an emulated network cannot be made, or one of its hosts is lost
     ├── ClosedError         (RuntimeError)  a pipeline is used after it was closed
-    ├── MissingExtraError   (ImportError)   a package that an extra brings is not installed
-    ├── NonFiniteError      (FloatingPointError) NaN or Inf, where `check_finite` looks for them
-    ├── VerificationError   (AssertionError) the pipeline's result is not that of one device
-    └── PipelineFailure     (RuntimeError)  a rank failed, or waits for one that does; names rank, action and cause
+    ├── MissingExtraError   (ImportError)   a package from an optional extra is not installed
+    ├── NonFiniteError      (FloatingPointError) NaN or Inf where `check_finite` looks for them
+    ├── VerificationError   (AssertionError) the pipeline's result differs from one device's
+    └── PipelineFailure     (RuntimeError)  a rank failed, or waited for one that did; names rank, action and cause
 
-Each also derives from the built-in that its callers would expect, so `except ValueError` works as usual.
+Each also derives from the built-in exception that callers would expect, so `except ValueError` works as usual.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import importlib.util
 
 
 class PenstockError(Exception):
-    """The root: catches everything that Penstock raises on purpose."""
+    """The base class of every error that Penstock raises on purpose."""
 
 
 class ArgumentError(PenstockError, ValueError):
-    """An argument is wrong. The text names it, what was given, what was expected and the remedy."""
+    """An argument is wrong. The message names it, what was given, what was expected and what to do."""
 
 
 class ScheduleError(PenstockError, ValueError):
-    """A schedule is not legal, or the text of one cannot be read."""
+    """A schedule is not legal, or its text cannot be read."""
 
 
 class PartitionError(PenstockError, ValueError):
-    """The model cannot be recorded or cut as asked. The text names the module and, where known, the source line."""
+    """The model cannot be recorded or cut as asked. The message names the module and, if known, the source line."""
 
 
 class ShapeError(PenstockError, ValueError):
-    """A batch, or a value that crosses a cut, is not of the shape, dtype or structure that was agreed on."""
+    """A batch, or a value that crosses a cut, does not have the agreed shape, dtype or structure."""
 
 
 class CheckpointError(PenstockError, RuntimeError):
-    """A checkpoint, or a file of weights, cannot be written or read. Every rank raises it; training can go on."""
+    """A checkpoint or a weight file cannot be written or read. Every rank raises it; training can go on."""
 
 
 class FabricError(PenstockError, RuntimeError):
-    """An emulated network cannot be made, or a host does not join or is lost. Names what is missing."""
+    """An emulated network cannot be made, or a host did not join or is lost. Names what is missing."""
 
 
 class ClosedError(PenstockError, RuntimeError):
@@ -54,23 +54,23 @@ class ClosedError(PenstockError, RuntimeError):
 
 
 class MissingExtraError(PenstockError, ImportError):
-    """An optional package is not installed. The text names it and the extra that brings it."""
+    """An optional package is not installed. The message names it and the extra that installs it."""
 
 
 def require(extra: str, *packages: str, for_what: str) -> None:
-    """Raises MissingExtraError if one of the packages that an extra brings is not installed."""
+    """Raises MissingExtraError unless all of these packages, which the extra installs, are there."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise MissingExtraError(f"{for_what}: this needs {' and '.join(missing)}, pip install 'penstock[{extra}]'")
 
 
 class NonFiniteError(PenstockError, FloatingPointError):
-    """A value, the loss or a gradient is NaN or Inf. Names rank, action and what made it."""
+    """A value, the loss or a gradient is NaN or Inf. Names the rank, the action and what produced it."""
 
 
 class VerificationError(PenstockError, AssertionError):
-    """The pipeline's outputs, loss, gradients or buffers differ from those of one device."""
+    """The pipeline's outputs, loss, gradients or buffers differ from one device's."""
 
 
-class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (what happened to a run, more than an error in one)
+class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens to a run)
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""

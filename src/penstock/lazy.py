@@ -1,4 +1,4 @@
-"""A package's face whose names are loaded when they are first used (PEP 562)."""
+"""Package interfaces whose names are loaded on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 def face(
     package: str, homes: Mapping[str, str], subpackages: Collection[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The package's `__getattr__` and `__dir__`.
+    """A package's `__getattr__` and `__dir__`.
 
     Args:
-        package: its `__name__`.
-        homes: each name that it re-exports, and the module below it that defines the name.
-        subpackages: modules that are imported as a whole.
+        package: the package's `__name__`.
+        homes: maps each name that the package re-exports to the module, relative to the package, that defines it.
+        subpackages: modules to import as a whole.
     """
 
     def get(name: str) -> Any:

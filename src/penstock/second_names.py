@@ -1,4 +1,4 @@
-"""Arguments with a second name: another library's, or an earlier one."""
+"""Second names for arguments: another library's name, or an old one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Makes a function accept arguments by a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
+    """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
-    The function raises ArgumentError if it is given both.
+    The function raises ArgumentError if both are given.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

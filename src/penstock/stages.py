@@ -1,5 +1,5 @@
 """What enters, leaves and lives on a stage: the contract between `partition`, which makes stages, and `runtime`,
-which runs them. Plain values, without torch, so that schedules and predictions can be made from them alone.
+which runs them. Plain values that do not need torch, so that schedules and predictions can be made from them alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MODEL_INPUT = -1
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape, stride (both in elements), dtype (torch's name without `torch.`) and whether a gradient flows back."""
+    """A tensor's shape, stride (in elements), dtype (without the `torch.`) and whether a gradient flows back to it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,11 +27,10 @@ class Input:
     """A tensor that a stage receives.
 
     Attributes:
-        name: the value's name in the recorded graph; together with `source` it names one value of one version.
-        source: the stage that sends it (the one that made it, or the last one that updated it in place),
-            or `MODEL_INPUT`.
-        meta: what was seen when the model was recorded.
-        mutated: the stage updates it in place.
+        name: the value's name in the recorded graph; with `source` it identifies one version of one value.
+        source: the stage that sends it (its producer, or the last stage to update it in place), or `MODEL_INPUT`.
+        meta: as seen when the model was recorded.
+        mutated: whether the stage updates it in place.
     """
 
     name: str
@@ -42,7 +41,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a stage returns. On the last stage these are the leaves of the model's output, in order."""
+    """A tensor that a stage returns. The last stage's outputs are the leaves of the model's output, in order."""
 
     name: str
     meta: TensorMeta
@@ -52,8 +51,8 @@ class Output:
 class StageMeta:
     """One stage: inputs in the order of its `forward`'s arguments, outputs in the order of the tuple it returns.
 
-    Parameters and buffers go by their names in the unsplit model. A parameter with several names goes by the first
-    in `named_parameters()`, on every stage that holds it.
+    Parameters and buffers have their names in the unsplit model. A parameter with several names has the first one in
+    `named_parameters()`, on every stage that holds it.
     """
 
     index: int
@@ -66,27 +65,27 @@ class StageMeta:
     updated: tuple[str, ...] = ()
     """Buffers that the forward updates, such as batch norm's running statistics."""
     branches: bool = False
-    """Whether parts of it run or not at random, for each microbatch."""
+    """Whether it decides at random, for each microbatch, which of its parts run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The values of one microbatch that go together from stage `source` to stage `target`, by name.
+    """The values of a microbatch that travel together from stage `source` to stage `target`.
 
-    A forward link carries the values; a backward link carries their gradients, from a consumer back to the one
-    before it and finally to the producer, which is the order in which autograd adds them.
+    A forward link carries values. A backward link carries their gradients, from each consumer to the previous one and
+    finally to the producer: the order in which autograd adds them.
     """
 
     source: int
     target: int
     values: tuple[tuple[int, str], ...]
-    """Each value as (the stage that made it, its name)."""
+    """Each value as (producing stage, name)."""
     varies: bool = False
-    """Whether strides, and which gradients exist, change from step to step, since some stage branches at random."""
+    """Whether strides, and which gradients exist, vary from step to step because some stage branches at random."""
 
 
 def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
-    """Every forward message: a value goes straight from the stage that made it to each one that uses it."""
+    """Every forward message: a value goes straight from its producer to each stage that uses it."""
     links = []
     for stage in stages:
         for source in sorted({i.source for i in stage.inputs if i.source != MODEL_INPUT}):
@@ -98,7 +97,8 @@ def forward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
 def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
     """Every backward message: from a value's last consumer to the one before it, and so on to its producer.
 
-    Sent straight to the producer and added there, the same terms would be added in another order than autograd's.
+    If every consumer sent its gradient straight to the producer, the terms would be added in a different order from
+    autograd's.
     """
     grouped: dict[tuple[int, int], list[tuple[int, str]]] = {}
     for value, holders in gradient_routes(stages).items():
@@ -113,7 +113,7 @@ def _varies(stages: Sequence[StageMeta]) -> bool:
 
 
 def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[int, ...]]:
-    """For each value that requires a gradient: its producer, then its consumers, in order of stage."""
+    """For each value that requires a gradient: its producer, then its consumers in stage order."""
     routes: dict[tuple[int, str], list[int]] = {}
     for stage in stages:
         for i in stage.inputs:
@@ -123,18 +123,18 @@ def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[
 
 
 def shifted(stage: StageMeta, by: int) -> StageMeta:
-    """The same stage in another copy of the model, whose stages are counted from `by`."""
+    """The same stage in another copy of the model, whose stages are numbered from `by`."""
     inputs = tuple(i if i.source == MODEL_INPUT else replace(i, source=i.source + by) for i in stage.inputs)
     return replace(stage, index=stage.index + by, inputs=inputs)
 
 
 def needs_backward(stage: StageMeta) -> bool:
-    """Whether a stage has a backward at all: it holds something to train, or passes a gradient on."""
+    """Whether a stage has a backward: it has parameters to train, or passes a gradient on."""
     return stage.trainable or any(i.meta.requires_grad for i in stage.inputs)
 
 
 def ties(stages: Sequence[StageMeta]) -> dict[str, tuple[int, ...]]:
-    """Parameters that several stages hold: name -> the stages, in order."""
+    """Parameters that several stages hold: maps each name to its stages, in order."""
     holders: dict[str, list[int]] = {}
     for stage in stages:
         for name in stage.parameters:
@@ -143,7 +143,7 @@ def ties(stages: Sequence[StageMeta]) -> dict[str, tuple[int, ...]]:
 
 
 def ties_across_ranks(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> dict[tuple[int, ...], list[str]]:
-    """Tied parameters that several ranks hold: their stages -> names, in the order in which every rank reduces them."""
+    """Tied parameters that several ranks hold: maps stages to names, in the order in which every rank reduces them."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, stages in ties.items():
         if len({rank_of[stage] for stage in stages}) > 1:

@@ -1,8 +1,8 @@
-"""Nested values flattened and rebuilt: tuples, lists, dicts, what torch knows about, and plain objects.
+"""Flattens and rebuilds nested values: tuples, lists, dicts, types registered with torch's pytrees, and plain objects.
 
 An object (a dataclass, a `SimpleNamespace`, a subclass of dict) is opened only if it holds a tensor. It is rebuilt
-without its `__init__`: a new object of its class with the same fields. Shared references stay shared in the copy, and
-cycles stay cycles. C objects, which do not say what they hold, are leaves.
+without calling `__init__`: a new object of its class with the same fields. Shared references stay shared in the copy,
+and cycles stay cycles. C objects, which do not reveal what they hold, are leaves.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ PLAIN = frozenset(
 """Types whose values are never opened."""
 
 DEPTH, BUDGET = 24, 20_000
-"""How deep to look into objects, and how many values to look at in all; anything beyond is left as it is."""
+"""How deep to look into objects, and how many values to look at in all; anything beyond that becomes a leaf."""
 
 HEAP_TYPE = 1 << 9
-"""The flag of a class that is not built in."""
+"""CPython's type flag for a class that is not built in."""
 
 BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
-"""The built-ins that a class may derive from. Their own methods are called, whatever the class overrides."""
+"""The built-ins that a class may derive from. Their own methods are called, even if the class overrides them."""
 
 
 class Leaf:
-    """A base for classes whose objects stay closed even if they hold tensors."""
+    """A base class for objects that stay closed even if they hold tensors."""
 
     __slots__ = ()
 
 
 class Flat(NamedTuple):
-    """A flattened structure: `leaves[i]` sits at `paths[i]` (as Python writes it) of `structure`."""
+    """A flattened value: `leaves[i]` is found at `paths[i]`, written as in Python; `structure` is the rest."""
 
     leaves: list[Any]
     paths: list[str]
@@ -54,7 +54,7 @@ class Flat(NamedTuple):
 
 
 class Rebuild(NamedTuple):
-    """`function(children, context)` rebuilds a node. Two are alike if type and context are."""
+    """`function(children, context)` rebuilds a node. Two are equal if their type and context are."""
 
     kind: type
     context: Any
@@ -74,7 +74,7 @@ class Rebuild(NamedTuple):
 
 
 class TreeSpec(NamedTuple):
-    """The structure of one value. `op` says what it is; `context` and `children` depend on it."""
+    """The structure of a value. `op` says what kind it is; `context` and `children` depend on that."""
 
     op: str
     context: Any
@@ -86,19 +86,19 @@ NOTHING = TreeSpec("tuple", None)
 
 
 def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
-    """Flatten a value. `empty`: also open objects that hold no tensor, except those with an id in `closed`."""
+    """Flattens a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`."""
     walk = _Walk(empty, closed)
     structure = walk.visit(value, "", 0)
     return Flat(walk.leaves, walk.paths, structure)
 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    """The value of a structure, with these leaves."""
+    """Rebuilds a value from its leaves and its structure."""
     return _build(structure, iter(leaves), [])
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
-    """The tree with `function(tensor)` instead of each tensor; objects that hold tensors are rebuilt."""
+    """Replaces each tensor in a tree with `function(tensor)`. Objects that hold tensors are rebuilt."""
     flat = flatten(tree)
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
 
@@ -110,9 +110,9 @@ class _Walk:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self._empty, self._closed = empty, closed
-        self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict in one -> its number
+        self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict inside one -> its number
         self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids are not reused
-        self._held = 0  # tensors met, and references back
+        self._held = 0  # tensors, and references to values met before
         self._cut = 0  # values too deep to look at
         self._left = BUDGET
 
@@ -157,7 +157,7 @@ class _Walk:
         if depth >= DEPTH:
             return self._leaf_unseen(value, path)
         leaves, numbers, held, cut = len(self.leaves), len(self._numbers), self._held, self._cut
-        if base is not tuple:  # which is there only when all that it holds is there
+        if base is not tuple:  # a tuple can be made only after its contents
             self._number(value)
         inside = (self._inside(value, base, path, depth + 1),)
         names = tuple(fields(value))
@@ -204,7 +204,7 @@ class _Walk:
 
 
 def _build(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any:
-    """`made`: objects by number, in the order they were met."""
+    """Rebuilds a value. `made`: the numbered objects so far, in the order in which they were met."""
     op, context, children = plan
     if op == "leaf":
         return next(leaves)
@@ -256,9 +256,10 @@ def _build_object(plan: TreeSpec, leaves: Iterator[Any], made: list[Any]) -> Any
 
 @functools.lru_cache(maxsize=4096)
 def base_of(kind: type) -> type | None:
-    """The built-in a class derives from, or None if its objects cannot be rebuilt from that and their fields.
+    """The built-in that a class derives from, or None if its objects cannot be rebuilt from that and their fields.
 
-    None for C classes, those with a `__del__`, and those that must not be copied, such as modules and enumerations.
+    None for classes written in C, for those with a `__del__`, and for those that must not be copied, such as modules
+    and enumerations.
     """
     if kind in PLAIN or issubclass(kind, (nn.Module, enum.Enum, type, Leaf, Tensor)) or hasattr(kind, "__del__"):
         return None
@@ -273,7 +274,7 @@ def base_of(kind: type) -> type | None:
 
 
 def fields(value: Any) -> dict[str, Any]:
-    """An object's own attributes, by name: those of its `__dict__` and its slots that are set."""
+    """An object's own attributes by name: those in its `__dict__`, and its slots that are set."""
     found = dict(_attributes(value) or {})
     kind: Any = type(value)
     for name, slot in _slots(kind).items():
@@ -285,7 +286,7 @@ def fields(value: Any) -> dict[str, Any]:
 
 
 def set_field(value: Any, name: str, new: Any) -> None:
-    """Set an attribute of an object, bypassing its class's `__setattr__` (frozen dataclasses refuse)."""
+    """Sets an attribute of an object, bypassing its class's `__setattr__` (frozen dataclasses refuse)."""
     kind: Any = type(value)
     slot = _slots(kind).get(name)
     if slot is not None:
@@ -297,7 +298,7 @@ def set_field(value: Any, name: str, new: Any) -> None:
 
 
 def overwrite(old: Any, new: Any, seen: dict[int, Any] | None = None) -> None:
-    """Give an object, list or dict the contents of another of its kind, recursively if kinds agree."""
+    """Gives an object, list or dict the contents of another of its type, recursively where the types agree."""
     seen = {} if seen is None else seen
     seen[id(old)] = old
 

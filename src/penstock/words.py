@@ -1,4 +1,4 @@
-"""Wording that messages of several floors share."""
+"""Wording that messages from several layers share."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def counted(number: int, what: str) -> str:
 
 
 def shortened(names: Collection[str], most: int = 4) -> str:
-    """Names as a message lists them."""
+    """Names as a message lists them: the first few, then how many more there are."""
     shown = ", ".join(map(repr, list(names)[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def in_ranges(names: Iterable[str]) -> list[str]:
-    """`blocks.0`, `blocks.1` and `blocks.2` as `blocks.0-2`; other names as they are."""
-    found: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text behind it
+    """Merges numbered names, such as `blocks.0`, `blocks.1` and `blocks.2` into `blocks.0-2`; keeps the others."""
+    found: list[tuple[str, str, str, str]] = []  # text before the last number, first, last, text after it
     for name in names:
         match = re.fullmatch(r"(.*?)(0|[1-9]\d*|)(\D*)", name)
         before, number, behind = match.groups() if match else (name, "", "")

@@ -12,6 +12,21 @@ from typer.testing import CliRunner
 from penstock.cli import app
 
 
+def stay(deaf: int) -> str:
+    """A script whose ranks tell their ids and those of processes that they start, and stay; SIGINT does not end `deaf`;
+    told to die, rank 1 kills itself."""
+    return f"""
+import os, signal, subprocess, sys
+if os.environ["RANK"] == "{deaf}":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
+helper = subprocess.Popen(["sleep", "600"])
+os.write(1, f"{{os.getpid()}} {{helper.pid}}\\n".encode())
+if "die" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
 def penstock(*arguments: str, columns: int = 80) -> Result:
     return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(arguments))
 

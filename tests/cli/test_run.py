@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command_line import stay
 from processes import has_ended
 
 from penstock.launch import processes as launch
@@ -20,17 +21,6 @@ import json, os, sys
 with open(f"shown.{os.environ['RANK']}", "w") as file:
     json.dump([sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]], file)
 sys.exit(3 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
-"""
-
-STAY = """
-import os, signal, subprocess, sys
-if os.environ["RANK"] == "1":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
-helper = subprocess.Popen(["sleep", "600"])
-os.write(1, f"{os.getpid()} {helper.pid}\\n".encode())
-if "die" in sys.argv and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
 """
 
 STOP = """
@@ -47,7 +37,7 @@ sys.exit(3)
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "stop.py").write_text(STOP)
     (tmp_path / "show.py").write_text(SHOW)
-    (tmp_path / "stay.py").write_text(STAY)
+    (tmp_path / "stay.py").write_text(stay(deaf=1))
     return tmp_path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command_line import penstock
+from command_line import penstock, stay
 from processes import has_ended
 
 from penstock.network import checks, keeper
@@ -35,22 +35,11 @@ while len(glob.glob("shown.*")) < 4:
 sys.exit(3 if rank == "2" else 0)
 """
 
-STAY = """
-import os, signal, subprocess, sys
-if os.environ["RANK"] == "0":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
-helper = subprocess.Popen(["sleep", "600"])
-os.write(1, f"{os.getpid()} {helper.pid}\\n".encode())
-if "die" in sys.argv and os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.pause()
-"""
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "show.py").write_text(SHOW)
-    (tmp_path / "stay.py").write_text(STAY)
+    (tmp_path / "stay.py").write_text(stay(deaf=0))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -175,9 +164,9 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: give 1 to 200"),
         (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given two"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 has two links"),
         (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
-        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link's text at position 9: 'delai' is not a word of a"),
+        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], says: str) -> None:
@@ -191,7 +180,7 @@ def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str],
 def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> None:
     done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit loss 1%", "--shaper", "tbf", "show.py")
     assert done.exit_code == 2
-    assert "tbf keeps a rate and nothing else: 1mbit loss 1%" in done.stderr
+    assert "tbf limits only the rate: 1mbit loss 1%" in done.stderr
     assert left_of(os.getpid()) == []
 
 

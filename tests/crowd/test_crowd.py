@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,29 +26,13 @@ def test_trains_as_on_one_device(library: str, name: str, make: Callable[[], Cas
     pytest.importorskip(library, reason=f"{library} comes with the extra zoo")
     torch.manual_seed(0)
     case = make()
+    given = partial(verify, case.model, case.args, case.kwargs, target=case.target, loss_fn=case.loss)
     refusal = REFUSED.get(f"{library}-{name}")
     if refusal is not None:
         with pytest.raises(PartitionError, match=refusal):
-            verify(
-                case.model,
-                case.args,
-                target=case.target,
-                loss_fn=case.loss,
-                kwargs=case.kwargs,
-                ranks=4,
-                microbatches=4,
-            )
+            given(ranks=4, microbatches=4)
         return
-    verify(
-        case.model,
-        case.args,
-        target=case.target,
-        loss_fn=case.loss,
-        kwargs=case.kwargs,
-        ranks=4,
-        schedule="gpipe",
-        microbatches=4,
-    ).check()
+    given(ranks=4, schedule="gpipe", microbatches=4).check()
 
 
 def test_there_are_sixty_of_them() -> None:

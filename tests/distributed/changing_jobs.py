@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import penstock
 from scaffolding.by_hand import sizes_by_hand, step_by_hand
-from scaffolding.models import squared_error, token_error
+from scaffolding.models import Block, squared_error, token_error
 
 MICROBATCHES = 4
 
@@ -19,25 +19,13 @@ BATCHES = ((11, 6), (5, 6), (11, 4), (3, 6), (2, 9), (11, 6), (5, 6), (3, 6), (5
 come a second time (which over shared memory is another way) and a third."""
 
 
-class Mix(nn.Module):
-    """Each word takes from those before it. With fewer calls than attention it is quicker to record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        mixed: Tensor = x + self.out((mask.to(x.dtype) @ self.value(x)).tanh())
-        return mixed
-
-
 class Words(nn.Module):
     """Blocks between an embedding and a head, nothing tied, so that all is equal to the bit."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(19, 8), nn.Linear(8, 19)
-        self.h = nn.ModuleList(Mix() for _ in range(layers))
+        self.h = nn.ModuleList(Block(8, 2, 0.0) for _ in range(layers))
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -1,8 +1,9 @@
-"""What each rank of two machines runs, under torchrun. Its arguments are a folder and the name of another machine.
+"""What each rank of two machines runs, under torchrun. Its arguments are a folder, the name of another machine, and
+how to end: "well" or "badly".
 
 It leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what `penstock.verify`
-says of each transport; for the second, MASTER_ADDR names the other machine. Then it trains, and the last rank is killed
-in the middle of its second step.
+says of each transport; for the second, MASTER_ADDR names the other machine. To end badly it then trains, and the last
+rank is killed in the middle of its second step.
 """
 
 import json
@@ -65,4 +66,6 @@ if __name__ == "__main__":
     master = os.environ["MASTER_ADDR"]
     (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove()))
     os.environ["MASTER_ADDR"] = master
-    fall()
+    if sys.argv[3] == "badly":
+        fall()
+    dist.destroy_process_group()

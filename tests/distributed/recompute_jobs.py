@@ -11,7 +11,7 @@ import penstock
 from scaffolding.everything import ROWS, WIDTH, Layer, everything
 from scaffolding.models import squared_error
 
-STEPS = 20
+STEPS = 50
 
 
 class Untied(nn.Module):

@@ -12,7 +12,7 @@ from jobs import TASKS
 from torch import Tensor
 
 from penstock.schedule import Op, generators
-from penstock.testing.transports import SCRIPTS
+from penstock.testing.transport_scripts import SCRIPTS
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
 from scaffolding.representatives import representatives

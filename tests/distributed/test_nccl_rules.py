@@ -11,7 +11,7 @@ from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
-from penstock.testing.transports import SCRIPTS
+from penstock.testing.transport_scripts import SCRIPTS
 from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed

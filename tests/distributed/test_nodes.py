@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from nodes import Nodes, two_machines
@@ -18,20 +18,12 @@ SECONDS = 200.0
 pytestmark = pytest.mark.distributed
 
 
-def torchrun(nodes: Nodes, node: int, folder: Path, other_master: str) -> subprocess.Popen[str]:
+def torchrun(nodes: Nodes, node: int, folder: Path, ends: Literal["well", "badly"]) -> subprocess.Popen[str]:
     """One machine's part of a job of two."""
     where = [f"--node-rank={node}", f"--master-addr={nodes.names[0]}", "--master-port=29500"]
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc-per-node=2",
-        *where,
-        str(JOB),
-        str(folder),
-        other_master,
-    ]
-    return nodes.start(node, [sys.executable, *command], folder, {**os.environ, "OMP_NUM_THREADS": "1"})
+    command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *where]
+    job = [str(JOB), str(folder), nodes.names[1], ends]
+    return nodes.start(node, [sys.executable, *command, *job], folder, {**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 class Ended(NamedTuple):
@@ -46,7 +38,7 @@ class Ended(NamedTuple):
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("nodes")
     with two_machines(folder) as nodes:
-        first, _ = [torchrun(nodes, node, folder, nodes.names[1]) for node in range(2)]
+        first, _ = [torchrun(nodes, node, folder, "badly") for node in range(2)]
         said, _ = first.communicate(timeout=SECONDS)
     return Ended(folder, first.returncode, said)
 
@@ -59,6 +51,14 @@ def test_two_machines_give_the_bits_of_one_device(ended: Ended) -> None:
         assert shown.pop("neighbours") == [rank ^ 1], "shared memory ends at the machine's edge"
         assert sorted(shown) == ["auto", "distributed"]
         assert all(said[:2] == [4, True] for said in shown.values()), shown
+
+
+@pytest.mark.long
+def test_a_job_that_ends_well_exits_with_0_on_both_machines(tmp_path: Path) -> None:
+    with two_machines(tmp_path) as nodes:
+        for job in [torchrun(nodes, node, tmp_path, "well") for node in range(2)]:
+            said, _ = job.communicate(timeout=SECONDS)
+            assert job.returncode == 0, said
 
 
 def test_rank_killed_on_one_machine_is_named_on_the_other(ended: Ended) -> None:

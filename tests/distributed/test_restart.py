@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.launch.agent import TAG, kill_left
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -63,13 +64,16 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, st
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
     (tmp_path / "falls.py").write_text(FALLS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", TAG: str(tmp_path)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [sys.executable, *torchrun, "falls.py", str(EXAMPLE), *OPTIONS, "broken"]
     assert [step for step, _ in whole] == list(range(1, 11))
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+    finally:
+        kill_left(str(tmp_path))
     assert done.returncode == 0, done.stderr
     seen = losses(done)
     again = seen[7][0]

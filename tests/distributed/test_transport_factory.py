@@ -13,7 +13,7 @@ from distributed import factory_jobs, jobs
 from penstock import ArgumentError, pipeline
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
-from penstock.testing.transports import POINT_TO_POINT_SCRIPTS, SCRIPTS
+from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS
 from scaffolding.ranks import Ranks, RanksError
 from scaffolding.small import batch, mlp
 from scaffolding.tcp import EXAMPLE, EXAMPLES_OWN, sockets

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.fabric.dtypes import OPS
+from penstock.fabric.dtypes import OPS, USUAL
 from penstock.fabric.emulation import board, clock, links, probe, signals
 from penstock.fabric.emulation import trials as trials_module
 from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, wrong
 from penstock.fabric.emulation.host import _check, _follow, _parts, _warm_up
 from penstock.fabric.emulation.joining import Members
-from penstock.fabric.emulation.payload import DTYPES, TYPES
+from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Message, Wire
@@ -30,6 +30,7 @@ from penstock.fabric.steps import Collective, StepList
 from penstock.fabric.workload import Transfer, Workload
 
 CPU = torch.device("cpu")
+DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
 
 
 def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Participant:

@@ -16,8 +16,13 @@ from step_proof import prove, wanted
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import algorithms, generate
 from penstock.fabric.algorithms.tree import double_tree
-from penstock.fabric.algorithms.volume import cost, moves_of, sent_bytes
+from penstock.fabric.algorithms.volume import cost, moves_of, sent_slots
 from penstock.fabric.steps import Collective, Move, StepList
+
+
+def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
+    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
+
 
 EVERY = [(collective, algorithm) for collective in get_args(Collective) for algorithm in algorithms(collective)]
 SIZES = (*range(2, 18), 32)
@@ -133,7 +138,7 @@ def test_an_uneven_all_to_all_gives_each_rank_its_share_of_everyone(algorithm: s
 
 def test_shares_that_are_none_are_refused() -> None:
     for shares in ((1, 2), (1, -1, 1), (0, 0, 0)):
-        with pytest.raises(ArgumentError, match="give 3 whole numbers, one a rank"):
+        with pytest.raises(ArgumentError, match="give 3 whole numbers, one for each rank"):
             generate("all_to_all", "direct", 3, shares=shares)
     assert generate("all_to_all", "direct", 3, shares=(2, 2, 2)).shares == (), "an even one"
 

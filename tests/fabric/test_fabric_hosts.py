@@ -92,14 +92,15 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.long  # test_emulation.py has the end of another host
-def test_the_host_that_writes_is_dropped_and_named_and_all_is_taken_down(tmp_path: Path) -> None:
+@pytest.mark.long  # test_emulation.py has the end of a host that is a process
+@pytest.mark.parametrize("host", [0, 1])  # the one that writes, and another
+def test_a_host_that_is_dropped_in_the_middle_is_named_and_all_is_taken_down(tmp_path: Path, host: int) -> None:
     spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
     with Machines(2) as made:
-        with pytest.raises(FabricError, match=r"host 0 was ended by SIGKILL; \d+ trials are in "):
-            emulate(spec, tmp_path, made, Seen(kill_rank(0, tmp_path, after=9)))
+        with pytest.raises(FabricError, match=rf"host {host} was killed by SIGKILL; [\d,]+ trials saved in "):
+            emulate(spec, tmp_path, made, Seen(kill_rank(host, tmp_path, after=9)))
         assert processes(str(tmp_path)) == {}
     run = Run.read(tmp_path)
     assert len(run.end_ns) >= 10
-    assert "host 0" in run.record["missing"]
+    assert f"host {host}" in run.record["missing"]
     assert keeper.names_of(made.id) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -342,15 +343,15 @@ def _swapped(line: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda lines: lines[:10] + lines[11:], r"damaged: trial 1 has 7 of 8 rows, and later ones are there"),
-        (lambda lines: [*lines, lines[9]], r"damaged: line 66 is the second one of trial 1, transfer 0, rank 0"),
-        (lambda lines: lines + lines[1:], r"damaged: line 66 is the second one of trial 0, transfer 0, rank 0"),
+        (lambda lines: lines[:10] + lines[11:], r"damaged: trial 1 has 7 of 8 rows, but later trials follow"),
+        (lambda lines: [*lines, lines[9]], r"damaged: line 66 repeats trial 1, transfer 0, rank 0"),
+        (lambda lines: lines + lines[1:], r"damaged: line 66 repeats trial 0, transfer 0, rank 0"),
         (lambda lines: [*lines[:9], _swapped(lines[9]), *lines[10:]], r"damaged: line 10, 1,0,0,\d+,\d+, ends before"),
         (lambda lines: [lines[0], *map(_swapped, lines[1:])], r"damaged: line 2, 0,0,0,\d+,\d+, ends before it starts"),
         (lambda lines: [_swapped(line) for line in lines], r"no run .*begins with 'trial,transfer,rank,end_ns"),
-        (lambda lines: [*lines, "8,2,0,1,2"], r"damaged: line 66, 8,2,0,1,2, is of no trial, transfer and rank"),
-        (lambda lines: [*lines, "8,0,4,1,2"], r"damaged: line 66, 8,0,4,1,2, is of no"),
-        (lambda lines: [*lines, "99999999999,0,0,1,2"], r"damaged: line 66, 99999999999,0,0,1,2, is of no"),
+        (lambda lines: [*lines, "8,2,0,1,2"], r"damaged: line 66, 8,2,0,1,2, names a trial, transfer or rank"),
+        (lambda lines: [*lines, "8,0,4,1,2"], r"damaged: line 66, 8,0,4,1,2, names a trial"),
+        (lambda lines: [*lines, "99999999999,0,0,1,2"], r"damaged: line 66, 99999999999,0,0,1,2, names a trial"),
         (lambda lines: [*lines, "99999999999999999999,0,0,1,2"], r"holds no run"),
     ],
 )  # fmt: skip
@@ -397,7 +398,7 @@ def test_a_run_that_ended_before_its_hosts_had_joined_says_so(tmp_path: Path) ->
         Run.read(tmp_path)
     (tmp_path / "spec.json").write_text("{}")
     says = (
-        rf"{tmp_path} ended before its hosts had joined, so it has no samples: .*host-\*\.log.* with --out {tmp_path}"
+        rf"{tmp_path} ended before its hosts had joined, so it has no samples\. .*host-\*\.log.* with --out {tmp_path}"
     )
     with pytest.raises(ArgumentError, match=says):
         Run.read(tmp_path)
@@ -436,12 +437,15 @@ def test_a_clock_of_nanoseconds_loses_nothing() -> None:
     assert results(run)["transfers"][0]["time_s"]["max"] == pytest.approx(1235e-9, rel=1e-9)
 
 
-def test_ten_thousand_trials_bound_the_last_percentile() -> None:
+def test_ten_thousand_trials_bound_the_last_percentile_and_take_no_minute() -> None:
+    """A guard against a Python loop over samples: it would take a hundred times as long."""
     seconds = np.random.default_rng(0).lognormal(-6, 0.3, (10_000, 4))
     start = EPOCH_NS + np.arange(10_000)[:, None, None] * 10**9 + np.zeros((1, 4, 4), np.int64)
     run = replace(run_of(seconds[:1]), start_ns=start, end_ns=start + (seconds[..., None] * 1e9).astype(np.int64))
     run.record["trials"] = 10_000
+    began = time.process_time()
     made = results(run)
+    assert time.process_time() - began < 20
     assert made["transfers"][0]["time_s"]["p999"] == pytest.approx(np.quantile(seconds[:, 0], 0.999), rel=1e-3)
 
 
@@ -455,7 +459,7 @@ def test_busy_processors_are_no_limit_where_times_are_what_the_links_allow(secon
     found = results(run)["cpu"]
     assert found["saturated"] is saturated
     assert ("the processors are the limit" in found["text"]) is saturated
-    assert ("yet 95% of the times or more is what the network alone takes" in found["text"]) is not saturated
+    assert ("yet the network alone accounts for at least 95% of the times" in found["text"]) is not saturated
 
 
 CRAMMED: dict[str, Any] = {"cpu": [{"cpu_seconds": 0.1, "wall_seconds": 10.0, "busy": 1.0}] * 4, "shared_machine": True}
@@ -483,7 +487,7 @@ def test_two_delays_of_a_message_are_the_networks_however_busy_the_machine_is() 
     found = results(run_of(times, transfers, **_of_two(125e3, 0.2)))
     assert found["transfers"][0]["ideal_percent"] == pytest.approx(50, abs=0.5)
     assert "the processors are the limit" not in found["cpu"]["text"]
-    assert "yet 99% of the times or more is what the network alone takes" in found["cpu"]["text"]
+    assert "yet the network alone accounts for at least 99% of the times" in found["cpu"]["text"]
     assert not found["cpu"]["saturated"]
     slower = results(run_of(2 * times, transfers, **_of_two(125e3, 0.2)))["cpu"]
     assert "the processors are the limit" in slower["text"]
@@ -514,8 +518,8 @@ def test_a_figure_above_ideal_is_an_error_of_ours_and_no_argument() -> None:
         run = run_of(np.full((10, 1), took * factor), one, **_of_two(125e3, 0.0))
         found = results(run)
         said = warnings(run, found)
-        assert any("an error in Penstock" in line for line in said) is wrong
-        assert ("what the network alone takes" in found["cpu"]["text"]) is not wrong
+        assert any("a bug in Penstock" in line for line in said) is wrong
+        assert ("the network alone accounts for" in found["cpu"]["text"]) is not wrong
         assert ("not known" in found["cpu"]["text"]) is wrong
         assert "the processors are the limit" not in found["cpu"]["text"]
 
@@ -524,7 +528,10 @@ def test_a_root_that_ran_ahead_is_named_as_the_cause() -> None:
     """In a run whose hosts did not meet between transfers; where they did, it is none."""
     took, members = 2**17 / (GOOD * 125e3), (0, 1)
     pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind="") for name in "ab")
-    for meets, cause in ((False, "as a rank begins it while others are at the transfer before"), (True, "an error in")):
+    for meets, cause in (
+        (False, "because a rank can begin it while others are still in the previous transfer"),
+        (True, "a bug in"),
+    ):
         run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0, meets=meets))
         (said,) = (line for line in warnings(run, results(run)) if line.startswith("ideal"))
         assert said.startswith("ideal: b is at")

@@ -613,3 +613,68 @@ class CountingLoss:
 def test_a_loss_that_keeps_state_is_not_shared_with_the_reference() -> None:
     x, y = batch()
     verify(mlp, (x,), target=y, loss_fn=CountingLoss(), ranks=2, microbatches=2, whole_batch=False).check()
+
+
+class Averaged(nn.Module):
+    """A loss that depends on the average of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output: Tensor) -> Tensor:
+        loss = output.square().mean()
+        self.mean.lerp_(loss.detach(), 0.5)
+        return loss / (1 + self.mean.clone())
+
+
+AVERAGED = Averaged()
+
+
+def counted() -> Callable[[Tensor], Tensor]:
+    calls = 0
+
+    def loss(output: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return output.square().mean() * calls
+
+    return loss
+
+
+def around() -> Callable[[Tensor], Tensor]:
+    loss = Averaged()
+    return lambda output: loss(output) + 0
+
+
+def of_the_file() -> Callable[[Tensor], Tensor]:
+    return lambda output: AVERAGED(output) + 0
+
+
+@pytest.mark.parametrize("model", [mlp, mlp()], ids=["made", "copied"])
+@pytest.mark.parametrize("make", [counted, around, of_the_file])
+def test_a_function_that_keeps_state_starts_as_the_reference_did(model: Any, make: Any) -> None:
+    """It is one function for both: a copy of a function is the function itself."""
+    report = verified(model, loss=make())
+    assert report.ok, report.summary()
+
+
+class Opaque:
+    """A loss that cannot be copied, with state that nobody can see."""
+
+    def __init__(self) -> None:
+        self.factors = (2.0**call for call in itertools.count())
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * next(self.factors)
+
+
+OPAQUE = Opaque()
+
+
+@pytest.mark.parametrize("given", [mlp, mlp(), lambda: (mlp(), OPAQUE)], ids=["made", "copied", "kept"])
+def test_a_loss_that_cannot_be_copied_is_refused_unless_it_is_made_twice(given: Any) -> None:
+    x, y = batch()
+    with pytest.raises(ArgumentError, match=r"this loss cannot be copied \(TypeError: cannot pickle.*MyLoss"):
+        verify(given, (x,), target=y, loss_fn=OPAQUE, **TWO)
+    verify(lambda: (mlp(), Opaque()), (x,), target=y, whole_batch=False, **TWO).check()

@@ -1,1 +1,1 @@
-"""What tests of several folders are made of: models, batches, references by hand, ranks, and which tests are long."""
+"""What tests in several folders share: models, batches, references by hand, ranks, and the choice of long tests."""

@@ -1,4 +1,4 @@
-"""What one device does with a batch's microbatches, in plain torch: an oracle that shares no code with Penstock."""
+"""How one device trains on a batch's microbatches, in plain torch: an oracle that shares no code with Penstock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class ByHand(NamedTuple):
-    """Of each microbatch, and the whole. The gradients are in the model."""
+    """Each microbatch's output and loss, and the total loss. The gradients are in the model."""
 
     outputs: list[Any]
     losses: list[Tensor]
@@ -18,7 +18,7 @@ class ByHand(NamedTuple):
 
 
 def sizes_by_hand(rows: int, microbatches: int) -> list[int]:
-    """As even as can be, larger ones first."""
+    """The sizes of the microbatches: as even as possible, larger ones first."""
     return [(rows - k + microbatches - 1) // microbatches for k in range(microbatches)]
 
 
@@ -30,7 +30,7 @@ def step_by_hand(
     microbatches: int,
     weights: Sequence[float] | None = None,
 ) -> ByHand:
-    """Forward and backward of each microbatch in turn. `weights`: by default, each one's share of the rows."""
+    """Runs forward and backward for each microbatch in turn. `weights` default to each one's share of the rows."""
     sizes = sizes_by_hand(len(target), microbatches)
     weights = [size / sum(sizes) for size in sizes] if weights is None else weights
     pieces = [[part.clone() for part in torch.split(tensor, sizes)] for tensor in (*args, target)]
@@ -49,7 +49,7 @@ def step_by_hand(
 
 
 def assert_same_gradients(one: nn.Module, other: nn.Module, *, but: Sequence[str] = ()) -> None:
-    """Equal to the bit, missing ones included; those named in `but` within 1e-6 of their largest entry."""
+    """Asserts bitwise equal gradients, or none in both models; those in `but` within 1e-6 of their largest entry."""
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         if a.grad is None or b.grad is None:

@@ -1,4 +1,4 @@
-"""One small model with what makes recomputation hard: dropout, batch norm, ties, skips, updates in place."""
+"""One small model with everything that makes recomputation hard: dropout, batch norm, ties, skips, in-place updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Everything(nn.Module):
-    """A weight that is used at both ends, a skip that all stages see, and values that are updated after a cut."""
+    """A weight used at both ends, a skip that reaches all stages, and values updated after a cut."""
 
     def __init__(self, layers: int = 8, *, norm: bool = True) -> None:
         super().__init__()
@@ -47,19 +47,19 @@ class Everything(nn.Module):
 
 
 def everything(*, norm: bool = True) -> tuple[nn.Module, Tensor, Tensor]:
-    """The model, a batch that divides by nothing, and a target."""
+    """The model, a batch that does not divide evenly, and a target."""
     torch.manual_seed(0)
     return Everything(norm=norm), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
 
 def inputs_alive(layers: int, ranks: int, **options: Any) -> list[int]:
-    """For each layer, how many of its inputs are in memory when the last of four microbatches is in the last layer."""
+    """How many of each layer's inputs are in memory when the last of four microbatches reaches the last layer."""
     model, (x, y) = nn.Sequential(*(Layer(norm=False) for _ in range(layers))), batch()
     inputs: list[tuple[int, StorageWeakRef]] = []
     found: list[list[int]] = []
 
     def look(_module: nn.Module, args: Any, _output: Any) -> None:
-        if isinstance(args[0], FakeTensor):  # of a recording
+        if isinstance(args[0], FakeTensor):  # during recording
             return
         gc.collect()
         alive = [number for number, ref in inputs if not ref.expired()]

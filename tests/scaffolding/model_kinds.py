@@ -1,4 +1,4 @@
-"""Models of each kind, small: for tests that run each of them under many schedules."""
+"""Small models of each kind, for tests that run each under many schedules."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ EXAMPLES = {f.__name__: f for f in (mlp, tied_gpt_with_dropout, skips, batch_nor
 DEPTHS = {
     "mlp": 17, "tied_gpt_with_dropout": 8, "skips": 6, "batch_norm_on_digits": 6, "llama": 4, "gpt2": 4, "t5": 4,
 }  # fmt: skip
-"""Into how many stages each can be cut."""
+"""How many stages each can be cut into."""

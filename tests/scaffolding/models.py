@@ -1,6 +1,6 @@
-"""Small models for tests: one builder a kind, each seeded, each with inputs, a target and a loss.
+"""Small models for tests: one seeded builder per kind, with inputs, a target and a loss.
 
-`CASES` names those written here, `TRANSFORMERS` those of the `transformers` library, made from tiny configurations.
+`CASES` lists those written here, `TRANSFORMERS` those from the `transformers` library, made from tiny configurations.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 
 class Case(NamedTuple):
-    """`loss(model(*args, **kwargs), target)` is a scalar to train on. Batches here are 2 or 4 samples."""
+    """`loss(model(*args, **kwargs), target)` is a scalar to train on. Batches here have 2 or 4 samples."""
 
     model: nn.Module | list[nn.Module]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
     loss: Callable[[Any, Any], Tensor] | None
-    """None: the model computes its own."""
+    """None: the model computes its own loss."""
 
 
 def squared_error(output: Tensor, target: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def list_of_layers() -> Case:
 
 
 class Halves(nn.Module):
-    """Returns two tensors, which the next module takes as two arguments."""
+    """Returns two tensors, which the next module takes as separate arguments."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def list_of_stages() -> Case:
 
 
 class SkipsTwice(nn.Module):
-    """A skip that crosses every cut and is used twice on the way; a second one in a dict."""
+    """One skip that crosses every cut and is used twice on the way, and another in a dict."""
 
     def __init__(self, width: int, layers: int = 6) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def skips() -> Case:
 
 
 class ConvNet(nn.Module):
-    """Convolutions with batch norm and updates in place."""
+    """Convolutions with batch norm and in-place updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def convnet() -> Case:
 
 
 class UNet(nn.Module):
-    """Down, up, and a skip from each level to its mirror."""
+    """Levels down and up, with a skip from each to its counterpart."""
 
     def __init__(self, widths: tuple[int, ...] = (3, 4, 6, 8)) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def unet() -> Case:
 
 
 class DictModel(nn.Module):
-    """Dicts in and out, a shared layer, a frozen one, and statistics taken without gradients."""
+    """Dict inputs and outputs, a shared layer, a frozen layer, and statistics computed without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder with its head tied to the embedding, a causal mask, and dropout inside and outside of its blocks."""
+    """A decoder with its head tied to the embedding, a causal mask, and dropout inside and outside its blocks."""
 
     def __init__(self, vocabulary: int = 19, width: int = 8, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def gpt(dropout: float = 0.0) -> Case:
 
 
 class EncoderDecoder(nn.Module):
-    """The encoder's result is used by every block of the decoder."""
+    """An encoder whose result every decoder block uses."""
 
     def __init__(self, vocabulary: int = 13, width: int = 8, layers: int = 2) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def encoder_decoder() -> Case:
 
 
 class InPlace(nn.Module):
-    """Updates values in place after a cut, in blocks and between them."""
+    """Updates values in place after a cut, inside blocks and between them."""
 
     def __init__(self, width: int = 6, layers: int = 6) -> None:
         super().__init__()

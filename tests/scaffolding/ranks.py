@@ -1,8 +1,7 @@
 """A pool of processes that form a gloo group over loopback, for tests that need real ranks.
 
-The processes are forked from one server that has imported what a step needs, which takes seconds, once for the whole
-session. They are started at the first job, and anew after a job that failed, since its ranks may still wait for each
-other.
+The processes are forked from one server, which imports what a step needs once per session, since that takes seconds.
+They start with the first job, and again after a job that failed, since its ranks may still be waiting for each other.
 """
 
 import contextlib
@@ -23,14 +22,14 @@ from typing import Any
 from scaffolding import warm
 
 LIBRARIES = ("transformers.models.llama.modeling_llama",)
-"""What most models of `transformers` share."""
+"""Modules that most `transformers` models share."""
 
 GRACE_SECONDS = 5.0
-"""What the other ranks may still take once one has failed: their errors may tell more."""
+"""How long the other ranks may continue once one has failed: their errors may say more."""
 
 
 class RanksError(RuntimeError):
-    """A job failed on some rank. Holds the remote tracebacks."""
+    """A job failed on some rank. Contains the remote tracebacks."""
 
 
 class Ranks:
@@ -43,10 +42,10 @@ class Ranks:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, fn: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
-        """What `fn(rank, *args)` returned on each rank, by rank.
+        """Calls `fn(rank, *args)` on each rank and returns the results, by rank.
 
-        `fn` is a function of a module, sent by reference; arguments and results are copied by pickle. Torch's seed is
-        0 at its start. Raises RanksError with the tracebacks if it failed on a rank or took more than `seconds`.
+        `fn` is a module-level function, sent by reference; arguments and results are pickled. Torch's seed is 0 at the
+        start. Raises RanksError with the tracebacks if `fn` failed on a rank or took more than `seconds`.
         """
         job = pickle.dumps((sys.path, pickle.dumps((fn, args))))
         if not self._processes:
@@ -66,7 +65,7 @@ class Ranks:
         return [pickle.loads(answers[rank][1]) for rank in range(self.n)]
 
     def stop(self, kill: bool = False) -> None:
-        """Ends all processes, and waits until they have ended."""
+        """Ends all processes and waits for them."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             pipe.close()  # an idle rank ends when its pipe does
             if kill:
@@ -115,12 +114,12 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
-    """The life of a rank: joins the group, then runs jobs until its pipe closes."""
+    """The main function of a rank: joins the group, then runs jobs until its pipe closes."""
     import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    gc.freeze()  # a collection would copy the memory of all that was imported
+    gc.freeze()  # a collection would copy the memory of everything imported
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     with contextlib.suppress(EOFError, OSError):
@@ -134,4 +133,4 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
             except Exception:
                 answer = (False, traceback.format_exc())
             pipe.send(answer)
-    os._exit(0)  # the destructors of a process group may wait for ranks that have been killed
+    os._exit(0)  # a process group's destructor may wait for ranks that were killed

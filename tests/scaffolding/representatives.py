@@ -1,4 +1,4 @@
-"""A few cases that stand for a matrix of them: the others are `long`."""
+"""Picks a few cases to stand for a matrix; the others are `long`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 
 def representatives(one_in: int, *axes: Sequence[Any]) -> list[Any]:
-    """The product of the axes, for `parametrize`. All are long, but those of every `one_in`-th diagonal.
+    """The product of the axes, for `parametrize`. All cases are long, except those on every `one_in`-th diagonal.
 
-    Each value of each axis is in a case that is not long, and, where there are several, beside different values of the
-    other axes. Raises ValueError where there are too few for that.
+    Each value of each axis is in a case that is not long; if it is in several, the values of the other axes differ.
+    Raises ValueError if there are too few values for that.
     """
     places = list(product(*map(range, map(len, axes))))
     short = [place for place in places if sum(place) % one_in == 0]

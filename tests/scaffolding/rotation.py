@@ -1,7 +1,7 @@
-"""The part of the long tests whose turn it is: each commit to the main branch runs the next.
+"""Runs the part of the long tests whose turn it is: each commit to the main branch runs the next part.
 
-`make test-part` runs it in CI, which has an hour in all. What a part may hold is reckoned by how long its tests have
-taken; nothing is cut off. Files whose long tests are not here yet run in `make test-all` only.
+`make test-part` runs it in CI, which has an hour in all. The size of a part is estimated from how long its tests took
+before; nothing is cut off. Long tests in files that are not listed here run in `make test-all` only.
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ CPU_SECONDS = {
     "tests/distributed/test_nccl_rules.py": 145,
     "tests/distributed/test_changing.py": 100,
     "tests/distributed/test_mesh.py": 85,
+    "tests/distributed/test_cluster_examples.py": 70,
+    "tests/cli/test_resume.py": 60,
+    "tests/distributed/test_recompute_ranks.py": 50,
+    "tests/distributed/test_nodes.py": 45,
     "tests/integrations/test_lightning.py": 45,
     "tests/distributed/test_checkpoint.py": 40,
-    "tests/distributed/test_recompute_ranks.py": 40,
     "tests/distributed/test_sharded.py": 40,
     "tests/search/test_exact_found.py": 30,
     "tests/distributed/test_falling.py": 25,
     "tests/distributed/test_split_ranks.py": 25,
     "tests/cli/test_demo.py": 20,
+    "tests/fabric/test_emulation.py": 20,
     "tests/distributed/test_combined.py": 25,
+    "tests/cli/test_run_hosts.py": 15,
     "tests/distributed/test_layout_ranks.py": 15,
     "tests/partition/run/test_sideways.py": 15,
     "tests/partition/stages/test_exact.py": 15,
     "tests/runtime/test_precision.py": 5,
 }
-"""What the long tests of a file take, all processes together."""
+"""CPU seconds that the long tests of a file take, over all processes."""
 
 MOST = 600
-"""CPU seconds of a part: some five to six minutes on two processors."""
+"""The most CPU seconds in a part: five to six minutes on two processors."""
 
 
 def parts(seconds: Mapping[str, int], most: int) -> list[list[str]]:
-    """Files in parts that take at most so long each, in as few as the longest first gives."""
+    """Divides the files into parts of at most `most` seconds each, placing the longest files first."""
     found: list[list[str]] = []
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         if seconds[name] > most:
@@ -58,7 +63,7 @@ def parts(seconds: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def main(options: list[str]) -> int:
-    """Runs the part with pytest, whose exit status this is. `options` are pytest's."""
+    """Runs the part with pytest and returns its exit status. `options` are pytest's."""
     root = Path(__file__).parents[2]
     count = subprocess.run(
         ["git", "rev-list", "--count", "--first-parent", "HEAD"], cwd=root, capture_output=True, text=True, check=True

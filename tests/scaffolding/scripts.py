@@ -1,4 +1,4 @@
-"""Programs that run in the process of the tests, which has imported what they need."""
+"""Runs scripts in the tests' own process, which has already imported what they need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def lines_here(script: Path, *arguments: str | Path) -> list[str]:
-    """What `python SCRIPT ARGUMENTS` prints, on one thread. Raises what it raises."""
+    """The lines that `python SCRIPT ARGUMENTS` prints, run on one thread. Raises what the script raises."""
     said, threads = io.StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:

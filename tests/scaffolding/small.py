@@ -1,4 +1,4 @@
-"""What several tests of the whole are made of: a tiny network, batches that divide by nothing, a tokens' batch."""
+"""Pieces for end-to-end tests: a tiny network, batches that do not divide evenly, a batch of tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock.runtime.execute.stage_runner import StageRunner
 
-torch.set_num_threads(1)  # bits are compared
+torch.set_num_threads(1)  # tests compare bits
 
 ROWS, WIDTH = 11, 9
 
 ONE_STAGE = ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2")
-"""With one stage a rank, for any number of ranks and microbatches. `test_verify_matrix` runs every schedule."""
+"""Schedules with one stage per rank, for any number of ranks and microbatches. `test_verify_matrix` runs all schedules.
+"""
 
 
 def mlp(layers: int = 6, seed: int = 0) -> nn.Sequential:
@@ -36,6 +37,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def training_runners(pipe: Pipeline) -> list[StageRunner]:
-    """What runs each stage of this process in a training step."""
+    """The runners of this process's stages in a training step."""
     job = next(job for job in pipe.session.steps.bound_schedules if job.training)
     return [runner for program in job.programs for runner in program.runners.values()]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies and references that the tests of schedules and of their simulation share."""
+"""Hypothesis strategies and references shared by the tests of schedules and of their simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = names()
 
 @st.composite
 def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32) -> Schedule:
-    """Any generator with any numbers that it allows."""
+    """A schedule from any generator, with any numbers that it allows."""
     entry = draw(st.sampled_from(generators()))
     numbers = Numbers(
         draw(st.integers(1, max_ranks)),
@@ -39,7 +39,7 @@ def generated(draw: st.DrawFn, max_ranks: int = 8, max_microbatches: int = 32) -
 
 @st.composite
 def arbitrary(draw: st.DrawFn) -> Schedule:
-    """A legal schedule that nobody would write: any placement, each rank's actions in any order that works."""
+    """A legal schedule that nobody would write: any placement, with each rank's actions in any order that works."""
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     rank_of = tuple(draw(st.permutations([*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=3))])))
     ops = draw(st.sampled_from(["FB", "FIW"]))
@@ -57,13 +57,13 @@ def arbitrary(draw: st.DrawFn) -> Schedule:
 
 
 def small_ones() -> st.SearchStrategy[Schedule]:
-    """Schedules of all kinds on a few ranks: with a name, with and without split backwards, and arbitrary ones."""
+    """Schedules of all kinds on a few ranks: named ones, with and without split backwards, and arbitrary ones."""
     named = generated(max_ranks=5, max_microbatches=8)
     return st.one_of(arbitrary(), named, named.map(split_backward))
 
 
 def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:
-    """What each computation waits for, written a second time, to hold the library's against."""
+    """What each computation waits for, written independently, to check the library's rule against."""
     place, slices = schedule.placement, schedule.slices
     there = {action for row in schedule.rows for action in row if action.op.is_compute}
 
@@ -88,7 +88,7 @@ def needs_by_hand(schedule: Schedule) -> dict[Action, set[Action]]:
 
 
 def with_overlaps(schedule: Schedule, chosen: Iterator[bool]) -> Schedule:
-    """Some forwards that a backward of another microbatch follows, together with it."""
+    """The schedule with some forwards overlapped with the backward of another microbatch that follows them."""
     rows = []
     for row in schedule.rows:
         items: list[Action | Overlap] = []
@@ -106,7 +106,7 @@ def with_overlaps(schedule: Schedule, chosen: Iterator[bool]) -> Schedule:
 
 @st.composite
 def skips(draw: st.DrawFn, stages: int, chain: bool = True) -> list[Link]:
-    """Forward links: any pairs of stages, ascending, with or without those of the chain."""
+    """Forward links between any ascending pairs of stages, with or without those between neighbours."""
     pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
     chosen = set(draw(st.lists(st.sampled_from(pairs), max_size=8))) if pairs else set()
     if chain:

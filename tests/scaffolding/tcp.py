@@ -1,4 +1,4 @@
-"""The transport of `examples/transport_tcp.py`, by a name that every process of a test can import."""
+"""The transport from `examples/transport_tcp.py`, under a name that every process of a test can import."""
 
 import importlib.util
 import sys
@@ -24,6 +24,6 @@ EXAMPLES_OWN = _loaded()
 
 
 def sockets(endpoint: Endpoint) -> PointToPoint:
-    """A factory."""
+    """A transport factory."""
     made: PointToPoint = EXAMPLES_OWN.Sockets(endpoint)
     return made

@@ -1,4 +1,4 @@
-"""What a rank's first step imports, for processes that fork ranks: done once before, not in every rank.
+"""Imports what a rank's first step needs, in the process that forks the ranks, rather than in every rank.
 
 A step's first FakeTensorMode alone loads all of `torch._dynamo`, which takes longer than most jobs.
 """
@@ -21,4 +21,4 @@ MODULES = (
 def up() -> None:
     for name in MODULES:
         import_module(name)
-    gc.freeze()  # a collection would copy the memory of all that was imported
+    gc.freeze()  # a collection would copy the memory of everything imported

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from some_costs import some_costs
 
 from penstock.schedule import Placement, check, generate
 from penstock.search import lower_bound, search
@@ -32,11 +33,7 @@ TWO_WAYS = Placement.bidirectional(4)
 @st.composite
 def problems(draw: st.DrawFn, placements: list[Placement] = PLACEMENTS) -> tuple[Problem, list[StageCost], LinkCost]:
     placement = draw(st.sampled_from(placements))
-    costs = []
-    for _ in range(placement.stages):
-        held = draw(st.integers(1, 3))
-        seconds = (draw(st.integers(0, 6)) for _ in range(3))
-        costs.append(StageCost(*seconds, activation_bytes=held, weight_gradient_bytes=draw(st.integers(0, held))))
+    costs = draw(some_costs(placement.stages, most=6))
     limits = []
     for rank in range(placement.ranks):
         least = sum(costs[stage].activation_bytes for stage in placement.stages_on(rank))
@@ -189,7 +186,7 @@ def test_a_pattern_of_1f1b_dispatches_as_1f1b_with_split_backwards_or_better() -
     assert rows is not None
     timing = time_rows(asked, rows)
     assert timing is not None
-    again = dispatch(asked, pattern_of(asked, rows, timing))
+    again = dispatch(asked, pattern_of(asked, timing))
     assert again is not None
     reached = time_rows(asked, again)
     assert reached is not None

@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from some_costs import some_costs
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, check
@@ -24,11 +25,7 @@ Question = tuple[Placement, int, list[StageCost], LinkCost]
 def questions(draw: st.DrawFn) -> tuple[Question, float, Objective]:
     """Small ones, with stages that differ in time and memory, and little room: the bound alone proves few of them."""
     placement = draw(st.sampled_from(PLACEMENTS))
-    costs = []
-    for _ in range(placement.stages):
-        held = draw(st.integers(1, 3))
-        seconds = (draw(st.integers(0, 5)) for _ in range(3))
-        costs.append(StageCost(*seconds, activation_bytes=held, weight_gradient_bytes=draw(st.integers(0, held))))
+    costs = draw(some_costs(placement.stages, most=5))
     least = max(sum(costs[s].activation_bytes for s in placement.stages_on(r)) for r in range(placement.ranks))
     question = placement, draw(st.integers(2, 4)), costs, LinkCost(draw(st.integers(0, 2)))
     return question, least + draw(st.integers(0, 2)), draw(st.sampled_from(["makespan", "span"]))

@@ -1,6 +1,6 @@
-"""The rows of the table: each trap tried with `torch.distributed.pipelining`, as documented, and with Penstock.
+"""The rows of the table: each trap tried with `torch.distributed.pipelining`, used as documented, and with Penstock.
 
-A function runs on both of two gloo ranks, and returns what was found, in words, on one of them or on both.
+Each function runs on two gloo ranks and returns what it found, in words, on one of them or on both.
 """
 
 from rows import batches, gradients, modules, schedules

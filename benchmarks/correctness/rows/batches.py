@@ -1,4 +1,4 @@
-"""Batches that are not all alike: smaller ones, uneven ones, few microbatches, structures."""
+"""Unusual batches: smaller ones, uneven ones, few microbatches, nested structures."""
 
 from __future__ import annotations
 

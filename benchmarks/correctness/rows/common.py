@@ -52,7 +52,7 @@ def in_penstock(modules: list[nn.Module], x: Any, loss: Any = F.mse_loss, m: int
 
 
 def apart(mine: Tensor | None, right: Tensor | None) -> str:
-    """The largest difference, as a share of the largest entry."""
+    """The largest difference, relative to the largest entry."""
     if mine is None or right is None:
         return "right" if mine is right else "no gradient"
     share = float((mine - right).abs().max() / right.abs().max())

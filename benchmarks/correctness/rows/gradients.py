@@ -1,4 +1,4 @@
-"""Gradients that are wrong without a word: ties, accumulation, means, masks, and stages that have none."""
+"""Silently wrong gradients: ties, accumulation, means, masks, and stages without gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tied(nn.Module):
 
 
 def words() -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, targets, and the gradient of the tied weight."""
+    """Ids, targets, and the correct gradient of the tied weight."""
     torch.manual_seed(1)
     ids, target = torch.randint(11, (ROWS,)), torch.randint(11, (ROWS,))
     model = Tied()

@@ -1,4 +1,4 @@
-"""Modules whose behaviour a pipeline may change: norms, dropout, skips, updates in place, recomputation."""
+"""Modules whose behaviour a pipeline may change: norms, dropout, skips, in-place updates, recomputation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def dropped_penstock(rank: int) -> Found:
 
 
 class Skips(nn.Module):
-    """Its first layer's output is used by the second and by the fourth, each in a stage of its own."""
+    """Uses the first layer's output in the second and in the fourth layer, which are in different stages."""
 
     def __init__(self) -> None:
         super().__init__()

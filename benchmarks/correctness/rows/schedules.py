@@ -1,4 +1,4 @@
-"""Schedules: their order, their legality, what they buffer, and ranks that raise."""
+"""Schedules: their order, their legality, what they buffer, and what happens when a rank raises."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def raised_torch(rank: int) -> Found:
         step(in_torch(rank, modules), rank, x, y)
     except Exception as error:
         if rank == 0:
-            time.sleep(12)  # as a rank that cleans up, or whose launcher is on another machine
+            time.sleep(12)  # like a rank that cleans up, or whose launcher is on another machine
             return None
         return f"the other rank waits {time.monotonic() - began:.0f} s, then {type(error).__name__}"
     return None
@@ -128,7 +128,7 @@ def raised_penstock(rank: int) -> Found:
 
 
 class _RaisesLater(nn.Module):
-    """Not while it is recorded."""
+    """Raises in a step, but not while it is recorded."""
 
     def forward(self, x: Tensor) -> Tensor:
         if type(x).__name__ != "FakeTensor":

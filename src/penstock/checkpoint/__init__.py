@@ -1,9 +1,9 @@
-"""Checkpoints and files of weights, under the unsplit model's names: saved by one split, loaded by any.
+"""Checkpoints and weight files that use the unsplit model's names: whatever split saved them, any split can load them.
 
 save, finish, load, latest             a run's state, by `torch.distributed.checkpoint`; crashes leave the last good one
-Generators                             Python's, numpy's and torch's global generators, to save along with it
-export_safetensors, import_safetensors one file of weights that the unsplit model loads, a stage at a time
-weights                                such a file, or a checkpoint, as the initialiser of a model on the meta device
+Generators                             Python's, numpy's and torch's global generators, to save with the run
+export_safetensors, import_safetensors one file of weights, which the unsplit model can load
+weights                                initialises a model on the meta device from such a file, or from a checkpoint
 """
 
 from penstock.checkpoint.contents import Stateful

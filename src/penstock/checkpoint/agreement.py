@@ -1,4 +1,4 @@
-"""If one rank cannot do something, no rank does: all raise the same error, and none waits for another in vain."""
+"""Actions that succeed on every rank or fail on every rank: all raise the same error, and none is left waiting."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.pipe.pipeline import Pipeline
 T = TypeVar("T")
 
 OWN_PART = "its part of a checkpoint"
-"""What a rank does while it reads or writes files, in the words of the ranks that wait for it."""
+"""What a rank is busy with while it reads or writes files, as the ranks that wait for it report it."""
 
 
 def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
-    """What `act` returns here, once it has succeeded on every rank. A collective; `act` must have none in it.
+    """Runs `act` on every rank and returns this rank's result. A collective; `act` itself must not contain one.
 
     Args:
         pipe: the pipeline whose ranks act.
-        act: what each of them does.
-        fails: what could not be done, for the error's text.
+        act: what each rank runs.
+        fails: what could not be done, for the error message.
 
     Raises:
-        ArgumentError: on every rank, if `act` raised one somewhere.
-        CheckpointError: on every rank, if it raised anything else.
+        ArgumentError: on every rank, if `act` raised one on any rank.
+        CheckpointError: on every rank, if `act` raised anything else.
     """
     with pipe.session.working(OWN_PART):
         future = attempt(act)
@@ -40,14 +40,14 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
 
 
 def on_first(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
-    """What `act` returns on the first rank, which alone runs it, on every rank. Raises as `together` does."""
+    """Runs `act` on the first rank only and returns its result on every rank. Raises the same errors as `together`."""
     value = together(pipe, lambda: act() if pipe.is_first else None, fails)
     given: T = pipe.gather(value)[0]
     return given
 
 
 def attempt(act: Callable[[], T]) -> Future[T]:
-    """Runs something immediately, and keeps what it returned or raised for later."""
+    """Calls `act` now and keeps its result, or the error it raised, for later."""
     future: Future[T] = Future()
     try:
         future.set_result(act())
@@ -57,7 +57,7 @@ def attempt(act: Callable[[], T]) -> Future[T]:
 
 
 def _said(error: BaseException | None, rank: int) -> tuple[bool, str] | None:
-    """Whether an error is about an argument, and its text. If torch collected several ranks' errors, the first."""
+    """Whether an error is about an argument, and its text. If torch collected errors from several ranks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
     if error is None:

@@ -1,8 +1,8 @@
-"""What a checkpoint contains, and under which names: the same for every split.
+"""What a checkpoint contains, and under which names. Both are the same for every split.
 
-model/NAME            parameters and persistent buffers; a tied one by its first name
-optimizer/NAME/KEY    the optimizer's state of a parameter: a tensor, or anything else as a pickle
-rest                  a pickle of what has no tensor's name: `Rest`
+model/NAME            parameters and persistent buffers; a tied one under its first name
+optimizer/NAME/KEY    the optimizer's state for a parameter: a tensor, or a pickle of anything else
+rest                  a pickle of everything that does not belong to one tensor: `Rest`
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 class Stateful(Protocol):
-    """A scheduler, a scaler: what is the same on every rank."""
+    """Something with state that is the same on every rank: a scheduler, a scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -33,7 +33,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of the optimizer's groups of parameters: their names, of all ranks, and its options."""
+    """One of the optimizer's parameter groups: the parameters' names, over all ranks, and the group's options."""
 
     names: tuple[str, ...]
     options: dict[str, Any]
@@ -41,14 +41,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What has no tensor's name.
+    """Everything in a checkpoint that does not belong to one tensor.
 
     Attributes:
-        step, seed: those of the random streams.
-        extra, others: as given to `save`.
-        ties: for every other name of a tied parameter or buffer, its name here.
-        optimizer: the kind of the optimizer; None if there is none.
-        groups: its groups.
+        step, seed: the state of the random streams.
+        extra, others: as passed to `save`.
+        ties: maps each further name of a tied parameter or buffer to the name it is stored under.
+        optimizer: the optimizer's class name; None if there is no optimizer.
+        groups: the optimizer's groups.
     """
 
     step: int
@@ -60,10 +60,10 @@ class Rest:
     groups: tuple[Group, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """As a dict of plain values, which a later version can read."""
+        """Pickles a dict of plain values, which later versions can read."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         groups = [{"names": group.names, "options": group.options} for group in self.groups]
-        return pickle.dumps({**values, "groups": groups})  # bytes: for a dict, torch would make an entry for each item
+        return pickle.dumps({**values, "groups": groups})  # bytes: torch would split a dict into one entry per item
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Rest:
@@ -75,12 +75,12 @@ class Rest:
 
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
-    """The tensors of this process's stages, live."""
+    """The tensors of this process's stages: the live ones, not copies."""
     return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
 
 
 def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
-    """A tensor on the meta device for each of the model's tensors in a checkpoint, by its name in the model."""
+    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model."""
     return {
         key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
@@ -89,7 +89,7 @@ def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
 
 
 def model_key(name: str) -> str:
-    """The key of one of the model's tensors."""
+    """The key under which one of the model's tensors is stored."""
     return _MODEL + name
 
 
@@ -99,12 +99,12 @@ def model_key(name: str) -> str:
 def group_names(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:
     """The names of this process's parameters in each group.
 
-    Raises ArgumentError for a parameter that is not the pipeline's: its state would be lost.
+    Raises ArgumentError if a parameter is not the pipeline's, since its state would be lost.
     """
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        real = [parameter for parameter in group["params"] if parameter.numel()]  # not what stands in for none at all
+        real = [parameter for parameter in group["params"] if parameter.numel()]  # a rank without any has a placeholder
         foreign = [parameter for parameter in real if id(parameter) not in names]
         if foreign:
             raise ArgumentError(
@@ -118,7 +118,7 @@ def group_names(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[tuple[
 def merge_groups(parts: Sequence[list[tuple[str, ...]] | None]) -> list[tuple[str, ...]] | None:
     """The names in each group, over all processes; None if there is no optimizer.
 
-    Raises ArgumentError if the processes do not have the same number of groups.
+    Raises ArgumentError unless every process has the same number of groups.
     """
     counts = [None if part is None else len(part) for part in parts]
     for rank, count in enumerate(counts):
@@ -135,12 +135,12 @@ def merge_groups(parts: Sequence[list[tuple[str, ...]] | None]) -> list[tuple[st
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group has besides its parameters."""
+    """Each group's options: everything but its parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of each of this process's parameters. Tensors are the live ones."""
+    """The optimizer's state for this process's parameters. Tensors are the live ones, not copies."""
     return {
         f"{_OPTIMIZER}{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
         for name, parameter in pipe.named_parameters()
@@ -149,7 +149,7 @@ def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
-    """What a checkpoint has for this process's parameters: tensors to load into, None for a pickle."""
+    """What to load for this process's parameters from a checkpoint: a tensor to load into, or None for a pickle."""
     held = dict(pipe.named_parameters())
     return {
         path: _empty_like(held[name], key, metadata.state_dict_metadata[path])
@@ -161,7 +161,7 @@ def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
 def load_optimizer(
     pipe: Pipeline, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]], state: Mapping[str, Any]
 ) -> None:
-    """Gives an optimizer the options of its groups, and the state that was read for this process's parameters."""
+    """Loads into an optimizer its groups' options and the state that was read for this process's parameters."""
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
     own: dict[str, dict[str, Any]] = {}
     for path, name, key in _optimizer_entries(state):
@@ -180,7 +180,7 @@ def load_optimizer(
 
 
 def _optimizer_entries(paths: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """The optimizer's entries, each as its path, the parameter's name and the key of its state."""
+    """The optimizer's entries among `paths`: each path, the name of its parameter and the key of the state."""
     for path in paths:
         if path.startswith(_OPTIMIZER):
             name, _, key = path.removeprefix(_OPTIMIZER).rpartition("/")

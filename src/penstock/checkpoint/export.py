@@ -1,7 +1,7 @@
-"""One `safetensors` file of the whole model, written by the first rank while the other ranks send one tensor at a time.
+"""Exports the whole model to one `safetensors` file: the first rank writes it, the others send one tensor at a time.
 
-The format is a length, a JSON header and the bytes; the library's own writer wants the whole model in one process's
-memory.
+The format is a length, a JSON header and the bytes. The library's own writer would need the whole model in the memory
+of one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A tensor to write, and the process that has it."""
+    """A tensor to write, and the process that holds it."""
 
     name: str
     dtype: torch.dtype
@@ -51,15 +51,15 @@ class FileEntry:
 def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[str, str] | None = None) -> Path:
     """Writes all parameters and persistent buffers to one file, under the unsplit model's names. Every rank calls it.
 
-    A tied tensor is stored once, under its first name; the file's metadata map each of its other names to it, as
+    A tied tensor is stored once, under its first name; the file's metadata map its other names to that one, as
     `safetensors.torch.save_model` does. `safetensors.torch.load_model(model, path)` loads the file into the unsplit
-    model, and so does `from_pretrained` of `transformers` next to a `config.json`. The first rank holds one tensor of
-    the other ranks at a time. The file is written under another name and then renamed.
+    model; so does `from_pretrained` of `transformers`, given a `config.json` beside it. The first rank holds only one
+    of the other ranks' tensors at a time. The file is written under a temporary name and then renamed.
 
     Args:
-        path: the file, for the first rank; its folder is made if missing.
+        path: where the first rank writes the file; its folder is created if missing.
         pipe: the pipeline, between two steps.
-        metadata: more texts to put into the file.
+        metadata: further strings to store in the file, by name.
 
     Raises:
         ArgumentError: on every rank, if a tensor's dtype has no name in the format.
@@ -84,7 +84,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
             alone = partial(pipe.session.working, OWN_PART)
             write_file(path, entries, notes, (exchange.take(entry) for entry in left), alone)
         finally:
-            for entry in left:  # after a failed write: the other ranks send anyway
+            for entry in left:  # a write failed, but the other ranks still send the rest
                 exchange.take(entry)
 
     with pipe.session.waiting("the weights"):
@@ -94,11 +94,13 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
 
 
 def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
-    """Writes the model in a checkpoint to one `safetensors` file, as `export_safetensors` does; needs no model.
+    """Writes the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
+
+    One tensor is in memory at a time.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, whose latest is taken.
-        path: the file; its folder is made if missing. One tensor is in memory at a time.
+        folder: a checkpoint, or a folder of checkpoints, of which the latest is used.
+        path: the file to write; its folder is created if missing.
 
     Raises:
         ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
@@ -124,7 +126,7 @@ def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
 
 
 class _Exchange:
-    """Brings tensors from their owners to the first rank, as bytes, in the order of the file."""
+    """Sends tensors from their owners to the first rank as bytes, in file order."""
 
     def __init__(self, pipe: Pipeline, own: Mapping[str, Tensor]) -> None:
         self._group = pipe.session.control_group
@@ -157,14 +159,17 @@ def write_file(
     data: Iterable[Tensor],
     alone: Around = nullcontext,
 ) -> None:
-    """Writes a `safetensors` file under another name and renames it.
+    """Writes a `safetensors` file under a temporary name, then renames it.
 
     Args:
         path: the file.
-        entries: its contents, in order.
-        notes: texts by name.
-        data: the bytes of each entry. Raises OSError.
-        alone: around whatever does not take from `data`.
+        entries: its tensors, in order.
+        notes: strings for its metadata, by name.
+        data: the bytes of each entry.
+        alone: makes a context for the work between two items of `data`, which waits for no other rank.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     aside = path.with_name(f".{path.name}.new")
     with ExitStack() as stack:
@@ -183,13 +188,13 @@ def write_file(
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
-    """Every tensor once, from the first process that has it. Large elements first, so that all are aligned."""
+    """Every tensor once, from the first process that holds it. Larger dtypes come first, so that all are aligned."""
     found = {entry.name: replace(entry, owner=owner) for owner in reversed(range(len(held))) for entry in held[owner]}
     return sorted((found[name] for name in names if name in found), key=lambda entry: -entry.dtype.itemsize)
 
 
 def _header(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> bytes:
-    """The length of the JSON that follows, and the JSON, filled up to whole words."""
+    """The length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for entry in entries:
@@ -212,7 +217,7 @@ def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """The tensor, where it is in shards: put together by all that have one."""
+    """The whole tensor. If it is sharded, a collective of the processes that hold shards."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 

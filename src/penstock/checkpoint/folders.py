@@ -1,11 +1,11 @@
-"""Where checkpoints lie, and how one appears atomically. Nothing here knows what they contain.
+"""Where checkpoints are kept, and how one appears atomically. Nothing here knows what they contain.
 
-    .step-N.new    is being written; left by a crash, it is deleted by the next save
-    step-N         is whole: it got this name in one rename
-    .step-N.old    is whole too; a second save of step N puts it aside, so that it counts if there is no step-N
-    .step-N.gone   is being deleted
+    .step-N.new    being written; if a crash leaves one behind, the next save deletes it
+    step-N         complete: it got this name in a single rename
+    .step-N.old    complete too, moved aside by a second save of step N; it is loaded if there is no step-N
+    .step-N.gone   being deleted
 
-No folder is ever written to, or deleted, under a name that is loaded: a crash at any point leaves the last good one.
+No folder is written or deleted under a name that `load` accepts, so a crash at any point leaves the last good one.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 
 METADATA = ".metadata"
-"""What `torch.distributed.checkpoint` writes last."""
+"""The file that `torch.distributed.checkpoint` writes last."""
 
 _WHOLE = re.compile(r"step-(\d+)|\.step-(\d+)\.old")
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint after this number of steps."""
+    """The name of the checkpoint taken after this many steps."""
     return f"step-{step:08d}"
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The checkpoint with the most steps in a folder of checkpoints; None if there is none."""
+    """The checkpoint with the highest step in a folder of checkpoints; None if there is none."""
     found = _found(Path(folder))
     return found[max(found)] if found else None
 
 
 def find(path: Path) -> Path | None:
-    """The latest checkpoint of a folder, or the one that the path itself names. None if there is none.
+    """The checkpoint that the path names, or the latest in that folder. None if there is none.
 
-    Raises ArgumentError if the path names a single checkpoint that does not exist.
+    Raises ArgumentError if the path names a single checkpoint and that does not exist.
     """
     if is_whole(path):
         return path
@@ -52,12 +52,12 @@ def find(path: Path) -> Path | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a folder is a completely written checkpoint."""
+    """Whether a folder is a complete checkpoint."""
     return (path / METADATA).is_file()
 
 
 def prepare(parent: Path, step: int) -> Path:
-    """A new folder to write a checkpoint to. Deletes or repairs what a crash left behind.
+    """Makes a new folder to write a checkpoint to. Deletes or repairs what a crash left behind.
 
     Raises OSError.
     """
@@ -76,14 +76,14 @@ def prepare(parent: Path, step: int) -> Path:
 
 
 def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
-    """Makes a written folder a checkpoint, and deletes what is older than the last `keep`.
+    """Turns a fully written folder into a checkpoint, and deletes all but the last `keep` checkpoints.
 
     Args:
-        aside: from `prepare`.
-        keep: how many stay; None: all.
-        files: what the ranks report having written; this process must see all of them.
+        aside: the folder, from `prepare`.
+        keep: how many checkpoints to keep; None keeps all.
+        files: the files that the ranks report having written; this process must see them all.
 
-    Raises OSError, and ArgumentError if a file is not there.
+    Raises OSError, and ArgumentError if a file is missing.
     """
     missing = [name for name in files if not (aside / name).is_file()]
     if missing:
@@ -109,9 +109,9 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
 
 
 def _found(parent: Path) -> dict[int, Path]:
-    """The whole checkpoints of a folder, by step."""
+    """The complete checkpoints in a folder, by step."""
     found: dict[int, Path] = {}
-    for path in sorted(parent.iterdir() if parent.is_dir() else ()):  # .step-N.old comes before step-N, which wins
+    for path in sorted(parent.iterdir() if parent.is_dir() else ()):  # .step-N.old sorts before step-N, which wins
         match = _WHOLE.fullmatch(path.name)
         if match and is_whole(path):
             found[int(match[1] or match[2])] = path
@@ -125,7 +125,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flushes the names that a rename has given to disk."""
+    """Flushes a folder's entries to disk, so that a rename in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The process's own random generators as something to save: what a data loader's augmentation draws from."""
+"""The process's global random generators as something to save: data augmentation, for example, draws from them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 
 
 class Generators:
-    """Python's `random`, numpy's legacy generator (if numpy is loaded), and torch's default ones, on CPU and CUDA.
+    """Python's `random`, numpy's legacy generator (if numpy is loaded), and torch's defaults for CPU and CUDA.
 
-    Give it to `save` and `load` as one of `others`. Rank 0's states are saved, and every rank gets them: use it where
-    all ranks draw the same. Penstock's own draws (dropout) need nothing: they are keyed by seed and step.
+    Pass it to `save` and `load` as one of `others`. Rank 0's states are saved, and every rank loads them, so use it
+    only if all ranks draw the same numbers. Penstock's own draws (dropout) do not need it: they are keyed by seed and
+    step.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Each generator's state."""
+        """The state of each generator."""
         state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if "numpy" in sys.modules:
             import numpy

@@ -1,4 +1,4 @@
-"""Loads what any split saved. Every rank checks everything before anything is changed."""
+"""Loads a checkpoint that any split saved. Every rank checks everything before any rank changes anything."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Restored:
     """What was loaded.
 
     Attributes:
-        path: of the checkpoint.
+        path: the checkpoint's path.
         step: how many steps had been taken.
-        extra: what was given to `save`.
+        extra: as passed to `save`.
     """
 
     path: Path
@@ -51,23 +51,23 @@ def load(
     *,
     others: Mapping[str, Stateful] | None = None,
 ) -> Restored | None:
-    """Loads the latest checkpoint of a folder, or the one that the path names. Every rank calls it.
+    """Loads the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
 
-    The pipeline may have another split, another schedule and another number of ranks. Training continues as it would
-    have: the random streams, too, are restored.
+    The split, the schedule and the number of ranks may differ from those it was saved with. Random streams are
+    restored too, so training continues as it would have without the interruption.
 
     Args:
         folder: as for `save`, or one of the checkpoints in it.
-        pipe: of the same model.
-        optimizer: of the same kind as the one that was saved, with the same groups, by the parameters' names.
+        pipe: a pipeline of the same model.
+        optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group.
         others: as for `save`.
 
     Returns:
-        None if there is no checkpoint: then nothing was changed.
+        What was loaded; None, with nothing changed, if there is no checkpoint.
 
     Raises:
         ArgumentError: on every rank, if the checkpoint is not of this model, has another dtype, or lacks something
-            that any rank asks for. Nothing was changed.
+            that any rank asks for. Nothing has changed.
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
     finish(pipe)
@@ -118,7 +118,7 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> Non
             raise ArgumentError(
                 f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
             )
-        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as before
+        if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as it was
             raise ArgumentError(
                 f"{path} has {name} in {there[name].dtype}, and here it is in {tensor.dtype}; make the model in the "
                 "dtype in which it was saved; `import_safetensors` takes its weights alone, and casts them"

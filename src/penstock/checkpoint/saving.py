@@ -1,7 +1,7 @@
-"""Saves a run: collected and checked on every rank, written aside by all, made a checkpoint by the first.
+"""Saves a run: every rank collects, checks and writes its part; the first one then turns the parts into a checkpoint.
 
-With `wait=False` a thread writes copies while training goes on. Its collectives have their own process group: on one
-that training uses, ranks would meet in different orders and wait for each other forever.
+With `wait=False` a thread writes copies while training goes on. Its collectives have their own process group: on a
+group that training uses, ranks could issue collectives in different orders and wait for each other forever.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 _LOOK_SECONDS = 0.1
-"""How often a rank that waits for its thread checks whether it works or waits for other ranks."""
+"""How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnderWay:
-    """A save that a thread works on."""
+    """A save that the thread is working on."""
 
     path: Path
     future: Future[None]
@@ -53,9 +53,9 @@ class UnderWay:
 
 @dataclass(slots=True)
 class Background:
-    """What one pipeline's background saves use: a thread, and a group of processes (None: this one is alone).
+    """What a pipeline's background saves use: a thread, and a process group (None: this process is alone).
 
-    It lives as a companion of the pipeline.
+    The pipeline's session keeps it among its companions.
     """
 
     thread: ThreadPoolExecutor
@@ -65,7 +65,7 @@ class Background:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """In the thread: around what waits for no other rank."""
+        """Marks, in the thread, work that waits for no other rank."""
         self.works.set()
         try:
             yield
@@ -73,7 +73,7 @@ class Background:
             self.works.clear()
 
     def wait(self, pipe: Pipeline, future: Future[None]) -> None:
-        """Waits until the thread has ended, telling the other ranks what it does and for whom it waits."""
+        """Waits for the thread's work to end, telling the other ranks meanwhile whether it is working or waiting."""
         while not future.done():
             works = self.works.is_set()
             with pipe.session.working(OWN_PART) if works else pipe.session.waiting("a checkpoint"):
@@ -81,7 +81,7 @@ class Background:
                     pass
 
     def say_what_failed(self) -> None:
-        """For a script that ends without closing its pipeline; by then the thread has ended."""
+        """Reports a failed save when a script exits without closing its pipeline. The thread has ended by then."""
         under_way = self.under_way
         if under_way is not None and under_way.future.done() and (error := under_way.future.exception()):
             print(f"penstock: cannot write {under_way.path}: {error}", file=sys.stderr)
@@ -97,26 +97,28 @@ def save(
     keep: int | None = 2,
     wait: bool = True,
 ) -> Path:
-    """Writes `folder/step-N`, where N is how many steps the pipeline has taken. Every rank calls it.
+    """Writes `folder/step-N`, where N is the number of steps the pipeline has taken. Every rank calls it.
 
-    Parameters, persistent buffers and the optimizer's states go by the unsplit model's names, a tied parameter by its
-    first. Each rank writes what it holds, to a folder that all ranks see. Older checkpoints are deleted once the
-    new one is whole. One save is under way at a time: another waits for it.
+    Parameters, persistent buffers and optimizer state are stored under the unsplit model's names, tied parameters
+    under their first name. Each rank writes what it holds to a folder that all ranks can see. Older checkpoints are
+    deleted once the new one is complete. Only one save runs at a time: a second one waits for the first.
 
     Args:
-        folder: of this run's checkpoints; created if it does not exist.
+        folder: the folder for this run's checkpoints; created if missing.
         pipe: the pipeline, between two steps.
-        optimizer: of `pipe.parameters()`, or of groups of `pipe.named_parameters()`, as many on every rank.
-        others: a scheduler, a scaler, `Generators()`, by names of your choice. Rank 0's are saved.
-        extra: anything that can be pickled: how far the data were read. Rank 0's is saved.
-        keep: how many checkpoints stay, at least 1; None: all.
-        wait: False: return once all is copied to the host's memory, and write while training goes on. What goes wrong
-            then is raised by the next `save`, by `finish`, or by `pipe.close()`, which wait for it.
+        optimizer: an optimizer over `pipe.parameters()`, or over groups of `pipe.named_parameters()`, with the same
+            number of groups on every rank.
+        others: a scheduler, a scaler, `Generators()`, under names of your choice. Rank 0's are saved.
+        extra: anything that can be pickled, such as the position in the data. Rank 0's is saved.
+        keep: how many checkpoints to keep, at least 1; None keeps all.
+        wait: if False, return once everything is copied to host memory, and write while training goes on. The next
+            `save`, `finish` or `pipe.close()` waits for that write, and raises its error if it failed.
 
-    Returns the checkpoint's path, which with `wait=False` is there once it has been written.
+    Returns:
+        The checkpoint's path. With `wait=False` it exists only once the write has ended.
 
     Raises:
-        ArgumentError: on every rank, if an argument is wrong on any.
+        ArgumentError: on every rank, if an argument is wrong on any rank.
         CheckpointError: on every rank, if something cannot be written. The last checkpoint is unchanged.
     """
     finish(pipe)
@@ -147,9 +149,9 @@ def save(
 
 
 def finish(pipe: Pipeline) -> Path | None:
-    """Waits until the save that is under way is whole. Every rank calls it.
+    """Waits until the save under way is complete. Every rank calls it.
 
-    Returns its path; None if none was under way. Raises CheckpointError, on every rank, if it could not be written.
+    Returns its path, or None if no save was under way. Raises CheckpointError on every rank if it could not be written.
     """
     background: Background | None = pipe.session.companions.get(Background)
     if background is None or background.under_way is None:
@@ -167,7 +169,7 @@ def _collect(
     extra: Any,
     keep: int | None,
 ) -> dict[str, Any]:
-    """What this process has to write, once every rank has found all of it correct. Tensors are the live ones."""
+    """What this process has to write, once every rank has checked its own part. Tensors are live, not copies."""
 
     def own_groups() -> list[tuple[str, ...]] | None:
         if keep is not None and keep < 1:
@@ -215,7 +217,7 @@ def _write(
 
 
 def _background(pipe: Pipeline) -> Background:
-    """The pipeline's thread and group, made at its first save in the background; closed with it."""
+    """The pipeline's thread and process group: made at its first background save, closed with the pipeline."""
     background: Background | None = pipe.session.companions.get(Background)
     if background is None:
         control = pipe.session.control_group
@@ -240,13 +242,14 @@ def _close(pipe: Pipeline, background: Background) -> None:
         atexit.unregister(background.say_what_failed)
         background.thread.shutdown()
         group = background.group
-        # One of a part of the job's processes stays: torch would find its addresses when it names another as this one.
+        # A group of only part of the job's processes stays: torch might give a later group the same name, which would
+        # then find this one's addresses.
         if group is not None and dist.get_world_size(group) == dist.get_world_size():
             dist.destroy_process_group(group)
 
 
 def _copy(value: Any) -> Any:
-    """A tensor's value now, in the host's memory."""
+    """A copy of a tensor in host memory; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.device.type == "cpu" else value.cpu()

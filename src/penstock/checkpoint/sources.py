@@ -1,4 +1,4 @@
-"""Files with the weights of a whole model, read a tensor at a time: `safetensors`, one or several, and checkpoints."""
+"""Sources of a whole model's weights, read one tensor at a time: one or more `safetensors` files, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError, require
 from penstock.runtime.gradients.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-"""What the `transformers` library calls a file of all weights, and the index of several."""
+"""The `transformers` library's names for a single file of weights, and for the index of several."""
 
 
 class Source(Protocol):
@@ -24,10 +24,10 @@ class Source(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """One per tensor in the source."""
+        """The shape of each tensor in the source, by name."""
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Copies one tensor's values into another of its shape, cast to that one's dtype."""
+        """Copies the named tensor's values into `tensor`, which has the same shape, casting to its dtype."""
 
 
 def source_of(path: str | Path) -> Source:
@@ -35,10 +35,10 @@ def source_of(path: str | Path) -> Source:
 
     Args:
         path: a `.safetensors` file; a folder with `model.safetensors`, or with `model.safetensors.index.json` and the
-            files that it names; a checkpoint, or a folder of checkpoints, of which the latest is taken.
+            files that it names; a checkpoint, or a folder of checkpoints, of which the latest is used.
 
     Raises:
-        ArgumentError: there is nothing of that kind.
+        ArgumentError: the path is none of these.
     """
     path = Path(path)
     if path.is_file():
@@ -57,7 +57,7 @@ def source_of(path: str | Path) -> Source:
 
 
 class SafetensorsFiles:
-    """One or more `safetensors` files. A file is open only while it is read, so that its pages can be given back."""
+    """One or more `safetensors` files. A file is open only while it is read, so that its pages can be freed."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._path_of: dict[str, Path] = {}
@@ -82,7 +82,8 @@ class Checkpoint:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        # Straight to where it belongs: torch's reader is in cycles, which keep what it is given until they are found.
+        # Read straight into the tensor: torch's reader is part of reference cycles, so a temporary tensor given to it
+        # would live until the garbage collector runs.
         self._reader.read({model_key(name): tensor.detach()})
 
 

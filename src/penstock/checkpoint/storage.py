@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` on a folder: tensors and pickles by name, written by all ranks, read by any."""
+"""`torch.distributed.checkpoint` on a folder: tensors and pickles by name, which all ranks write and any can read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from penstock.errors import ArgumentError
 
 
 def hush() -> None:
-    """Ignores torch's warning that one process works alone, which is intended.
+    """Silences torch's warning that one process works alone, which is intended here.
 
-    Permanently, not in `catch_warnings`, which covers one thread only.
+    Permanently: `catch_warnings` would cover one thread only.
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
 
 Around = Callable[[], AbstractContextManager[object]]
-"""Made anew for each part of the work that waits for no other rank."""
+"""Makes a context for each part of the work that waits for no other rank."""
 
 
 def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone: Around) -> list[str]:
     """Writes what every rank of a group holds; None: this process is alone. What several ranks hold is written once.
 
-    Returns the file names of all ranks. Raises what torch does, on every rank.
+    Returns the names of all ranks' files. Raises torch's own errors, on every rank.
     """
     writer = _Writer(folder, alone)
     metadata = save(state, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -41,7 +41,7 @@ def write(folder: Path, state: dict[str, Any], group: ProcessGroup | None, alone
 
 
 class _Writer(FileSystemWriter):
-    """Says when it works on files; between these times ranks wait for each other."""
+    """Marks the time it spends on files; in between, ranks wait for each other."""
 
     def __init__(self, folder: Path, alone: Around) -> None:
         super().__init__(folder)
@@ -57,11 +57,11 @@ class _Writer(FileSystemWriter):
 
 
 class Reader:
-    """Reads a checkpoint, on this process alone.
+    """Reads a checkpoint in this process alone.
 
     Attributes:
-        path: of the checkpoint.
-        metadata: what is in it.
+        path: the checkpoint's path.
+        metadata: what the checkpoint contains.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,19 +76,19 @@ class Reader:
             raise ArgumentError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
 
     def read(self, state: dict[str, Any]) -> None:
-        """Reads into the tensors of `state`, and replaces every None with what is stored."""
+        """Reads into the tensors in `state`, and replaces each None with the stored value."""
         hush()
         load(state, storage_reader=self._reader, no_dist=True)
 
     def rest(self) -> Rest:
-        """What has no tensor's name."""
+        """Everything that does not belong to one tensor."""
         state: dict[str, Any] = {REST: None}
         self.read(state)
         return Rest.from_bytes(state[REST])
 
 
 class _OnceRead(FileSystemReader):
-    """Reads the metadata once, however often something is read: they are of the whole model."""
+    """Reads the metadata, which describe the whole model, only once, however often something else is read."""
 
     _metadata: Metadata | None = None
 

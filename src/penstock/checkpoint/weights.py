@@ -1,4 +1,4 @@
-"""Weights from a file of the whole model: each rank reads those of its own stages, a tensor at a time."""
+"""Loads weights from a file of the whole model: each rank reads those of its own stages, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def weights(
     otherwise: Materialize | None = None,
     strict: bool = True,
 ) -> Materialize:
-    """A rule for `pipeline(model, materialize=...)`: a model on the meta device gets its values from a file.
+    """A rule for `pipeline(model, materialize=...)` that fills a model on the meta device from a file.
 
-    Each rank reads the tensors of its own stages only. Values are cast to the model's dtypes.
+    Each rank reads only the tensors of its own stages. Values are cast to the model's dtypes.
 
     Args:
         path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, like those of
-            `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is taken.
-        model: the one that is split, on the meta device.
-        otherwise: sets a module's tensors before those that the file has are read, if it does not have all
-            (buffers that are not persistent, say); None: the module's `reset_parameters()`.
-        strict: whether the file must have all of the model's parameters and persistent buffers, and nothing else.
+            `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is used.
+        model: the model to be split, on the meta device.
+        otherwise: initialises a module for which the file lacks some tensors (non-persistent buffers, say), before
+            those in the file are read; None: the module's `reset_parameters()`.
+        strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
     Raises:
         ArgumentError: there is no such file; a tensor is missing, unknown, or of another shape.
@@ -57,16 +57,16 @@ def weights(
 
 
 def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True) -> None:
-    """Reads weights into a pipeline's model. Every rank calls it, and reads the tensors of its own stages only.
+    """Reads weights into a pipeline's model. Every rank calls it, and reads only the tensors of its own stages.
 
     Args:
         path: as for `weights`.
-        pipe: of a model whose names the file has; of a tied tensor, any.
-        strict: whether the file must have all of the model's parameters and persistent buffers, and nothing else.
+        pipe: a pipeline of a model whose names the file uses; a tied tensor may have any of its names.
+        strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
     Raises:
         ArgumentError: on every rank: there is no such file; a tensor is missing, unknown, or of another shape. Nothing
-            was changed.
+            has changed.
         CheckpointError: on every rank, if any rank cannot read a file.
     """
     fails = f"cannot read {path}"
@@ -91,14 +91,14 @@ def _match(
     source: Source,
     strict: bool,
 ) -> dict[str, str]:
-    """For each of the model's names that the file has, under whichever of a tied tensor's names, the file's.
+    """Maps the model's names to the file's, which may use any name of a tied tensor. Leaves out what the file lacks.
 
     Args:
         path: for errors.
-        shapes: of the model's saved tensors, by their first names.
+        shapes: the shapes of the model's saved tensors, by first name.
         first: the first name for every name in the model.
         source: the file.
-        strict: whether all must be there, and nothing else.
+        strict: whether the file must contain exactly these tensors.
     """
     there = {name: name for name in source.shapes if name in shapes}
     for name in source.shapes:

@@ -1,7 +1,7 @@
 """The command `penstock`: one file per verb, imported on demand. No verb loads torch before it runs.
 
-To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and name it in `VERBS`.
-What its `EPILOG` says, if it has one, stands below its options.
+To add a verb: write `cli/<verb>.py` with a function `<verb>` that has Typer's annotations, and add it to `VERBS`.
+If the module has an `EPILOG`, it is printed below the options.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ VERBS: dict[str, dict[str, Any]] = {
     "show": {},
     "fabric": {},
 }
-"""Each verb, in the order of `--help`, and what `Typer.command` gets besides its function."""
+"""Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
 
 
 class _Verbs(Commands):
-    """Imports a verb's module when its command is looked up, and ends on our own errors with one line."""
+    """Imports a verb's module when its command is looked up, and reports Penstock's own errors in one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(VERBS)
@@ -42,9 +42,9 @@ class _Verbs(Commands):
         if cmd_name not in VERBS:
             return None
         module = import_module(f"penstock.cli.{cmd_name}")
-        if hasattr(module, "app"):  # a verb that has its own verbs
+        if hasattr(module, "app"):  # a verb with verbs of its own
             group = typer.main.get_command(module.app)
-            group.name = cmd_name  # the list of verbs shows it
+            group.name = cmd_name  # shown in the list of verbs
             return group
         verb = typer.Typer(add_completion=False)
         epilog = getattr(module, "EPILOG", None)
@@ -87,9 +87,9 @@ def _penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Pipeline parallelism for PyTorch: any model, any schedule, the gradients of one device."""
+    """Pipeline parallelism for PyTorch: any model, any schedule, the same gradients as on one device."""
 
 
 def main() -> None:
-    """The console script. Exits with 0, with 1 for a failed verification, with 2 for an error, or as the job did."""
+    """The console script. Exits with 0, with 1 if a verification failed, with 2 on an error, or as the job did."""
     app(prog_name="penstock")

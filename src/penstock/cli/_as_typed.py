@@ -1,4 +1,4 @@
-"""Errors in the terms that the user typed: `--ranks 0` where the library says `ranks=0`, and one line for each."""
+"""Errors in the terms that the user typed: `--ranks 0` where the library says `ranks=0`, each on one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 from penstock.errors import ArgumentError
 
 _OTHERS = {"name": "--schedule", "join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
-"""Arguments of the library whose options have other names."""
+"""Library arguments whose options have a different name."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"
 _GIVEN = re.compile(rf"(?<![\w(.])(\w+)=({_VALUE})")
@@ -23,9 +23,9 @@ _BARE = re.compile(r"(?<![\w(.])(\w+)=(?=[\s).,;]|$)")
 
 
 def in_options(text: str, options: Collection[str]) -> str:
-    """A message of the library, its arguments written as the options that they came from, where these exist.
+    """Rewrites a library's message so that it names the options that the arguments came from, where there are any.
 
-    One that begins with an option is the command line's own, and may say what is in a file.
+    A message that begins with an option is the command line's own and stays as it is: it may quote a file.
     """
     if text.startswith("--"):
         return text
@@ -45,12 +45,12 @@ def in_options(text: str, options: Collection[str]) -> str:
 
 
 def _typed(value: str) -> str:
-    """A value as one types it: no quotes, no decimals of a whole number, names with commas."""
+    """A value as a user would type it: without quotes, whole numbers without decimals, names joined by commas."""
     return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
 
 
 def options_of(command: Any) -> Iterator[str]:
-    """The options of a command and of those below it."""
+    """The options of a command and its subcommands."""
     for parameter in command.params:
         yield from parameter.opts
     for below in getattr(command, "commands", {}).values():
@@ -58,7 +58,7 @@ def options_of(command: Any) -> Iterator[str]:
 
 
 def bad_value(error: typer.BadParameter) -> str | None:
-    """What was given and what was expected, in a line; None if it is not known what was."""
+    """What was given and what was expected, in one line; None if that is unknown."""
     message, cause = error.message, error.__cause__
     option = error.param.opts[0] if error.param is not None else ""
     quoted = re.match(r"(?:Value error, )?'(.*?)' is not ", message)
@@ -78,7 +78,7 @@ def bad_value(error: typer.BadParameter) -> str | None:
 
 
 class Commands(TyperGroup):
-    """A command with commands below it, which says what there is where none has the name."""
+    """A command with subcommands. Given an unknown name, it lists them."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = self.list_commands(ctx)

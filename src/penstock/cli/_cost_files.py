@@ -1,4 +1,4 @@
-"""Files of costs: of each stage and its links (--costs), and of a measured network's links (--links)."""
+"""Reads cost files: costs of stages and links (--costs), and the links of a measured network (--links)."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def _json(path: Path, option: str, expected: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ArgumentError(f"{option} {path}: {where} is not JSON: {error.msg}") from None
-    except ArgumentError:  # which is also a ValueError
+    except ArgumentError:  # is a ValueError too
         raise
     except RecursionError:
         raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
-    except ValueError:  # Python makes no int of thousands of digits
+    except ValueError:  # Python refuses to parse an int of thousands of digits
         raise ArgumentError(
             f"{option} {path}: a number has too many digits; expected one below {BOUND:g}, so give a larger unit"
         ) from None
 
 
 def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """An object of JSON, whose last value of a key would otherwise win silently."""
+    """A JSON object. Refuses duplicate keys, of which json would silently keep the last."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
@@ -62,7 +62,7 @@ def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 
 def read_costs(path: Path) -> Costs:
-    """The file of --costs. Raises ArgumentError for what is none."""
+    """Reads the file given to --costs. Raises ArgumentError if it is not valid."""
     data = _json(path, "--costs", "a list with an object for each stage")
     whole = data if isinstance(data, dict) else {"stages": data}
     _refuse_unknown(whole, ("stages", "links"), f"--costs {path}")
@@ -77,7 +77,7 @@ def read_costs(path: Path) -> Costs:
 
 
 def read_links(path: Path) -> MeasuredLinks:
-    """The file of --links. Raises ArgumentError for what is none."""
+    """Reads the file given to --links. Raises ArgumentError if it is not valid."""
     where = f"--links {path}"
     data = _json(path, "--links", "an object with a list of links")
     links = data.get("links", []) if isinstance(data, dict) else None
@@ -146,7 +146,7 @@ def _link(entry: Any, where: str) -> LinkCost:
 def _numbers(
     entry: Any, known: Sequence[str] | Mapping[str, str], needed: Sequence[str], where: str
 ) -> dict[str, float]:
-    """The entry's numbers by key. Raises ArgumentError for unknown and missing keys, and what is not a number."""
+    """The entry's numbers by key. Raises ArgumentError if a key is unknown or missing, or a value is not a number."""
     if not isinstance(entry, dict):
         raise ArgumentError(
             f"{where}: expected an object of numbers by name ({', '.join(known)}), not {shortened(entry):.60}"
@@ -159,7 +159,7 @@ def _numbers(
 
 
 def _number(key: str, value: Any, where: str) -> float:
-    # What is deeply nested has no repr, and that of an int may be very long.
+    # Deeply nested values have no repr, and an int's may be very long.
     given = f"{where}: {key}={shortened(value):.60}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ArgumentError(f"{given}: expected a number")

@@ -1,4 +1,4 @@
-"""The options that say what stages and links cost: numbers for all stages, or files."""
+"""The options for what stages and links cost: numbers that apply to all stages, or files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EPILOG = "\n\n".join(
         "pair. All costs are then in seconds and bytes.",
     )
 )
-"""Below the options of a verb that has costs."""
+"""Printed below the options of a verb that takes costs."""
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:
@@ -38,7 +38,7 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CostOptions:
-    """What stages and links cost. None: not given."""
+    """What stages and links cost. None means not given."""
 
     forward: Annotated[
         float | None, _option("F, the forward. Of F, I and W, those not given are as long as those given; otherwise 1.")
@@ -71,10 +71,10 @@ class CostOptions:
     ] = None
 
     def read(self) -> Costs:
-        """The costs, as the options or the file has them.
+        """The costs from the options or the file.
 
         Raises:
-            ArgumentError: a cost is negative, an option lacks the one that it belongs to, both options and a file are
+            ArgumentError: a cost is negative, an option needs another that is missing, both options and a file are
                 given, or the file cannot be read.
         """
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("contended", "costs", "links")}

@@ -1,4 +1,4 @@
-"""What stages and links cost, as the options or a file say, for the schedules that are simulated with it."""
+"""What stages and links cost, as options or files specify it, for any schedule to be simulated with."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from penstock.simulate.costs import LinkCost, StageCost
 from penstock.words import counted
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
-"""The options that say how long a stage works, and the words for them."""
+"""The options for how long a stage works, and the ops they stand for."""
 
 ANY_PAIR = '"all": {"latency": 1e-4, "bandwidth": 1e8}'
-"""For messages: in a file of links, the one of every pair that is not named."""
+"""For messages: how a links file gives a cost to every pair of ranks that it does not name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
-    """Links of hosts, which are ranks in the same order.
+    """The measured links between hosts. Host h is rank h.
 
     Attributes:
-        pairs: by (rank that sends, rank that receives).
-        every: of all pairs that are not there; None: they have no cost.
+        pairs: link costs by (sending rank, receiving rank).
+        every: the cost for every other pair; None: they have none.
         source: the file, for messages.
     """
 
@@ -53,7 +53,7 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         return any(link.bytes_per_second < math.inf for link in known)
 
     def check(self, ranks: int, name: str) -> None:
-        """Raises ArgumentError if there are fewer hosts than ranks, and nothing is said of other pairs."""
+        """Raises ArgumentError if there are fewer hosts than ranks and no cost for the other pairs."""
         hosts = max(map(max, self.pairs), default=-1) + 1
         if self.every is None and hosts < ranks:
             raise ArgumentError(
@@ -64,15 +64,15 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What stages and links cost, in the units that they were given in.
+    """What stages and links cost, in the units in which they were given.
 
     Attributes:
-        stages: of every stage, or one for each.
-        links: as `simulate` takes them.
-        has_memory: whether anything was said about memory.
-        contended: as `simulate` takes it.
+        stages: one cost that applies to every stage, or one per stage.
+        links: as for `simulate`.
+        has_memory: whether any memory cost was given.
+        contended: as for `simulate`.
         source: where the costs of each stage come from.
-        assumed: of `WORK` what was not given though other times were, and what it was taken for.
+        assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
 
     stages: StageCost | tuple[StageCost, ...]
@@ -84,12 +84,12 @@ class Costs:
 
     @property
     def are_alike(self) -> bool:
-        """Whether they are numbers for all stages, and not a file's, of each stage."""
+        """Whether the same numbers apply to all stages, as they do unless a file gives each its own."""
         return isinstance(self.stages, StageCost)
 
     @property
     def assumption(self) -> str:
-        """What was assumed, in a line; empty if nothing was."""
+        """What was assumed, in one line; empty if nothing was."""
         if not self.assumed:
             return ""
         missing = [letter for name, letter in WORK.items() if name in self.assumed]
@@ -100,7 +100,7 @@ class Costs:
         return f"{' = '.join([*missing, *given[:1]])} = {value:g}, as {which} {were} not given"
 
     def with_links(self, links: MeasuredLinks) -> Costs:
-        """These costs, on a measured network. Raises ArgumentError where they have links, or messages have no size."""
+        """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
         if self.links != NO_COST:
             raise ArgumentError(f"{self.source} has links, and {links.source} as well: give one of the two")
         costs = replace(self, links=links)
@@ -108,7 +108,7 @@ class Costs:
         return costs
 
     def check_sizes(self, source: str) -> None:
-        """Raises ArgumentError where a link of `source` has a bandwidth, but no message has a size."""
+        """Raises ArgumentError if a link from `source` has a bandwidth but no message has a size."""
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
         if self.has_bandwidth and not any(stage.output_bytes for stage in stages):
             how = "--output-bytes, or output_bytes in the file of --costs"
@@ -122,7 +122,7 @@ class Costs:
         return any(link.bytes_per_second < math.inf for link in links)
 
     def of(self, schedule: Schedule) -> list[StageCost]:
-        """Of each of the schedule's stages; a slice of a microbatch costs its share.
+        """The cost of each of the schedule's stages; if it slices microbatches, the cost of one slice.
 
         Raises:
             ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist.
@@ -133,7 +133,7 @@ class Costs:
         return stages
 
     def of_stages(self, placement: Placement, name: str) -> list[StageCost]:
-        """Of each stage, copies included. Raises as `of`; `name` is that of what has the stages."""
+        """The cost of each stage, copies included. Raises the same errors as `of`; `name` is for their messages."""
         depth = placement.depth
         stages = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
         if len(stages) != depth:
@@ -154,19 +154,19 @@ class Costs:
                 )
 
     def of_ranks(self, chunks: int) -> Costs:
-        """Numbers of each of a rank's stages as those of the rank, which `for_model_of` shares out again."""
+        """Turns costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
         if not isinstance(self.stages, StageCost):
             return self
         return replace(self, stages=_divided(self.stages, 1 / chunks, _DIVIDED))
 
     def for_model_of(self, schedule: Schedule) -> Costs:
-        """The costs with which a schedule trains the same model as all others do.
+        """The costs with which a schedule trains the same model as every other schedule.
 
-        Numbers are then a rank's, and each of its chunks takes its share; the stages of a file are the model's, and
-        neighbours are put together where the schedule has fewer.
+        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbours
+        are merged if the schedule has fewer.
 
         Raises:
-            ArgumentError: the file's stages cannot be put together to as many as the schedule has.
+            ArgumentError: the file's stages cannot be merged into as many as the schedule has.
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
@@ -187,7 +187,7 @@ _DIVIDED = (
     "activation_bytes",
     "weight_gradient_bytes",
 )
-"""What each of several parts of a stage's work has its share of."""
+"""The costs that are shared out when a stage's work is divided into parts."""
 
 
 def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:
@@ -196,7 +196,7 @@ def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:
 
 
 def _joined(stages: Sequence[StageCost]) -> StageCost:
-    """Neighbouring stages as one; only the last one's output leaves it."""
+    """Merges neighbouring stages into one, whose output is the last one's."""
     values = {f.name: [getattr(stage, f.name) for stage in stages] for f in fields(StageCost)}
     sums: dict[str, Any] = {name: None if None in column else sum(column) for name, column in values.items()}
     return StageCost(**{**sums, "output_bytes": stages[-1].output_bytes})

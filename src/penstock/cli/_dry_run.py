@@ -1,4 +1,4 @@
-"""`penstock fabric --dry-run`: what would be sent, with sizes and counts, and nothing else."""
+"""`penstock fabric --dry-run`: shows what would be sent, with sizes and counts, and sends nothing."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 _HEADS = (("", "buffer", "", "buffers", "busiest"), ("transfer", "bytes", "times", "in all", "port"))
 _NARROWEST = 12
-"""Name."""
+"""The least width of the column of names."""
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
 _PORT = "Through the busiest port of a host this many bytes go in total, out or in, by the algorithm."
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:
-    """A row for each group of transfers: those of all microbatches, replicas and, in a table, like layers in one.
+    """Prints a row per group of transfers: over all microbatches and replicas and, in a table, over similar layers.
 
     Args:
-        folder: that was asked for; None: none was.
-        files: that were written there.
+        spec: what would be run.
+        folder: the folder that was asked for; None if none was.
+        files: the files that were written there.
+        as_json: whether to print JSON instead of a table.
     """
     if as_json:
         rows = traffic(spec, groups(spec.workload))
@@ -58,7 +60,7 @@ def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_j
 
 
 def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
-    """The rows. `times`: in a trial, all iterations of all of a group; more as in `_busiest`."""
+    """The rows, as dicts. `times` counts all iterations of all transfers in the group; for the rest see `_busiest`."""
     made = []
     for group in grouped:
         first = spec.workload.transfers[group.places[0]]
@@ -79,11 +81,11 @@ def traffic(spec: Spec, grouped: Iterable[Group]) -> list[dict[str, Any]]:
 
 
 def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
-    """Of some transfers, in a trial.
+    """How much a trial's transfers send.
 
     Returns:
-        `sent_bytes`, by the host that sends most, and `port_bytes`, through the busiest port, out or in; None of the
-        engine, whose ways are its own.
+        `sent_bytes`, from the host that sends most, and `port_bytes`, through the busiest port, out or in. Both are
+        None for the engine, whose algorithms are unknown.
     """
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
@@ -105,7 +107,7 @@ def _busiest(spec: Spec, places: Iterable[int]) -> dict[str, int | None]:
 def _steps(
     collective: str, algorithm: str, ranks: int, shares: tuple[int, ...]
 ) -> tuple[StepList, Counter[int], Counter[int]]:
-    """A collective, and how many pieces of its buffer each rank sends, and receives."""
+    """A collective's steps, and how many pieces of its buffer each rank sends and receives."""
     steps = generate(collective, algorithm, ranks, **({"shares": shares} if shares else {}))
     return steps, sent_slots(steps), received_slots(steps)
 
@@ -114,7 +116,7 @@ def _steps(
 
 
 def _table(spec: Spec, width: int) -> Iterator[Text]:
-    """Lines that fit: rows below what is the same for all of them."""
+    """Lines that fit into `width`: the rows, in sections under what they have in common."""
     rows = traffic(spec, of_like_layers(spec.workload))
     sections: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -149,7 +151,7 @@ def _table(spec: Spec, width: int) -> Iterator[Text]:
 
 
 def _section(row: dict[str, Any]) -> str:
-    """What it carries, and how."""
+    """The heading of a row's section: what is carried, and how."""
     by = "torch.distributed's own" if row["algorithm"] == ENGINE else row["algorithm"]
     how = "send" if row["collective"] == "send" else f"{by} {row['collective']} among {row['ranks']}"
     uneven = f", shares {','.join(map(str, row['shares']))}" if row["shares"] else ""

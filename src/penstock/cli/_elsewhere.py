@@ -1,4 +1,4 @@
-"""Whether a schedule with a name beats what a search has found, on another placement: a search looks at one."""
+"""Whether a named schedule on another placement beats what a search found: a search tries only one placement."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """A schedule with a name that is shorter.
+    """A named schedule that is shorter than the one found.
 
     Attributes:
-        name: the schedule's.
-        seconds: its objective, where every rank works as long as in what was found.
+        name: the schedule's name.
+        seconds: its objective, if every rank works as long as in the schedule found.
         where: its placement, in words.
-        option: with which `penstock search` looks there.
-        share: what its stages cost, of what those of the search do.
+        option: the option that makes `penstock search` look there.
+        share: what one of its stages costs, relative to one of the search's.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Elsewhere:
 
 
 def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere | None:
-    """The shortest that has as many ranks and microbatches, trains the same model and fits; None if none is shorter.
+    """The shortest named schedule that trains the same model within the memory limit; None if none beats the search.
 
-    Those with two copies of the model or with slices are left out: they need more memory for parameters, or run only
-    with models that can be cut so.
+    It has the same number of ranks and microbatches. Schedules with two copies of the model, or with slices, are left
+    out: they need more memory for parameters, or a model that can be sliced.
 
     Args:
-        found: by the search.
-        costs: that it was given, of its stages.
+        found: what the search found.
+        costs: the costs that the search was given, per stage.
         memory_limit: in activations of one microbatch on all stages of a rank.
     """
     own = chunks(found.schedule)
@@ -54,7 +54,7 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere
     for schedule, where, option in _others(found.schedule):
         try:
             outcome = Outcome.of(schedule, of_ranks.for_model_of(schedule))
-        except ArgumentError:  # a file's stages make no such stages
+        except ArgumentError:  # the file's stages cannot be merged into these
             continue
         if memory_limit is not None and max(outcome.peak_activations) > memory_limit * (1 + _SLACK):
             continue
@@ -66,7 +66,7 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere
 
 
 def _others(found: Schedule) -> Iterator[tuple[Schedule, str, str]]:
-    """The schedules of other placements on which a search can look, each with its place in words and as an option."""
+    """Named schedules on other placements that a search can try, each with its placement in words and as an option."""
     for entry in generators():
         if entry.slices > 1 or entry.placement == "bidirectional":
             continue
@@ -84,7 +84,7 @@ def _others(found: Schedule) -> Iterator[tuple[Schedule, str, str]]:
 
 
 def place(placement: Placement) -> str:
-    """Where stages are, in words, of a loop or a V."""
+    """A placement in words: a loop or a V."""
     if placement.depth > placement.ranks and placement == Placement.v(placement.ranks):
         return "on a V"
     each = placement.depth // placement.ranks

@@ -1,4 +1,4 @@
-"""`penstock fabric show`, `compare` and `clean`: what a run left behind, read again, shown, and removed."""
+"""`penstock fabric show`, `compare` and `clean`: show runs again, compare them, and remove what a crash left behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from penstock.fabric.samples import Run
 
 Average = Literal["avg", "max", "min", "rank0"]
-"""Of `penstock.fabric.views.nccl`, which is loaded when it is needed."""
+"""The averages of `penstock.fabric.views.nccl`, which is loaded only when needed."""
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a run goes, and how it is shown."""
+    """Where a run is written, and how it is shown."""
 
     folder: Path
     as_json: bool = False
@@ -35,7 +35,7 @@ class Output:
 
 
 def prepare() -> None:
-    """Loads what `report` needs, which takes a second: before a run, and not after a Ctrl-C."""
+    """Imports what `report` needs. That takes a second, which is better spent before a run than after a Ctrl-C."""
     for module in ("penstock.fabric.views.nccl", "penstock.fabric.views.text", "penstock.fabric.results"):
         import_module(module)
     for module in ("scipy.optimize", "scipy.special", "scipy.stats"):
@@ -43,9 +43,9 @@ def prepare() -> None:
 
 
 def report(output: Output, *, page: bool = True) -> None:
-    """Reads a run, writes beside it what is made from it, and shows it.
+    """Reads a run, writes its results next to it, and shows it.
 
-    `page`: with the page and its pictures, which take some seconds.
+    `page`: also write the page and its pictures, which takes a few seconds.
     """
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
@@ -70,7 +70,7 @@ def report(output: Output, *, page: bool = True) -> None:
 
 
 def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page: bool) -> tuple[list[str], list[str]]:
-    """Writes what is made from a run into its folder. Returns the files' names, and what could not be made."""
+    """Writes a run's results into its folder. Returns the names of the files, and notes on what could not be made."""
     from penstock.fabric.workload import Workload
 
     made, notes = ["results.json"], []
@@ -97,7 +97,7 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
 
 
 def _links(run: Run, found: dict[str, Any]) -> dict[str, Any] | None:
-    """For `penstock simulate --links`: the measured links; where none were, the one that the times tell."""
+    """Links for `penstock simulate --links`: those measured or, if none were, the one that the times imply."""
     from penstock.fabric.models import LinkFit, links_json, slowest_of
 
     if run.record.get("links"):
@@ -115,7 +115,7 @@ def show_run(
     chakra: Annotated[bool, typer.Option("--chakra", help="Write Chakra traces to FOLDER, one file per rank.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show a run again, also one that was killed: what was sampled until then."""
+    """Show a run again. If it was killed, show what it had sampled until then."""
     if average is not None and not nccl:
         raise ArgumentError(
             "--average is for --nccl: Penstock's own tables have the slowest rank; give both, or neither"
@@ -128,7 +128,7 @@ def compare_runs(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another's.")],
     as_json: Json = False,
 ) -> None:
-    """Compare two runs, transfer by transfer, with a test of whether they differ."""
+    """Compare two runs, transfer by transfer, and test whether they differ."""
     from penstock.fabric.compare import compare
     from penstock.fabric.results import results
     from penstock.fabric.samples import Run
@@ -147,7 +147,7 @@ def compare_runs(
 def clean_up(
     force: Annotated[bool, typer.Option("--force", help="Also those of a running emulation.")] = False,
 ) -> None:
-    """Remove what an emulation that crashed has left: namespaces with our prefix, and nothing else."""
+    """Remove what a crashed emulation left behind: namespaces with Penstock's prefix, and nothing else."""
     from penstock.network.machines import clean
 
     removed = clean(force=force)

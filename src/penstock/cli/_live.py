@@ -1,4 +1,4 @@
-"""The bar of a run of penstock fabric: which layer is being sent, in which trial, and its p99 so far."""
+"""The progress bar of penstock fabric: the trial, the layer being sent, and its p99 so far."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN_SECONDS = 0.25
 
 
 class Follower:
-    """Told of every trial that has ended, and now and then that time goes by."""
+    """Follows a run: it is told when a trial ends, and from time to time in between."""
 
     def __init__(
         self, names: Sequence[str], tell: Callable[[int, str, float | None], None], iterations: int = 1
@@ -29,7 +29,7 @@ class Follower:
         self._ended_at = self._shown_at = 0.0
 
     def trial(self, number: int, longest_ns: Sequence[int]) -> None:
-        """Trial `number` has ended; each transfer's longest duration."""
+        """Notes that trial `number` has ended. `longest_ns`: each transfer's longest duration."""
         for times, duration_ns in zip(self._times, longest_ns, strict=True):
             if duration_ns > 0:
                 times.add([duration_ns / 1e9 / self._iterations])
@@ -37,7 +37,7 @@ class Follower:
         self.tick()
 
     def tick(self) -> None:
-        """Shows where the trial is by now, if the transfers take as long as they usually do."""
+        """Shows how far the trial should be by now, if transfers take as long as usual."""
         now = time.monotonic()
         if not self._done or now - self._shown_at < _SHOWN_SECONDS:
             return
@@ -56,9 +56,9 @@ class Follower:
 
 @contextmanager
 def follower(names: Sequence[str], trials: int, *, quiet: bool, iterations: int = 1) -> Iterator[Follower | None]:
-    """A bar on stderr; None where it is not a terminal, or nothing is to be shown."""
+    """Shows a progress bar on stderr. Yields None if that is not a terminal, or if `quiet`."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    with live(trials, Console(stderr=True), transfers=len(names)) as tell:
+    with live(trials, Console(stderr=True)) as tell:
         yield Follower(names, tell, iterations)

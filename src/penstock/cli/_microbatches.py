@@ -1,11 +1,11 @@
-"""What every verb says of its `--microbatches`, and does if it is left out."""
+"""What every verb's help says about `--microbatches`, and the default."""
 
 from penstock.schedule import MICROBATCHES
 
 CUT = "Into how many pieces the batch is cut"
 
 USUAL = f"default {MICROBATCHES}"
-"""Where there is no batch to look at."""
+"""For verbs that have no batch."""
 
 USUAL_OF_BATCH = f"{USUAL}, or its rows if they are fewer"
-"""Where there is: `Cutting.usual`."""
+"""For verbs that have one: `Cutting.usual`."""

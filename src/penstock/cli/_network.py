@@ -1,4 +1,4 @@
-"""The options that say what the hosts' network is like: links, neighbours, hosts that are held back, changes."""
+"""The options for the hosts' network: links, neighbours' traffic, slowed hosts, changes over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _option(text: str, *flags: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """What the network is like. None: not given."""
+    """What the network is like. None means not given."""
 
     link: Annotated[
         str | None,
@@ -61,14 +61,14 @@ class NetworkOptions:
     link_seed: Annotated[int | None, _option("The seed of every random draw for the links; default 0.")] = None
 
     def given(self) -> list[str]:
-        """The options that were given, as they are written."""
+        """The options that were given, as the user writes them."""
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
 
     def network(self, hosts: int) -> Network:
-        """What is asked for.
+        """The network that the options describe.
 
         Raises:
-            ArgumentError: an option is wrong, or has no meaning without another.
+            ArgumentError: an option is wrong, or is meaningless without another.
         """
         from penstock.network.background import parse_background
         from penstock.network.holdback import parse_slow

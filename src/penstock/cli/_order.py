@@ -1,4 +1,4 @@
-"""The options that say which schedule a verb is about: a name and its numbers, or a file."""
+"""The options that choose a verb's schedule: a name and its numbers, or a file."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from penstock.schedule import (
 from penstock.schedule.generators import Numbers
 
 ALL = "all"
-"""In a name's place: every schedule that the numbers allow."""
+"""Instead of a name: every schedule that the numbers allow."""
 
 _PANEL = "Which schedule"
 _OWN_TEXT = ", stages on ranks "
 _SHARDING = (Op.UNSHARD, Op.RESHARD)
-"""Torch's files have them. They take no time here, and mean nothing without sharded stages."""
+"""Actions in torch's files. They take no time here, and mean nothing without sharded stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class OrderOptions:
-    """Which schedule."""
+    """Which schedule to use."""
 
     schedule: Annotated[
         str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
@@ -68,8 +68,8 @@ class OrderOptions:
         """The schedule.
 
         Raises:
-            ArgumentError: options are missing, contradict each other, or are not allowed; or there is no such file.
-            ScheduleError: the file holds no schedule, or one that is not legal.
+            ArgumentError: options are missing, contradict each other or are not allowed, or there is no such file.
+            ScheduleError: the file does not contain a legal schedule.
         """
         if self.csv is not None:
             given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
@@ -87,7 +87,7 @@ class OrderOptions:
         return generate(name, ranks, microbatches, self.chunks, self.slices)
 
     def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
-        """Every schedule that the numbers allow, and what the others ask for instead, by name.
+        """Every schedule that the numbers allow and, by name, what the others require.
 
         Raises:
             ArgumentError: a number is missing, less than 1 or too large.
@@ -126,7 +126,7 @@ class OrderOptions:
         return self.ranks, MICROBATCHES if self.microbatches is None else self.microbatches
 
     def _numbers_of(self, entry: Generator) -> Numbers:
-        """What a schedule is generated for, by these options and its own defaults."""
+        """The numbers for which to generate a schedule: from the options, or its own defaults."""
         chunks = entry.chunks if self.chunks is None else self.chunks
         slices = entry.slices if self.slices is None else self.slices
         return Numbers(*self._numbers(), chunks, slices)
@@ -136,11 +136,11 @@ _NUMBERS = ("ranks", "microbatches", "chunks", "slices")
 
 
 def read(path: Path) -> Schedule:
-    """The schedule in a file: in torch's format, or as `str(schedule)` writes it.
+    """Reads a schedule from a file, in torch's format or as `str(schedule)` writes it.
 
     Raises:
         ArgumentError: there is no such file.
-        ScheduleError: it holds no schedule, or one that is not legal.
+        ScheduleError: it does not contain a legal schedule.
     """
     text = read_text(path, "--csv")
     try:
@@ -156,7 +156,7 @@ def read(path: Path) -> Schedule:
 
 
 def read_text(path: Path, option: str) -> str:
-    """What is in a file that an option names. Raises ArgumentError."""
+    """The text of a file that an option names. Raises ArgumentError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:

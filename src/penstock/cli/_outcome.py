@@ -1,4 +1,4 @@
-"""The result of simulating a schedule, as a value for JSON and as tables for people."""
+"""The result of simulating a schedule, for JSON and as tables for people."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS = {
     Cause.OTHER: "other",
     Cause.COOL_DOWN: "cool\ndown",
 }
-"""Of the columns of idle times: narrow; `IDLE_NOTE`, below the table, explains them."""
+"""Headings for the idle-time columns, kept narrow; `IDLE_NOTE` below the table explains them."""
 
 IDLE_NOTE = (
     "Idle by cause: warm-up, before a rank's first action; forward and backward, until another rank has made what it "
@@ -39,7 +39,7 @@ PEAK_NOTE = "Peak: the activations that a rank holds at a time, in those of one 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A schedule, timed. Numbers are in the units of the costs."""
+    """A simulated schedule. Numbers are in the units of the costs."""
 
     schedule: Schedule
     costs: Costs
@@ -47,7 +47,7 @@ class Outcome:
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
-        """Simulates. Raises ArgumentError where the costs are not those of the schedule's stages and links."""
+        """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
         return cls(schedule, costs, simulate(schedule, costs.of(schedule), costs.links, contended=costs.contended))
 
     @cached_property
@@ -60,7 +60,7 @@ class Outcome:
 
     @cached_property
     def peak_activations(self) -> list[float]:
-        """By rank, in activations of one microbatch on all of the rank's stages."""
+        """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
         placement, slices = self.schedule.placement, self.schedule.slices
         costs = with_activations(placement, self.by_stage, slices)
         held = memory(self.schedule, costs, self.timeline)
@@ -72,7 +72,7 @@ class Outcome:
         return idle(self.schedule, self.timeline)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figures, for JSON."""
         path = critical_path(self.schedule, self.timeline)
         on_path = {op.value: path.seconds(op) for op in _OPS if path.seconds(op)}
         found = {
@@ -108,13 +108,13 @@ _OPS = (Op.F, Op.B, Op.I, Op.W)
 
 
 def chunks(schedule: Schedule) -> int:
-    """Stages a rank, of one copy of the model; the most that any has, where a file shares them out unevenly."""
+    """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
     placement = schedule.placement
     return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
 
 
 def title(schedule: Schedule) -> str:
-    """What the schedule is, in a line."""
+    """A one-line description of the schedule."""
     counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
     text = ", ".join(counted(count, what) for what, count in counts.items())
     slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
@@ -123,7 +123,7 @@ def title(schedule: Schedule) -> str:
 
 
 def with_activations(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[StageCost]:
-    """The costs; on a rank of whose activations nothing is known, each counts 1, from the start of F until W ends."""
+    """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
     known = {rank for rank, cost in zip(placement.rank_of, costs, strict=True) if cost.activation_bytes}
     return [
         cost if rank in known else replace(cost, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices)
@@ -132,7 +132,7 @@ def with_activations(placement: Placement, costs: Sequence[StageCost], slices: i
 
 
 def units_of_memory(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[float]:
-    """By rank, what a microbatch keeps on all of its stages; each microbatch goes through one copy of the model."""
+    """For each rank, what one microbatch keeps on all its stages. A microbatch goes through one copy of the model."""
     held = [0.0] * placement.ranks
     for rank, cost in zip(placement.rank_of, costs, strict=True):
         held[rank] += cost.activation_bytes * slices / placement.pipelines
@@ -143,7 +143,7 @@ def units_of_memory(placement: Placement, costs: Sequence[StageCost], slices: in
 
 
 def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = None) -> None:
-    """The figures of one schedule, with more of them by name, and a table of its ranks."""
+    """Prints a schedule's figures, `more` of them by name, and a table of its ranks."""
     timeline = outcome.timeline
     times = format_of([timeline.makespan_seconds, *_times(outcome)])
     console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
@@ -166,13 +166,13 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
 
 
 def _times(outcome: Outcome) -> list[float]:
-    """Every time that the table of ranks shows."""
+    """All times in the table of ranks."""
     busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
     return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
 
 
 def table(*columns: str, left: int = 1) -> Table:
-    """A table without lines, its first columns left-aligned and the others right-aligned."""
+    """A table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     lines = max(column.count("\n") for column in columns)
     for index, column in enumerate(columns):
@@ -182,7 +182,7 @@ def table(*columns: str, left: int = 1) -> Table:
 
 
 def print_unbroken(console: Console, made: Table) -> None:
-    """Prints a table whose cells stay on one line: closer together where there is little room, never cut off."""
+    """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
     unlimited = console.options.update(max_width=10_000)
     if Measurement.get(console, unlimited, made).maximum > console.width:
         made.padding = (0, 1, 0, 0)
@@ -192,13 +192,14 @@ def print_unbroken(console: Console, made: Table) -> None:
 
 
 _LEAST, _MOST = 1e-12, 1e18
-"""Between them the largest of some numbers is written without an exponent."""
+"""Numbers whose largest is between these are written without an exponent."""
 
 
 def format_of(values: Sequence[float], most: int | None = None) -> Number:
-    """Writes all of them with as many decimals as they have, up to `most`: five significant digits of the largest.
+    """The format for some numbers: with as many decimals as they need, at most `most`.
 
-    Where these would be a row of zeros, each gets five digits and an exponent.
+    `most` defaults to five significant digits of the largest. If that would give a row of zeros, each number gets five
+    digits and an exponent.
     """
     largest = max(map(abs, values), default=0.0)
     if largest and not _LEAST <= largest < _MOST:
@@ -212,7 +213,7 @@ def format_of(values: Sequence[float], most: int | None = None) -> Number:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """How numbers of one kind are written; None: with an exponent."""
+    """Writes numbers with a fixed number of decimals, or, if that is None, with an exponent."""
 
     decimals: int | None
 
@@ -221,7 +222,7 @@ class Number:
 
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
-    """The causes for which any rank idles."""
+    """The causes for which some rank idles."""
     return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
 
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture: one colour per op, lighter on a rank's later chunks. It reads as well without colours."""
+"""A schedule as a picture: one colour per op, lighter on a rank's later chunks. It can be read without colours too."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.schedule.timeline import Timeline, Track
 
 
 class Palette(Enum):
-    """What the terminal can show. None: letters alone. Few: the sixteen colours that every coloured terminal has."""
+    """What the terminal can show. NONE: letters only. FEW: the sixteen colours that every colour terminal has."""
 
     NONE = 0
     FEW = 1
@@ -35,10 +35,10 @@ _FEW_COLOURS = {Op.F: "blue", Op.B: "green", Op.I: "cyan", Op.W: "yellow"}
 _COLOURS = {Op.F: (58, 110, 190), Op.B: (60, 145, 70), Op.I: (24, 150, 150), Op.W: (205, 135, 30)}
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 _LIGHTER = 0.45
-"""Each further chunk goes so much of the way to white."""
+"""How far each further chunk's colour moves towards white."""
 
 _DARKER = 0.82
-"""Every other microbatch, so that neighbours can be told apart without their names."""
+"""The brightness of every other microbatch, so that neighbours can be told apart without their names."""
 
 _CELL = re.compile(r"([0-9]*)(F|B|I|W)([0-9]+) *")
 _IDLE = "."
@@ -58,7 +58,7 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
         for cell in _CELL.finditer(cells):
             picture.append(cells[at : cell.start()], "dim")
             stage, op, microbatch = cell.groups()
-            # A grid names no stages where each rank has one.
+            # A grid leaves out stage numbers if each rank has one stage.
             chunk = place[int(stage)] if stage else 0
             picture.append(cell[0], style(palette, Op(op), chunk, int(microbatch)))
             at = cell.end()
@@ -67,10 +67,10 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
 
 
 def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, palette: Palette) -> Text:
-    """The timeline as a picture of `width` characters for a `zoom`-th of the makespan; what is left goes on below.
+    """The timeline as a picture, in `zoom` parts below each other, each of `width` characters.
 
-    A column shows the action that runs in its middle; one much shorter than a column may show nowhere. An action's name
-    stands where it begins, if there is room, and its letter fills the rest, or its colour where there are colours.
+    A column shows the action that runs in its middle, so an action much shorter than a column may not show at all. An
+    action's name is where it begins, if there is room; its letter fills the rest, or its colour if there are colours.
     """
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
@@ -96,7 +96,7 @@ def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, 
 
 
 def legend(schedule: Schedule, palette: Palette, *, fills: bool = False) -> Text:
-    """What the letters and colours stand for; `fills`: of a picture in proportion to time."""
+    """What the letters and colours stand for. `fills`: the picture is in proportion to time."""
     codes = {code for row in schedule.rows for code in row.op}
     text = Text()
     for op in (op for op in _COLOURS if op.code in codes):
@@ -128,7 +128,7 @@ def _places(schedule: Schedule) -> dict[int, int]:
 
 
 def _runs(track: Track, moments: list[float]) -> Iterator[tuple[Action | None, int]]:
-    """The actions that run at these moments, None where none does, each with how many moments in a row it has."""
+    """The actions (None: idle) that run at these moments, each with the number of moments in a row that it covers."""
     for node, run in groupby(_running(track.start, track.end, moment) for moment in moments):
         yield (None if node < 0 else track.actions[node]), sum(1 for _ in run)
 
@@ -141,7 +141,7 @@ def _running(start: array[float], end: array[float], moment: float) -> int:
 
 
 def _fitting(action: Action, cell: int, *, bare: bool, fill: str) -> str:
-    """The action's name in `cell` characters, if it fits; letters that fill must keep it from the next name."""
+    """The action's name in `cell` characters, if it fits. Fill letters must separate it from the next name."""
     name = f"{action.op.value}{action.microbatch}" if bare else str(action)
     if fill == " ":
         return (name if len(name) <= cell else "").ljust(cell)

@@ -1,4 +1,4 @@
-"""`penstock fabric predict`: what a run says about other sizes, and about more hosts than there are."""
+"""`penstock fabric predict`: uses a run to predict other sizes, and more hosts than there are."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def predict(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict each algorithm's time on more hosts, by the alpha-beta model of the network that a run measured.
+    """Predict each algorithm's time on more hosts, with an alpha-beta model of the network that a run measured.
 
-    alpha and beta are fitted to the run's median times, if a collective has
-    three sizes or more there, or else taken from the links that it measured.
-    The prediction takes every host to have such a link of its own, and the
-    network between the links to be never the limit.
+    alpha and beta are fitted to the run's median times if the run has at least
+    three sizes of a collective; otherwise they come from the links it measured.
+    The prediction assumes that every host has such a link of its own, and that
+    the network between the links is never the limit.
     """
     from penstock.fabric.forecast import forecast
     from penstock.fabric.models import HOSTS
@@ -69,7 +69,7 @@ def _count(text: str) -> int:
 
 
 def _sizes(found: dict[str, Any], collective: str) -> list[int]:
-    """The run's of that collective; all of the run's if it has none."""
+    """The run's sizes for that collective; all of the run's sizes if it has none."""
     own = {one["bytes"] for one in found["transfers"] if one["collective"] == collective}
     return sorted(own or {one["bytes"] for one in found["transfers"]})
 
@@ -137,7 +137,7 @@ def _show_fit(fitted: Fitted, console: Console) -> None:
 
 
 def _predicted(rows: Sequence[Prediction]) -> Table:
-    """Of one size, a row a number of hosts."""
+    """The table for one size, with a row per number of hosts."""
     names = list(rows[0].seconds)
     table = _table(size_text(int(rows[0].bytes)), *(name.replace("-", "-\n") for name in names), "busbw\nMB/s")
     for row in rows:
@@ -147,7 +147,7 @@ def _predicted(rows: Sequence[Prediction]) -> Table:
 
 
 def _ranges(changes: Sequence[tuple[float, str]]) -> str:
-    """ "ring to 3.2 KiB, then tree"."""
+    """The fastest algorithms by size, such as "ring to 3.2 KiB, then tree"."""
     names = [name for _, name in changes]
     ends = [_about(size) for size, _ in changes[1:]]
     return ", then ".join([*(f"{name} to {end}" for name, end in zip(names, ends, strict=False)), names[-1]])

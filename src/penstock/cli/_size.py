@@ -1,4 +1,4 @@
-"""How much there is to make and time: too much is refused before memory is gone, and what takes a while is said."""
+"""Limits on the work of a verb: refuses what would exhaust memory, and announces what takes a while."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from penstock.schedule import Generator
 from penstock.schedule.generators import Numbers
 
 MOST = 10_000_000
-"""Actions that a verb makes and times: about 2 GiB of memory, and minutes."""
+"""The most actions that a verb makes and times: about 2 GiB of memory, and minutes."""
 
 MOST_TO_SEARCH = 1_000_000
-"""Actions of a schedule that is searched for: they are tried in many orders."""
+"""The most actions in a search, which tries them in many orders."""
 
 MOST_STAGES = 10_000
-"""Of any schedule: where each rank's are is looked up among all of them, so that time grows with the square."""
+"""The most stages of any schedule: finding each rank's among all of them takes quadratic time."""
 
 ANNOUNCED = 200_000
-"""From so many actions on, seconds go by without an answer."""
+"""From this many actions on, an answer takes seconds."""
 
 
 def actions(generator: Generator, numbers: Numbers) -> int:
-    """How many F, B, I and W a schedule has, at most: one that splits backwards may leave some whole."""
+    """The most F, B, I and W that a schedule can have: one that splits backwards may leave some whole."""
     kinds = 3 if generator.splits else 2
     return kinds * numbers.ranks * numbers.chunks * numbers.microbatches * numbers.slices
 
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
-    """Refuses what is too much to time, and announces what takes a while.
+    """Refuses schedules that are too large to time, and announces those that take a while.
 
     Raises:
-        ArgumentError: it has more than `MOST` actions, or one more than `MOST_STAGES` stages.
+        ArgumentError: they have more than `MOST` actions together, or one has more than `MOST_STAGES` stages.
     """
     asked = list(schedules)
     found = sum(actions(generator, numbers) for generator, numbers in asked)
@@ -48,7 +48,7 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
 
 
 def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> None:
-    """As `weigh`, for a search."""
+    """Like `weigh`, for a search."""
     found = 3 * ranks * chunks * microbatches
     if found > MOST_TO_SEARCH:
         raise ArgumentError(
@@ -72,7 +72,7 @@ def _refuse_stages(ranks: int, chunks: int) -> None:
 
 
 def announce(actions: int) -> None:
-    """Says so, on stderr, where it takes a while until so many actions are timed."""
+    """Announces on stderr that timing this many actions takes a while, if it does."""
     if actions > ANNOUNCED:
         _say(f"timing {actions:,} actions, which takes a while")
 

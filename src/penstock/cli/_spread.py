@@ -1,4 +1,4 @@
-"""Groups of options that several verbs have: a dataclass whose fields have Typer's annotations."""
+"""Groups of options that several verbs share: dataclasses whose fields have Typer's annotations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object."
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as Typer wants it: each parameter that is a dataclass is replaced by its fields, an option each."""
+    """Prepares a verb for Typer: replaces each dataclass parameter with one option per field."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""TARGET and the options that go with it, and running something on what TARGET returns."""
+"""TARGET and the options that go with it, and how to run code on what TARGET returns."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ Recompute = Annotated[
 
 
 def recomputed(text: str) -> Any:
-    """`recompute=` as `penstock.pipeline` takes it."""
+    """Converts the option to the `recompute=` of `penstock.pipeline`."""
     return int(text) if text.isdecimal() else text
 
 
 def names(text: str | None) -> list[str] | None:
-    """The names in `a,b,c`; None if nothing is given."""
+    """The names in `a,b,c`; None if the option was not given."""
     return [name.strip() for name in text.split(",")] if text is not None else None
 
 
 @contextlib.contextmanager
 def loaded(name: str, what: str) -> Iterator[Target]:
-    """What TARGET returns, called from seed 0. Until the end of the block, all that is printed goes to stderr.
+    """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
 
     Args:
-        name: of TARGET.
-        what: whose code the block runs, for the message: "the model", say.
+        name: TARGET's name.
+        what: whose code the block runs, for error messages: "the model", say.
 
     Raises:
         PenstockError: TARGET is wrong, or the block raised it.

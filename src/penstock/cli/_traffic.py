@@ -1,4 +1,4 @@
-"""The options that say what is sent: a preset, a model's step, sizes by hand, or a sweep."""
+"""The options for what is sent: a preset, a model's step, sizes by hand, or a sweep."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _of_model(text: str, *flags: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrafficOptions:
-    """What a trial sends. None: not given."""
+    """What a trial sends. None means not given."""
 
     preset_name: Annotated[
         str | None, _option("A known job: mlp, the 784-256-128-64-10 classifier's gradients.", "--preset")
@@ -78,10 +78,10 @@ class TrafficOptions:
     ] = None
 
     def workload(self, hosts: int) -> Workload:
-        """What was asked for.
+        """The workload that the options describe.
 
         Raises:
-            ArgumentError: nothing or more than one was given, or an option belongs to another.
+            ArgumentError: no workload or more than one was given, or an option belongs to another kind.
         """
         ways = {
             "--preset": self.preset_name,
@@ -105,7 +105,7 @@ class TrafficOptions:
         return made if self.uneven is None else _uneven(made, self.uneven, hosts)
 
     def _by_size(self) -> Workload:
-        """Of sizes by hand, or of a sweep."""
+        """The workload for sizes by hand, or for a sweep."""
         dtype = dtype_of(self.dtype or "float32")
         op = op_of(self.op or "sum", dtype)
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
@@ -119,7 +119,7 @@ class TrafficOptions:
         return replace(made, dtype=dtype, op=op)
 
     def _refuse_others(self, way: str) -> None:
-        """No option is silently ignored."""
+        """Refuses options that would otherwise be silently ignored."""
         belongs = {
             "--sizes": ("collective", "dtype", "op", "uneven"),
             "--from and --to": ("factor", "collective", "dtype", "op", "uneven", "first", "last"),
@@ -172,7 +172,7 @@ class TrafficOptions:
         return replace(made, name=f"{target}, {made.name}", notes=(*made.notes, note))
 
     def _ranks(self, hosts: int) -> int:
-        """Of a pipeline."""
+        """The number of ranks in a pipeline."""
         ranks = 1 if self.ranks is None else self.ranks
         if ranks < 1:
             raise ArgumentError(f"--ranks {ranks}: a pipeline has 1 or more")
@@ -184,7 +184,7 @@ class TrafficOptions:
         return ranks
 
     def _compute(self) -> Any:
-        """As `from_model` takes it."""
+        """The `compute=` of `from_model`."""
         compute = "none" if self.compute is None else self.compute
         if compute in ("none", "measure"):
             return compute
@@ -195,7 +195,7 @@ class TrafficOptions:
 
 
 def _uneven(made: Workload, text: str, hosts: int) -> Workload:
-    """All-to-alls that give some hosts more than others."""
+    """Makes the workload's all-to-alls give some hosts more than others."""
     shares = tuple(int(share) if share.isascii() and share.isdigit() else -1 for share in text.split(","))
     if any(transfer.collective != "all_to_all" for transfer in made.transfers):
         raise ArgumentError("--uneven belongs to --collective all_to_all: give that as well, or leave it out")
@@ -206,7 +206,7 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class CountOptions:
-    """How many trials."""
+    """How many trials to run."""
 
     trials: Annotated[
         int | None,
@@ -216,10 +216,10 @@ class CountOptions:
     epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None
 
     def count(self) -> int:
-        """Trials.
+        """The number of trials.
 
         Raises:
-            ArgumentError: they contradict each other.
+            ArgumentError: the options contradict each other.
         """
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials

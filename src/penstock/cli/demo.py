@@ -1,4 +1,4 @@
-"""`penstock demo`: a small GPT learns Python's own source text in a pipeline on this machine."""
+"""`penstock demo`: trains a small GPT on Python's own source code in a pipeline on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="How many batches to train on.")] = 60,
     out: Annotated[Path, typer.Option(help="Folder for the timeline and the metrics.")] = Path("runs/demo"),
 ) -> None:
-    """Train a small GPT on Python's own source text in a pipeline. Takes a minute or two."""
+    """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
     print(introduction(settings), flush=True)
     if ranks > 1:
@@ -39,7 +39,7 @@ def demo(
 
 
 def introduction(settings: Settings) -> str:
-    """What the demonstration is about to do, in 80 columns. Raises ArgumentError if an option is out of range."""
+    """Describes what the demo is about to do, in 80 columns. Raises ArgumentError if an option is out of range."""
     order = settings.order()
     p, m = settings.ranks, settings.microbatches
     where = "in one process" if p == 1 else f"split over {p} processes"
@@ -59,7 +59,7 @@ penstock demo: a small GPT learns Python, {where}
 
 
 def _alone(settings: Settings) -> int:
-    """One rank needs no process besides this one."""
+    """Runs the demo with one rank, in this process."""
     from penstock.demo.train import main
 
     try:

@@ -1,4 +1,4 @@
-"""`penstock export`: the weights in a checkpoint as one file for the unsplit model."""
+"""`penstock export`: writes the weights in a checkpoint to one file for the unsplit model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: then the latest.")],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
 ) -> None:
-    """Write the model in a checkpoint, of any number of ranks, to one safetensors file. The model is not needed."""
+    """Write the model in a checkpoint, saved by any number of ranks, to one safetensors file. Needs no model code."""
     from penstock.checkpoint import export_checkpoint
 
     try:

@@ -1,4 +1,4 @@
-"""`penstock fabric`: what a job sends over its network, on hosts that are made here or started by torchrun."""
+"""`penstock fabric`: emulates what a job sends over its network, on hosts made here or started by torchrun."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class _Fabric(Commands):
-    """It emulates where no command is given, which is said to who looks for a command that does."""
+    """Runs an emulation if no command is given, and says so to a user who looks for a command that does."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -55,12 +55,12 @@ Folder = Annotated[
 ]
 
 _BUFFERS = 2
-"""Of a transfer's size on each host, at least: what is given, and what is sent or received."""
+"""Each host needs at least this many times a transfer's size: its input, and what it sends or receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How it is sent."""
+    """How to run the emulation."""
 
     hosts: Annotated[
         int | None, typer.Option(help=f"How many hosts to make on this machine; default {DEFAULT_HOSTS}.")
@@ -90,7 +90,7 @@ class RunOptions:
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which to stop waiting for a host.")] = 120.0
 
     def number(self) -> int:
-        """Of the hosts that are made here. Raises ArgumentError for more than one machine takes."""
+        """How many hosts to make here. Raises ArgumentError for more than one machine can have."""
         from penstock.network.machines import MOST
 
         if self.hosts is not None and self.hosts > MOST:
@@ -98,12 +98,12 @@ class RunOptions:
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
-        """What is to be run on the hosts of a network.
+        """The specification of a run.
 
         Args:
             workload: what a trial sends.
-            network: of the hosts.
-            trials: how many.
+            network: the hosts' network.
+            trials: how many trials to run.
         """
         topology = network.topology
         return Spec(
@@ -124,7 +124,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions(RunOptions):
-    """As `RunOptions`; what a real training does not take is refused, and not listed."""
+    """`RunOptions` without those that a real training cannot use, which are hidden and refused."""
 
     algorithm: Annotated[str | None, typer.Option(hidden=True)] = None
     overlap: Annotated[bool, typer.Option("--overlap", hidden=True)] = False
@@ -132,7 +132,7 @@ class TrainingOptions(RunOptions):
 
 
 def _refuse_unmade(network: Network) -> None:
-    """Raises FabricError if the hosts must be made, and cannot be made here."""
+    """Raises FabricError if hosts have to be made but cannot be made here."""
     from penstock.network.checks import why_not
 
     if _is_made(network) and (reason := why_not()) is not None:
@@ -164,11 +164,11 @@ def fabric(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Emulate what a training job sends over its network: how long each collective takes, its tail included.
+    """Emulate what a training job sends over its network: how long each collective takes, including its tail.
 
-    Hosts are namespaces of this machine that are joined by shaped links
-    (--hosts 4 --link 100mbit, as root), plain processes of it (--hosts 4), or
-    real ones: `torchrun ... -m penstock fabric ...` on each, without --hosts.
+    Hosts are namespaces on this machine joined by shaped links (--hosts 4
+    --link 100mbit, as root), plain processes on it (--hosts 4), or real
+    machines: run `torchrun ... -m penstock fabric ...` on each, without --hosts.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -205,10 +205,10 @@ def train(
     out: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Train the preset mlp for real on the hosts, with the same samples: what its emulation is compared with.
+    """Train the preset mlp for real on the hosts, recording the same samples, to compare its emulation with.
 
-    `penstock fabric --like FOLDER` then emulates it with the compute times
-    that it had, and `penstock fabric compare` shows both side by side.
+    `penstock fabric --like FOLDER` then emulates it with its compute times,
+    and `penstock fabric compare` shows both side by side.
     """
     if how.algorithm not in (None, ENGINE) or how.overlap or how.iterations != 1:
         raise ArgumentError(
@@ -226,7 +226,7 @@ def train(
 def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Refuses what a run would refuse before it starts; otherwise shows what it would send.
 
-    Nothing is written but traces, if they are asked for.
+    Writes nothing but traces, if they were asked for.
     """
     if _is_made(network):
         network.machines().settle()
@@ -240,8 +240,8 @@ def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as
 
 
 def _check(spec: Spec, hosts_here: int) -> None:
-    """Raises ArgumentError for a backend that torch lacks, and for payloads that are more than this machine has."""
-    if spec.backend != "gloo":  # which is always there; asking takes torch
+    """Raises ArgumentError if torch lacks the backend, or if the payloads need more memory than this machine has."""
+    if spec.backend != "gloo":  # gloo is always there; checking another imports torch
         from penstock.fabric.emulation.collectives import check_backend
 
         check_backend(spec.backend)
@@ -255,7 +255,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
 
 
 def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
-    """Makes the hosts, runs the job on them, by default the emulation, and reports what was sampled, come what may."""
+    """Makes the hosts, runs the job (by default the emulation), and reports the samples, however the job ended."""
     from penstock.fabric.emulation.coordinate import emulate
 
     prepare()
@@ -274,7 +274,7 @@ def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
             "stopped" + ("" if joined else f" before all hosts had joined; {output.folder} has no run")
         )
     if (output.folder / RUN).exists():
-        report(output, page=not stopped)  # whoever types Ctrl-C looks on
+        report(output, page=not stopped)  # after Ctrl-C the user is waiting
     if stopped:
         sys.stdout.flush()
         print(f"penstock: error: {failure}", file=sys.stderr)
@@ -284,7 +284,7 @@ def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """Where the run goes: never over another run, nor over samples of anything else.
+    """The run's folder, which never contains another run or other samples.
 
     Raises:
         ArgumentError: the folder has a run already, or cannot be made.
@@ -305,7 +305,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
 
 
 def _tried(out: Path | None) -> Path:
-    """As `_folder`, which leaves nothing behind."""
+    """Like `_folder`, checking that the folder can be made, but leaves nothing behind."""
     folder = _folder(out, make=False)
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
@@ -317,24 +317,24 @@ def _tried(out: Path | None) -> Path:
 
 
 def _refuse_options(ctx: typer.Context) -> None:
-    """Refuses options before a verb, which has its own."""
+    """Refuses options in front of a verb, which has its own."""
     for option in ctx.command.params:
         source = ctx.get_parameter_source(option.name or "")
-        if source is not None and source.name == "COMMANDLINE":  # click's own enum moves between typer's versions
+        if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
             raise ArgumentError(f"{option.opts[0]} comes before {verb}: give {verb}'s own options after it")
 
 
 def _started_hosts() -> int:
-    """How many torchrun has started."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a host that does not join is no reason for a stack of C++
+    """How many hosts torchrun started."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # no C++ stack if a host does not join
     from penstock.fabric.emulation.joining import started
 
     return started().size
 
 
 def _as_host(spec: Spec, output: Output) -> None:
-    """On a host that torchrun has started."""
+    """Runs the emulation on a host that torchrun started."""
     from penstock.fabric.emulation.host import run
 
     if os.environ["RANK"] != "0":
@@ -349,13 +349,13 @@ def _as_host(spec: Spec, output: Output) -> None:
 
 
 def _is_made(network: Network) -> bool:
-    """Whether its hosts are namespaces; without a link and a slow one, they are processes."""
+    """Whether the hosts are namespaces. Without a link or a slowed host, they are plain processes."""
     return network.topology is not None or bool(network.slow)
 
 
 @contextmanager
 def _machines(network: Network) -> Iterator[Machines | None]:
-    """Namespaces, where a link is asked for."""
+    """Makes the hosts' namespaces; yields None if they are plain processes."""
     if not _is_made(network):
         yield None
         return

@@ -1,4 +1,4 @@
-"""`penstock inspect`: how a model would be split: stages, what crosses between them, what they share."""
+"""`penstock inspect`: shows how a model would be split: its stages, what crosses between them, what they share."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def inspect(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors, and the loss is tried on a made-up output. Whatever `verify` would
-    refuse with the same options is refused here, too, with the module, the source
-    line and the remedy, unless only real values can show it.
+    tensors, and the loss is tried on a made-up output. What `verify` would refuse
+    with the same options is refused here too, with the module, the source line
+    and the remedy, unless only real values reveal it.
     """
-    generator(schedule)  # says what is wrong before anything is loaded
+    generator(schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
         from penstock.pipe.inspection import inspect as look
 
@@ -82,6 +82,17 @@ def show(found: Inspection, console: Console) -> None:
         f"activations and what crosses: of {'the batch' if whole else f'one of {found.microbatches} microbatches'}",
         end="\n\n",
     )
+    console.print(_stages(found))
+    if found.crossings:
+        console.print()
+        console.print(_crossings(found))
+    if lines := _remarks(found):
+        console.print()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+
+
+def _stages(found: Inspection) -> Table:
     table = _table(
         *(("stage", False), ("begins at", False), ("work", True)),
         *(("parameters", True), ("share", True), ("size", True), ("activations", True)),
@@ -96,28 +107,30 @@ def show(found: Inspection, console: Console) -> None:
             _size(stage.parameter_bytes),
             "unknown" if stage.activation_bytes is None else _size(stage.activation_bytes),
         )
-    console.print(table)
-    if found.crossings:
-        console.print()
-        table = _table(
-            ("from", False), ("to", False), ("made by", False), ("shape", False), ("size", True), ("", False)
+    return table
+
+
+def _crossings(found: Inspection) -> Table:
+    table = _table(("from", False), ("to", False), ("made by", False), ("shape", False), ("size", True), ("", False))
+    for crossing in found.crossings:
+        remarks = [
+            *(["skips"] if crossing.target - crossing.source > 1 else []),
+            *([] if crossing.takes_gradient else ["no gradient"]),
+        ]
+        shape = f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}"
+        table.add_row(
+            str(crossing.source),
+            str(crossing.target),
+            Text(_maker(crossing)),
+            shape,
+            _size(crossing.bytes),
+            ", ".join(remarks),
         )
-        for crossing in found.crossings:
-            remarks = [
-                *(["skips"] if crossing.target - crossing.source > 1 else []),
-                *([] if crossing.takes_gradient else ["no gradient"]),
-            ]
-            shape = f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}"
-            table.add_row(
-                str(crossing.source),
-                str(crossing.target),
-                Text(_maker(crossing)),
-                shape,
-                _size(crossing.bytes),
-                ", ".join(remarks),
-            )
-        console.print(table)
-    lines = [
+    return table
+
+
+def _remarks(found: Inspection) -> list[str]:
+    return [
         *(f"stage {s.index} runs {', '.join(in_ranges(s.modules))}" for s in found.stages if s.modules),
         *(f"tied: {tie.name} on stages {_listed(tie.stages)}; gradients are added up" for tie in found.ties),
         *(f"stage {s.index} takes no gradient: its parameters are frozen" for s in found.stages if _frozen(s)),
@@ -126,14 +139,10 @@ def show(found: Inspection, console: Console) -> None:
         *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
         *(f"note: {note}" for note in found.notes),
     ]
-    if lines:
-        console.print()
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
 
 
 def _table(*columns: tuple[str, bool]) -> Table:
-    """Columns by head, and whether they have numbers."""
+    """A table with these columns: heading, and whether it has numbers."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for head, is_number in columns:
         table.add_column(head, justify="right" if is_number else "left", overflow="fold")

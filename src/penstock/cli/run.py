@@ -1,4 +1,4 @@
-"""`penstock run`: a script on several ranks of this machine, or on hosts made from it, over a network."""
+"""`penstock run`: runs a script on several ranks of this machine, or on hosts made from it and joined by a network."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def run(
     ] = False,
     nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run a training script once for each rank, on this machine. What follows the script is the script's.
+    """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
 
-    With --hosts the ranks run on hosts that are made of this machine, joined
-    by links as bad as --link says.
+    With --hosts the ranks run on hosts made out of this machine, joined by
+    links as bad as --link says.
 
     For several machines, run torchrun on each: the same script works.
     """
@@ -73,7 +73,7 @@ def run(
 
 
 def _over_network(job: Job, network: Network, machines: Machines) -> int:
-    """Makes the hosts, runs the job on them, and says what the network was. Returns the exit status."""
+    """Makes the hosts, runs the job on them, and reports what the network did. Returns the exit status."""
     from penstock.fabric.views.network import network_lines
     from penstock.network import nodes
     from penstock.network.checks import why_not
@@ -88,7 +88,7 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
             _say([ended.said] if ended.said else [])
             happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
             _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    except KeyboardInterrupt:  # before there was a job to pass it on to, or after it
+    except KeyboardInterrupt:  # before the job began or after it ended
         return 128 + signal.SIGINT
     return ended.status
 

@@ -1,4 +1,4 @@
-"""`penstock schedules`: what there is, what it asks for, and what to expect of it."""
+"""`penstock schedules`: lists the schedules, what they require, and what to expect of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SYMBOLS = (
 def schedules(
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON list.")] = False,
 ) -> None:
-    """List the schedules that go by a name: what they do and ask for, and formulas for their memory and bubble."""
+    """List the named schedules: what they do, what they require, and formulas for their memory and bubble."""
     if as_json:
         print(json.dumps([describe(entry) for entry in generators()]))
         return
@@ -67,7 +67,7 @@ def describe(entry: Generator) -> dict[str, Any]:
 
 
 def formula(text: str | None) -> str:
-    """A formula as people write it: products without a sign, sums without spaces."""
+    """A formula as it is written by hand: products without a sign, sums without spaces."""
     if text is None:
         return "-"
     short = text.replace(" else None", "").replace("*", "").replace(" == ", "=")

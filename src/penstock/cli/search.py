@@ -1,4 +1,4 @@
-"""`penstock search`: the best schedule that can be found for given costs, within a memory limit."""
+"""`penstock search`: finds the best schedule it can for given costs, within a memory limit."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Question:
     seed: Annotated[int, _option("The seed of random choices.")] = 0
 
     def where(self) -> Placement:
-        """Which rank owns which stage. Raises ArgumentError, for too much to search as well."""
+        """The placement. Raises ArgumentError if an option is wrong, or if there is too much to search."""
         for option in ("ranks", "microbatches", "chunks"):
             value = getattr(self, option)
             if value is not None and value < 1:
@@ -85,12 +85,12 @@ def search(
 ) -> None:
     """Find a good schedule for your costs within a memory limit, and say how far it may be from the best.
 
-    It is never worse than a schedule with a name that has the same placement
-    and fits; if one of another placement is shorter, it says so. No schedule of
-    this placement is below the lower bound; the gap is what is left to it.
+    It is never worse than a named schedule with the same placement that fits the
+    limit; if one with another placement is shorter, it says so. No schedule with
+    this placement is below the lower bound; the gap is the distance to it.
     """
     known = costs.read()
-    if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # said before a long search, not after
+    if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
         raise ArgumentError(f"--csv {csv}: no file can be written there; name one in a folder that you may write to")
     found = answer(question, known)
     elsewhere = shorter(found, known, question.memory_limit)
@@ -119,12 +119,12 @@ def search(
 
 
 def answer(question: Question, costs: Costs) -> Found:
-    """Searches, with the memory limit in the unit of the costs.
+    """Searches, converting the memory limit to the costs' unit.
 
     Raises:
         ArgumentError: an option is wrong.
     """
-    from penstock.search import search as find  # so that --help loads nothing of it
+    from penstock.search import search as find  # so that --help does not load it
 
     if costs.contended:
         raise ArgumentError("--contended: the search lets messages of a link pass together; leave it out")
@@ -148,7 +148,7 @@ def answer(question: Question, costs: Costs) -> Found:
 
 
 def summary(found: Found, elsewhere: Elsewhere | None) -> dict[str, str]:
-    """What a search adds to the figures of its schedule, in a line each."""
+    """What a search adds to its schedule's figures, one line each."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
         "placement": f"{place(found.schedule.placement)}; the bound and the best by name are of this one alone",

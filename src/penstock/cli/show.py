@@ -1,4 +1,4 @@
-"""`penstock show`: a schedule as a picture in the terminal, or as text."""
+"""`penstock show`: draws a schedule in the terminal, or prints it as text."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def show(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draw a schedule: a line a rank, a colour an op.
+    """Draw a schedule: one line per rank, one colour per op.
 
-    Without costs every F, B, I and W takes one slot. With costs the picture is
-    a timeline: lengths are in proportion to time.
+    Without costs, every F, B, I and W takes one slot. With costs, the picture is
+    a timeline: lengths are proportional to time.
     """
     schedule = order.one()
     written = add_communication(schedule) if comms else schedule
@@ -92,7 +92,7 @@ def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool)
 
 
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
-    """When each action runs, in the unit of the costs, and the schedule's text, for JSON."""
+    """When each action runs, in the costs' unit, and the schedule's text, for JSON."""
     rows = [
         {
             "actions": [str(action) for action in track.actions],

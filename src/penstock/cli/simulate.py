@@ -1,4 +1,4 @@
-"""`penstock simulate`: given what work costs, how long a schedule takes, where its time goes, what memory it needs."""
+"""`penstock simulate`: given costs, how long a schedule takes, where its time goes and how much memory it needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ chunks (messages keep their size); costs from a file are added up over neighbour
 fewer. So every schedule trains the same model.
 
 {FILE_EPILOG}"""
-"""Below the options."""
+"""Printed below the options."""
 
 _OF_RANKS = "of a microbatch on a rank; each of the rank's chunks has its share"
 _OF_STAGES = "of the model's stages in the file; where a schedule has fewer, neighbours are put together"
@@ -81,7 +81,7 @@ def simulate(
 
 
 def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
-    """Every schedule that the options allow, the one with the shortest span first."""
+    """Prints every schedule that the options allow, shortest span first."""
     allowed, refused = order.all()
     reasons = dict(refused)
     outcomes = []
@@ -101,7 +101,7 @@ def compare(order: OrderOptions, costs: Costs, *, as_json: bool) -> None:
 
 
 def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: Console) -> None:
-    """A row a schedule, and below them those that do not work with the numbers, each with its reason."""
+    """Prints a row per schedule, and below them the schedules that the numbers do not allow, with the reasons."""
     schedule = outcomes[0].schedule
     numbers = f"p = {counted(schedule.ranks, 'rank')}, m = {counted(schedule.microbatches, 'microbatch')}"
     console.print(f"[bold]{numbers}; the shortest span first[/]")
@@ -148,5 +148,5 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
 
 
 def named(schedule: Schedule) -> str:
-    """Its name, with its slices where it has some."""
+    """A schedule's name, and its number of slices if it has more than one."""
     return schedule.name if schedule.slices == 1 else f"{schedule.name}, {counted(schedule.slices, 'slice')}"

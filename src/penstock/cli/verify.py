@@ -1,4 +1,4 @@
-"""`penstock verify`: one pipelined training step of your model against the unsplit model, value by value."""
+"""`penstock verify`: compares a pipelined training step of your model with the unsplit model, value by value."""
 
 from __future__ import annotations
 
@@ -48,19 +48,22 @@ if TYPE_CHECKING:
     from penstock.runtime.transport.protocol import TransportFactory
 
 LONG_TABLE = 24
-"""A table of more rows folds those that are equal, by module."""
+"""In a table with more rows than this, equal ones are folded by module."""
 
 _STYLES = {"equal": "green", "close": "yellow"}
 
 
 ReductionName = Literal["mean", "sum"]
-"""How the loss reduces a batch."""
+"""How the loss is reduced over the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to verify. `chunks` None: what the schedule is known for. `microbatches` None: see `Cutting.usual`. `exact`
-    None: wherever it can be promised. `transport`: names a factory; None: what the library chooses."""
+    """What to verify.
+
+    `chunks` None: the schedule's usual number. `microbatches` None: see `Cutting.usual`. `exact` None: wherever that
+    is promised. `transport`: the name of a factory; None: the library chooses.
+    """
 
     target: str
     ranks: int
@@ -124,14 +127,14 @@ def verify(
     """Prove that a pipeline computes what the unsplit model does: outputs, loss, gradients and buffers.
 
     TARGET is a function that returns (model, args, target, loss): args is the
-    tuple of the model's inputs, or a pair of that and a dict of inputs by name;
-    loss(output, target) gives a scalar; target and loss may be None where the
-    model computes its own loss. Where the batch is not in the first dimension, a
-    dict follows these, with batch_dims, split or merge. TARGET is called
-    twice, with all generators at seed 0, for two models that share nothing.
+    tuple of the model's inputs, or a pair of that and a dict of keyword inputs;
+    loss(output, target) returns a scalar; target and loss may be None if the
+    model computes its own loss. If the batch is not in the first dimension, add
+    a dict with batch_dims, split or merge at the end. TARGET is called twice,
+    with all generators at seed 0, to get two models that share nothing.
 
-    The exit status is 0 if all is equal, 1 if something differs or nothing is
-    proven because the loss is NaN or infinite, and 2 if something else is wrong.
+    The exit status is 0 if everything is equal, 1 if something differs or nothing
+    is proven because the loss is NaN or infinite, and 2 on any other error.
     """
     case = Case(
         *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, recomputed(recompute)),
@@ -143,7 +146,7 @@ def verify(
         transport=None if transport in (None, "local", "distributed") else transport,
     )
     if case.transport is not None:
-        _factory(case.transport)  # says what is wrong before any process starts
+        _factory(case.transport)  # raises before any process starts
     alone = transport == "local" or (transport is None and replicas == 1)
     if replicas < 1 or (alone and replicas > 1):
         raise ArgumentError(
@@ -151,7 +154,7 @@ def verify(
             + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
         )
     count = MICROBATCHES if microbatches is None else microbatches
-    generate(schedule, ranks, count, chunks)  # says what is wrong before anything is loaded
+    generate(schedule, ranks, count, chunks)  # raises before anything is loaded
     try:
         report = prove(case) if alone else prove_distributed(case)
     except KeyboardInterrupt:
@@ -166,11 +169,11 @@ def verify(
 
 
 def prove(case: Case) -> dict[str, Any]:
-    """The report of one case, as `penstock.Report.to_dict` gives it. What TARGET prints goes to stderr.
+    """The report of one case, as `penstock.Report.to_dict` returns it. What TARGET prints goes to stderr.
 
     Raises:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
-        ArgumentError: the model or its loss raised.
+        ArgumentError: the model or its loss raised an error.
     """
     from penstock.proof.verify import verify as compare
     from penstock.runtime.batch.cutting import Microbatch
@@ -230,7 +233,7 @@ def _mesh(case: Case, given: Target) -> DeviceMesh:
 
 
 def _part(given: Target, replicas: int, replica: int) -> Microbatch:
-    """A replica's part of the batch, cut by the rule by which a pipeline cuts its own."""
+    """A replica's part of the batch, cut by the same rule as a pipeline cuts its batch."""
     from penstock.runtime.batch.cutting import Cutting, Microbatch
     from penstock.trees import unflatten
 
@@ -249,7 +252,7 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
 
 
 def prove_distributed(case: Case) -> dict[str, Any]:
-    """As `prove`, on a process for each rank: each leaves a file in a folder, with the report or with what went wrong.
+    """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder.
 
     Raises:
         KeyboardInterrupt: Ctrl-C ended the processes.
@@ -257,7 +260,7 @@ def prove_distributed(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
-        threads = None if "OMP_NUM_THREADS" in os.environ else 1  # as many as one device's in each rank
+        threads = None if "OMP_NUM_THREADS" in os.environ else 1  # each rank uses as many as the one-device reference
         status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
         if status == 128 + signal.SIGINT:
             raise KeyboardInterrupt
@@ -272,7 +275,7 @@ def prove_distributed(case: Case) -> dict[str, Any]:
 
 
 def rank_main(folder: Path) -> int:
-    """One rank of `prove_distributed`."""
+    """Runs one rank of `prove_distributed`. Returns its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     try:
         left: dict[str, Any] = {"report": prove(case)}
@@ -286,7 +289,7 @@ def rank_main(folder: Path) -> int:
 
 
 def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
-    """Prints what was compared, a row a value, and the summary."""
+    """Prints what was compared, one row per value, and the summary."""
     rows = report["rows"]
     lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -317,7 +320,7 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row of the table: one comparison, or several that are equal."""
+    """A row of the table: one comparison, or several whose values are equal."""
 
     kind: str
     name: str
@@ -333,7 +336,7 @@ class Line:
 
 
 def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """One line for neighbouring rows that belong to one block and are equal, or undefined; the others as they are."""
+    """Merges neighbouring rows of one block that are all equal, or all undefined; keeps the others as they are."""
 
     def key(line: Line) -> tuple[Any, ...]:
         place = block(line.name) if line.kind in ("gradient", "buffer") else ""
@@ -349,14 +352,14 @@ def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 
 def block(name: str) -> str:
-    """The repeated block that a parameter is in (`layers.3` of `layers.3.norm.weight`), or else its module."""
+    """The repeated block that a parameter is in (`layers.3` for `layers.3.norm.weight`), or otherwise its module."""
     parts = name.split(".")
     end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[:end])
 
 
 def _finite(value: Any) -> Any:
-    """For strict JSON: infinite and undefined numbers become null."""
+    """Makes a value fit for strict JSON: infinities and NaN become null."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -369,5 +372,5 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a traceback; its launcher speaks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C kills a rank without a traceback; its launcher reports
     sys.exit(rank_main(Path(sys.argv[1])))

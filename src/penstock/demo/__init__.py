@@ -1,1 +1,1 @@
-"""The demonstration: a small GPT learns Python's own source text in a pipeline. `train` is made to be copied."""
+"""The demo: a pipeline trains a small GPT on Python's own source code. Copy `train` as a starting point."""

@@ -1,4 +1,4 @@
-"""One rank of `penstock demo`. Ctrl-C ends it as the system would, without a traceback, also while torch is loading."""
+"""One rank of `penstock demo`. Ctrl-C kills it without a traceback, even while torch is still loading."""
 
 import signal
 

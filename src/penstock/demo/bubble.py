@@ -1,4 +1,4 @@
-"""The bubble, three times: as measured, as simulated with the measured times, and by the textbook."""
+"""The bubble three ways: measured, simulated from measured times, and by the textbook formula."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.simulate.costs import StageCost
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Shares of the time in which ranks wait.
+    """The share of the time in which ranks wait, determined three ways.
 
     Attributes:
         measured: the median over the timed steps.
-        simulated: of the same schedule, where each stage takes the time that it took here and messages take none.
-        textbook: where all stages take the same time.
-        formula: of the textbook's, of p ranks and m microbatches; empty if the schedule has none.
+        simulated: for the same schedule, with each stage's measured times and messages that take no time.
+        textbook: for the same schedule, if all stages took the same time.
+        formula: the textbook's, in p ranks and m microbatches; empty if the schedule has none.
     """
 
     measured: float
@@ -30,7 +30,7 @@ class Bubble:
 
 
 def compare(schedule: Schedule, timelines: Sequence[Timeline]) -> Bubble:
-    """What the timelines of a few steps of one schedule say of its bubble."""
+    """Compares the bubble of a few timed steps with its predictions."""
     formulas = {generator.name: generator.bubble or "" for generator in generators()}
     return Bubble(
         median(timeline.bubble_rate for timeline in timelines),
@@ -41,7 +41,7 @@ def compare(schedule: Schedule, timelines: Sequence[Timeline]) -> Bubble:
 
 
 def stage_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> list[StageCost]:
-    """The mean seconds of each stage's forward and backward."""
+    """The mean time of each stage's forward and backward, in seconds."""
     seconds: dict[tuple[int, Op], list[float]] = {}
     for timeline in timelines:
         for span in timeline:
@@ -50,7 +50,7 @@ def stage_costs(schedule: Schedule, timelines: Sequence[Timeline]) -> list[Stage
     def mean(stage: int, *ops: Op) -> float:
         return sum(fmean(seconds[stage, op]) for op in ops if (stage, op) in seconds)
 
-    # A whole backward counts as one of the inputs; the simulation of B takes the sum of both.
+    # A full backward is counted as I: the simulated time of B is the sum of I and W.
     return [
         StageCost(mean(stage, Op.F), mean(stage, Op.B, Op.I), mean(stage, Op.W)) for stage in range(schedule.stages)
     ]

@@ -1,4 +1,4 @@
-"""The text: the source files of Python's standard library, which are on every machine that runs this."""
+"""The training text: the source of Python's standard library, which every machine that runs this has."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 HELD_OUT_EVERY = 10
-"""One in this many files is kept for testing; the model never trains on it."""
+"""One file in this many is held out: the model never trains on it."""
 
 MOST_BYTES = 8_000_000
-"""More text than a short run looks at; enough to read quickly."""
+"""More text than a short run needs, yet quick to read."""
 
 _LEFT_OUT = ("test", "idlelib", "site-packages", "encodings", "pydoc_data")
-"""Tests, tables, and what is not part of the library."""
+"""Tests, tables, and packages that are not part of the library."""
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and targets, each (rows, context) of int64: a target is the byte that follows."""
+"""Inputs and targets, each (rows, context) in int64. The target at each position is the next byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text as one long row of bytes: a part to train on and one held out."""
+    """The text as bytes, (length,) in uint8: one part to train on and one held out."""
 
     train: Tensor
     held_out: Tensor
 
     def batch(self, step: int, rows: int, context: int) -> Batch:
-        """The batch of a training step: windows at random places. A step's places are the same in every process."""
+        """The batch for a training step: windows at random positions, the same ones in every process."""
         places = torch.Generator().manual_seed(step)
         starts = torch.randint(len(self.train) - context, (rows,), generator=places)
         return _windows(self.train, starts.tolist(), context)
@@ -44,7 +44,7 @@ class Corpus:
 
 
 def standard_library(most_bytes: int = MOST_BYTES) -> Corpus:
-    """Reads Python's standard library: its modules in alphabetical order, without packages' tests."""
+    """Reads Python's standard library: its modules in alphabetical order, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     left = most_bytes
@@ -58,7 +58,7 @@ def standard_library(most_bytes: int = MOST_BYTES) -> Corpus:
 
 
 def _sources(root: Path) -> list[Path]:
-    """Modules and those of packages one level down: `json/decoder.py`, not `lib2to3/pgen2/driver.py`."""
+    """Top-level modules, and those one package down: `json/decoder.py`, but not `lib2to3/pgen2/driver.py`."""
     return [
         path
         for pattern in ("*.py", "*/*.py")

@@ -1,13 +1,13 @@
-"""The real training that the preset "mlp" emulates: a classifier whose layers' gradients are summed one by one.
+"""The real training run that the preset "mlp" emulates: a classifier whose gradients are all-reduced layer by layer.
 
-A layer's all-reduce begins as soon as backward has its gradients and ends before backward goes on, as in the emulation.
-Started on each rank, with its process group made: `train_mlp(200)`.
+A layer's all-reduce starts as soon as backward has produced its gradients, and ends before backward goes on, as in the
+emulation. To run it, make a process group, then call `train_mlp(200)` on each rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -31,14 +31,14 @@ from penstock.fabric.workload import Workload
 from penstock.network.conditions import cpu_usage
 
 Images = tuple[Tensor, Tensor, str]
-"""(rows, 784) between 0 and 1, their digits, and where they come from."""
+"""Pixels between 0 and 1 as (rows, 784), the digits as (rows,), and where they come from."""
 
 RANDOM_ROWS = 1797
-"""As many as scikit-learn has digits."""
+"""The number of digits in scikit-learn's data set."""
 
 
 def digits() -> Images:
-    """scikit-learn's 8 x 8 digits scaled up to 28 x 28; if it is not installed, random images, always the same."""
+    """scikit-learn's 8 x 8 digits scaled up to 28 x 28. Without scikit-learn, the images of `random_images`."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
@@ -50,16 +50,16 @@ def digits() -> Images:
 
 
 def random_images() -> Images:
-    """Of the digits' shape."""
+    """Random images in the digits' shape, the same ones on every call."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(RANDOM_ROWS, MLP_WIDTHS[0], generator=generator)
     return images, torch.randint(MLP_WIDTHS[-1], (RANDOM_ROWS,), generator=generator), "random images"
 
 
-def classifier(widths: Sequence[int] = MLP_WIDTHS) -> nn.Sequential:
-    """Fully connected layers fc1, fc2, ... with rectifiers between them."""
+def classifier() -> nn.Sequential:
+    """Fully connected layers fc1, fc2, ... with ReLUs between them."""
     model = nn.Sequential()
-    for number, (fed, made) in enumerate(pairwise(widths), start=1):
+    for number, (fed, made) in enumerate(pairwise(MLP_WIDTHS), start=1):
         if number > 1:
             model.add_module(f"relu{number - 1}", nn.ReLU())
         model.add_module(f"fc{number}", nn.Linear(fed, made))
@@ -68,14 +68,15 @@ def classifier(widths: Sequence[int] = MLP_WIDTHS) -> nn.Sequential:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a training has shown, on rank 0. Arrays are by step, layer in backward order, and rank; nanoseconds.
+    """What rank 0 recorded. Arrays are in nanoseconds, by step, layer (in backward order) and rank.
 
     Attributes:
         data: where the images come from.
-        losses: of each step, the mean over ranks.
-        start_ns, end_ns: of each layer's all-reduce, as `penstock.fabric.samples.Run` has them.
-        compute_ns: from the all-reduce before it (for the first, from the step's beginning) to its own.
-        after_ns: by step and rank: from the last all-reduce to the step's end.
+        losses: each step's loss, averaged over ranks.
+        start_ns, end_ns: when each layer's all-reduce started and ended, as in `penstock.fabric.samples.Run`.
+        compute_ns: the time from the end of the previous all-reduce (at first, from the start of the step) to the
+            start of this one.
+        after_ns: the time from the last all-reduce to the end of the step, by step and rank.
     """
 
     data: str
@@ -86,7 +87,7 @@ class Training:
     after_ns: NDArray[np.int64]
 
     def workload(self) -> Workload:
-        """What emulates this training: the same sizes, with the medians of the times that its ranks computed."""
+        """A workload that emulates this run: the same sizes, and the median compute times of its ranks."""
         seconds = np.median(self.compute_ns, axis=(0, 2)) / 1e9
         return with_compute(mlp(), seconds.tolist(), float(np.median(self.after_ns)) / 1e9)
 
@@ -105,15 +106,16 @@ def train_mlp(
     """Trains the classifier on all ranks of the default process group, each on its own part of the digits.
 
     Args:
-        steps: how many are recorded; `penstock.fabric.presets.trials_of(batches, epochs)` for whole epochs.
-        batch: rows of each rank.
-        warmup: steps before them.
-        seed: of the weights and of the order of the rows.
-        offset_ns: what is added to this rank's `time.monotonic_ns` to get rank 0's.
-        images: None: `digits()`.
-        keep: called on rank 0 with the samples of each step as it ends; given on all ranks, or on none.
+        steps: how many steps to record; for whole epochs, `penstock.fabric.presets.trials_of(batches, epochs)`.
+        batch: rows per rank.
+        warmup: steps to take before those recorded.
+        seed: for the weights and the order of the rows.
+        offset_ns: added to this rank's `time.monotonic_ns` to give rank 0's.
+        images: the data; None means `digits()`.
+        keep: called on rank 0 with each step's samples when the step ends. Pass it on all ranks or on none.
 
-    Returns what rank 0 has gathered; None on the others.
+    Returns:
+        What rank 0 gathered; None on the other ranks.
 
     Raises:
         ArgumentError: a number is out of range, or there is no process group.
@@ -148,14 +150,14 @@ def train_mlp(
 
 
 Rows = list[tuple[int, ...]]
-"""Of samples.csv."""
+"""Rows of samples.csv."""
 
 Marks = list[int]
-"""Of one step: when it began, then start and end of each layer's sum, then when it ended."""
+"""A step's times: its start, then the start and end of each layer's all-reduce, then its end."""
 
 
 class _Steps:
-    """Training steps of which each layer's gradients go through `reduce` as soon as they are there."""
+    """Takes training steps that pass each layer's gradients to `reduce` as soon as they exist."""
 
     def __init__(self, seed: int, learning_rate: float, reduce: Callable[[Tensor], None]) -> None:
         with torch.random.fork_rng():
@@ -181,7 +183,7 @@ class _Steps:
         return float(loss.detach()), self._marks
 
     def _arrive(self, layer: nn.Linear, _: Tensor) -> None:
-        """Sums weight and bias as one message, once both are there."""
+        """Reduces weight and bias gradients as one message, once both exist."""
         self._arrived[layer] = self._arrived.get(layer, 0) + 1
         if self._arrived[layer] < 2:
             return
@@ -196,13 +198,13 @@ class _Steps:
 
 
 def _compute(marks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """From each end to the next start; marks in the last dimension."""
+    """The time from each end to the next start. Marks are in the last dimension."""
     between: NDArray[np.int64] = marks[..., 1:-1:2] - marks[..., 0:-2:2]
     return between
 
 
 def _of_all_ranks(marks: Tensor) -> NDArray[np.int64] | None:
-    """On rank 0, with the rank in front of the last dimension."""
+    """All ranks' marks on rank 0, with the rank as the last dimension but one; None on the others."""
     first = dist.get_rank() == 0
     everyone = [torch.empty_like(marks) for _ in range(dist.get_world_size())] if first else None
     dist.gather(marks, everyone, dst=0)
@@ -210,7 +212,7 @@ def _of_all_ranks(marks: Tensor) -> NDArray[np.int64] | None:
 
 
 def _rows(step: int, every: NDArray[np.int64]) -> Rows:
-    """Of one step's marks, by rank: as in samples.csv."""
+    """One step's marks, by rank, as rows of samples.csv."""
     return [
         (step, place, rank, int(start), int(end))
         for rank, marks in enumerate(every)
@@ -238,10 +240,10 @@ def _gathered(source: str, losses: Tensor, marks: Tensor) -> Training | None:
 
 
 def train(spec: Spec, folder: Path) -> None:
-    """This host's part in the training that the spec's preset emulates; host 0 writes it as a run.
+    """Runs this host's part of the training that the spec's preset emulates. Host 0 records it as a run.
 
     Raises:
-        ArgumentError: the spec is of another workload.
+        ArgumentError: the spec is for another workload.
         FabricError: a host did not join, or was lost.
     """
     if [one.bytes for one in spec.workload.transfers] != [one.bytes for one in mlp().transfers]:

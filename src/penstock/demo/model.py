@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain PyTorch. It knows nothing of pipelines; `train` cuts it into stages as it is."""
+"""A small byte-level GPT in plain PyTorch. It knows nothing about pipelines; `train` cuts it into stages unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256
-"""A token is a byte."""
+"""Tokens are bytes."""
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a two-layer perceptron; each adds to its input of (batch, time, width)."""
+    """Causal self-attention, then a two-layer perceptron, each with a residual connection. Maps (batch, time, width)
+    to the same shape.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -29,7 +31,7 @@ class Block(nn.Module):
         return x + change
 
     def attend(self, x: Tensor) -> Tensor:
-        """Each position looks at itself and at those before it."""
+        """Lets each position attend to itself and to earlier ones."""
         split = self.query_key_value(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(split[0], split[1], split[2], is_causal=True)
         output: Tensor = self.attention_output(attended.transpose(1, 2).flatten(2))
@@ -37,10 +39,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts each next byte of a text. The embedding and the output layer share one matrix.
+    """Predicts the next byte at each position of a text. The embedding and the output layer share one matrix.
 
     Args:
-        context: the longest text that it can look at, in bytes.
+        context: the longest text it can take, in bytes.
     """
 
     def __init__(
@@ -58,10 +60,10 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module is not self.head:
                 nn.init.normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # so that bytes soon tell themselves apart
+        nn.init.normal_(self.embedding.weight, std=width**-0.5)  # so that bytes soon become distinct
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From bytes to the logits of each next byte: (batch, time) -> (batch, time, 256)."""
+        """Maps bytes to logits for each next byte: (batch, time) -> (batch, time, 256)."""
         x = self.dropout(self.embedding(tokens) + self.position[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x)
@@ -70,5 +72,5 @@ class GPT(nn.Module):
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of (batch, time, 256) logits, in nats per byte; ln 256 = 5.55 is guessing, 0 is certainty."""
+    """The cross-entropy of (batch, time, 256) logits, in nats per byte: ln 256 = 5.55 for guessing, 0 if certain."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

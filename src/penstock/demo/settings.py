@@ -1,4 +1,4 @@
-"""What the demonstration can be asked to do. Without torch, so that a wrong option is reported immediately."""
+"""The demo's options. Does not import torch, so that a wrong option is reported immediately."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.schedule import MICROBATCHES, Schedule, generate
 
 LAYERS = 4
 PARAMETERS = 1_853_568
-"""Of the model: its blocks and all parameters, so that they can be told before it is built."""
+"""The model's blocks and its parameters, stated here so that they can be shown before it is built."""
 
 ROWS = 32
 CONTEXT = 128
-"""A batch has this many pieces of text, each of this many bytes."""
+"""A batch has this many rows of text, each of this many bytes."""
 
 HELD_OUT_BATCHES = 4
 
@@ -24,8 +24,8 @@ class Settings:
     """The options of `penstock demo`.
 
     Attributes:
-        ranks: processes, at most one for each of the model's blocks.
-        microbatches: into how many pieces each batch is cut.
+        ranks: the number of processes, at most one per block of the model.
+        microbatches: how many pieces each batch is cut into.
         out: the folder for the timeline and the metrics.
     """
 
@@ -36,7 +36,7 @@ class Settings:
     out: Path = Path("runs/demo")
 
     def order(self) -> Schedule:
-        """The order of work.
+        """The schedule.
 
         Raises:
             ArgumentError: an option is out of range.
@@ -58,6 +58,6 @@ class Settings:
         return generate(self.schedule, self.ranks, self.microbatches)
 
     def arguments(self) -> list[str]:
-        """As `python -m penstock.demo` takes them."""
+        """The command-line arguments for `python -m penstock.demo`."""
         options = {"schedule": self.schedule, "microbatches": self.microbatches, "steps": self.steps, "out": self.out}
         return [f"--{name}={value}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-"""What a person sees of the demonstration. Each figure is explained in a word or two; all fits into 80 columns."""
+"""The demo's output. Each figure is explained in a few words, and everything fits into 80 columns."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TIMELINE = "timeline.json"
 METRICS = "metrics.jsonl"
 WIDTH = 80
 LINE_EVERY = 10
-"""Where there is no terminal to draw a bar on, one in this many steps gets a line."""
+"""Without a terminal to draw a bar on, one step in this many gets a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One training step. `loss` is in nats per byte; `timeline` is there for the steps that were timed."""
+    """One training step. `loss` is in nats per byte; only timed steps have a `timeline`."""
 
     number: int
     loss: float
@@ -44,7 +44,7 @@ class Step:
         return None if self.timeline is None else self.timeline.bubble_rate
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: a line of `metrics.jsonl`."""
+        """A line of `metrics.jsonl`, ready for JSON."""
         return {
             "step": self.number,
             "loss": self.loss,
@@ -55,7 +55,7 @@ class Step:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line for every tenth step."""
+    """A progress bar on a terminal; elsewhere, a line for every tenth step."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -90,12 +90,12 @@ class Progress:
 
 
 def heading(console: Console, number: str, text: str) -> None:
-    """The title of one of the three parts."""
+    """Prints the title of one of the three parts."""
     console.print(f"\n[bold]{number}. {text}[/bold]")
 
 
 def paragraph(console: Console, text: str) -> None:
-    """Text below a heading."""
+    """Prints text below a heading."""
     console.print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="  "), soft_wrap=True, markup=False)
 
 
@@ -107,11 +107,15 @@ def result(
     bubble: Bubble,
     memory_bytes: Sequence[int],
 ) -> None:
-    """What came of it: how well it learned, where the time went, and where to look further.
+    """Prints the result: how well the model learned, where the time went, and where to look next.
 
     Args:
+        console: where to print.
+        settings: the demo's options.
         held_out: the loss on held-out text before and after training, in nats per byte.
-        memory_bytes: the most that each process held.
+        steps: the training steps.
+        bubble: the bubble, measured and predicted.
+        memory_bytes: each process's peak memory.
     """
     before, after = held_out
     guess = f"{math.log(VOCABULARY):.2f}"
@@ -136,11 +140,11 @@ def result(
 
 
 def cores() -> int:
-    """The cores that this process may use."""
+    """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held."""
+    """This process's peak memory, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,8 +1,8 @@
-"""Trains a small GPT in a pipeline: an ordinary script, to be copied. It runs alone, or in as many processes as
+"""Trains a small GPT in a pipeline: an ordinary script to copy. Run it in one process, or in several:
 
     penstock run --ranks 2 -m penstock.demo
 
-starts. Only the calls of `penstock` and of `pipe` have to do with the pipeline; the rest is PyTorch.
+Only the calls to `penstock` and `pipe` have to do with the pipeline; the rest is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock.report import write_perfetto
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 TIMED_EVERY = 5
-"""One in this many steps is timed: noting when each action ran, and gathering that, costs a little."""
+"""One step in this many is timed: recording when each action ran, and gathering that, costs a little."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Verifies one step, trains, and shows what came of it. Every process runs this; the first one speaks."""
+    """Verifies one step, trains, and shows the result. Every process runs this; only the first one prints."""
     settings = parse(arguments)
     first = os.environ.get("RANK", "0") == "0"
     console = Console(quiet=not first, highlight=False)
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def verify(settings: Settings, corpus: Corpus) -> penstock.Report:
-    """Proves, on these very processes, that a step of the pipeline is that of the unsplit model.
+    """Proves, in these very processes, that a step of the pipeline equals a step of the unsplit model.
 
-    What the whole batch would make is not asked: that takes more memory than the training, whose peak is shown.
+    Leaves out the comparison with the whole batch, which would take more memory than the training whose peak is shown.
     """
     torch.manual_seed(0)
     inputs, targets = corpus.batch(0, ROWS, CONTEXT)
@@ -106,7 +106,7 @@ def train(pipe: penstock.Pipeline, settings: Settings, corpus: Corpus, console: 
 
 
 def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:
-    """The mean loss on text that the model does not train on, in nats per byte."""
+    """The mean loss on held-out text, in nats per byte."""
     losses = []
     for batch in batches:
         inputs, target = feed(pipe, batch)
@@ -115,18 +115,18 @@ def evaluate(pipe: penstock.Pipeline, batches: Sequence[Batch]) -> float:
 
 
 def feed(pipe: penstock.Pipeline, batch: Batch) -> tuple[tuple[Any, ...], Any]:
-    """What this process has to give: only the first stage reads inputs, and only the last one targets."""
+    """The inputs and targets that this process needs: only the first stage reads inputs, only the last one targets."""
     inputs, targets = batch
     return (inputs,) if pipe.needs_inputs else (), targets if pipe.needs_targets else None
 
 
 def warmup_and_decay(step: int, steps: int) -> float:
-    """The share of the full learning rate: up in a line for some steps, then down in a line to the last one."""
+    """The share of the full learning rate: a linear warm-up, then a linear decay to the last step."""
     return min((step + 1) / WARMUP_STEPS, (steps - step) / max(1, steps - WARMUP_STEPS))
 
 
 def parse(arguments: Sequence[str] | None) -> Settings:
-    """Reads the options; `ranks` is the number of processes that were started."""
+    """Parses the options; `ranks` is the number of processes that were started."""
     default = Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default=default.schedule)

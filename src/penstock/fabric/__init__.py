@@ -1,11 +1,11 @@
-"""Emulates what a training job says over its network, and tells how long each collective takes, its tail included.
+"""Emulate the network traffic of a training job, and measure how long each collective takes, tail latency included.
 
-workload.py, presets.py   what a job sends in one step; units.py: sizes as people write them
+workload.py, presets.py   what a job sends in one step; units.py: human-readable sizes
 steps.py                  a collective as rounds of messages; algorithms/: ring, trees, halving and doubling, ...
-emulation/                runs them on hosts, through torch.distributed
-samples.py                every sample of a run, on disk; times.py: its times, trial by trial
-statistics.py             percentiles and what bounds them
-terms.py, models.py       closed forms, and fits of alpha and beta; forecast.py: a run's, on more hosts
-results.py                what a run has shown; compare.py, differences.py: whether two of them differ
-views/, chakra.py         as text, tables, plots and a page; as traces for other simulators
+emulation/                runs workloads on hosts, through torch.distributed
+samples.py                every sample of a run, on disk; times.py: per-trial times from the samples
+statistics.py             percentiles with confidence intervals
+terms.py, models.py       closed-form costs and alpha-beta fits; forecast.py: predictions for more hosts
+results.py                the results of a run; compare.py, differences.py: whether two runs differ
+views/, chakra.py         text, tables, plots and a page; traces for other simulators
 """

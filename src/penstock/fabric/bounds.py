@@ -1,10 +1,11 @@
-"""What no algorithm can beat on the links of a run.
+"""Lower bounds on collective times that no algorithm can beat on a run's links.
 
-Each rank has bytes that it has to send and to receive, whatever the algorithm: nobody else has its contribution, and
-its result comes from others. They pass its port at its shaper's rate at most, and the first of them is under way for as
-long as its nearest neighbour is off. Where no shaper is known a stream between two hosts bounds what these two do, and
-nothing where a port has several partners: it may carry several streams. An all-reduce moves 2(n-1) times its size in
-all (P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce algorithms, 2009), which the ports together have to carry.
+Whatever the algorithm, each rank must send a certain number of bytes, because only it has its contribution, and must
+receive some, because others hold parts of its result. Its port passes them at the shaper's rate at most, and the first
+byte takes at least the latency to the nearest partner. If no shaper is known, a measured stream bounds a rank with a
+single partner. It does not bound a port with several partners, which may carry several streams at once. An all-reduce
+moves 2(n-1) times its size in total (P. Patarasuk and X. Yuan, Bandwidth optimal all-reduce algorithms, 2009), and all
+ports together must carry that.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _NEEDS: dict[str, Callable[[int, bool], tuple[float, float]]] = {
     "sendrecv": lambda n, root: (1.0, 1.0),
     "send": lambda n, root: (1.0, 0.0) if root else (0.0, 1.0),
 }
-"""What a rank has to send and to receive, as shares of the size, among n ranks; the root is the first."""
+"""What a rank must send and receive, as fractions of the size, among n ranks; the root is the first rank."""
 
 
 def lower_bound_seconds(
@@ -40,23 +41,24 @@ def lower_bound_seconds(
     ports: Ports | None = None,
     iterations: int = 1,
 ) -> float | None:
-    """The least that a collective can take, by any algorithm.
+    """Returns the least time a collective can take with any algorithm, in seconds.
 
     Args:
-        links: as far as they were measured; one direction stands for both where the other was not.
-        collective: of `penstock.fabric.algorithms`.
-        members: the ranks that take part, the root or the sender first; two or more.
-        size_bytes: nccl-tests' size.
-        shares: of an uneven all_to_all, see `Transfer`.
-        ports: of all hosts, by their shapers; None: nobody knows them.
-        iterations: of which a mean is meant: one may be under way while another begins.
+        links: the measured links; if one direction of a pair was not measured, the other stands in for it.
+        collective: a name from `penstock.fabric.algorithms`.
+        members: the participating ranks, two or more, with the root or sender first.
+        size_bytes: the size as nccl-tests defines it.
+        shares: for an uneven all_to_all; see `Transfer`.
+        ports: the shaped ports of all hosts; None if they are unknown.
+        iterations: the number of back-to-back iterations the time is averaged over; each may start before the last one
+            ends.
 
     Returns:
-        None where nobody knows: a port's shaper is not known and it has several partners, or its link to the only
-        partner was not measured.
+        None if the bound is unknown: a port has no known shaper and several partners, or the link to its only partner
+        was not measured.
 
     Raises:
-        ArgumentError: there is no such collective.
+        ArgumentError: the collective does not exist.
     """
     if collective not in _NEEDS:
         raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_NEEDS)}")
@@ -79,20 +81,20 @@ def lower_bound_seconds(
 
 
 class _Way(NamedTuple):
-    """All that leads from a rank, or to it: the port, and the seconds to the nearest partner."""
+    """A rank's combined outgoing or incoming path: its port, and the latency to its nearest partner in seconds."""
 
     port: Port
     latency_seconds: float
 
     def seconds(self, size: float, iterations: int) -> float:
-        """Of one of so many iterations in a row, each of so many bytes; what has nothing to carry takes none."""
+        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
         if not size:
             return 0.0
         return (self.latency_seconds + self.port.seconds(size * iterations)) / iterations
 
 
 def _partners(collective: str, place: int, members: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Whom a rank may send to, and whom it may receive from."""
+    """Returns the ranks that a rank may send to, and those it may receive from."""
     if collective == "sendrecv":
         return [members[(place + 1) % len(members)]], [members[place - 1]]
     others = [rank for rank in members if rank != members[place]]
@@ -102,12 +104,12 @@ def _partners(collective: str, place: int, members: Sequence[int]) -> tuple[Sequ
 def _joined(
     ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
 ) -> _Way | None:
-    """The way through one rank's port by all of these pairs; the slower end of one pair counts."""
+    """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
         (pair, *more) = pairs
         link = links.get(pair, links.get(pair[::-1]))
         return None if more or link is None else _Way(Port(link.bytes_per_second), link.alpha_seconds)
-    # One of the two is the rank's own port, the same for all pairs.
+    # One of the two sides is the rank's own port, which all pairs share.
     up, down = [ports.up[a] for a in {a for a, _ in pairs}], [ports.down[b] for b in {b for _, b in pairs}]
     slower = min((_sum(up), _sum(down)), key=lambda port: port.bytes_per_second)
     return _Way(slower, min(ports.latency(*pair) for pair in pairs))
@@ -122,7 +124,7 @@ def _sum(ports: Sequence[Port]) -> Port:
 
 
 def _needs(collective: str, ranks: int, place: int, shares: Sequence[int]) -> tuple[float, float]:
-    """What a rank has to send and to receive, as shares of the size."""
+    """Returns what a rank must send and receive, as fractions of the size."""
     if not shares:
         return _NEEDS[collective](ranks, place == 0)
     own = shares[place] / sum(shares)

@@ -1,10 +1,11 @@
-"""Workloads as Chakra execution traces (MLCommons), which ASTRA-sim simulates and replay tools run: a file a rank.
+"""Export workloads as Chakra execution traces (MLCommons), one file per rank, for ASTRA-sim and trace-replay tools.
 
-The schema is `schema/protobuf/et_def.proto` of github.com/mlcommons/chakra at commit 6dc63e1, whose traces call
-themselves 0.0.4; of it, what a list of transfers needs. A trace is a GlobalMetadata and then one Node after the other,
-each message with its length in front as a varint.
+The schema is `schema/protobuf/et_def.proto` of github.com/mlcommons/chakra at commit 6dc63e1, whose traces report
+version 0.0.4. Only the parts that a list of transfers needs are written. A trace is a GlobalMetadata message followed
+by Node messages, each prefixed with its length as a varint.
 
-The attributes are typed as both readers of ASTRA-sim take them. Its sizes of an all-gather are what each rank gives.
+Attribute types are those that both of ASTRA-sim's readers accept. ASTRA-sim's all-gather size is each rank's
+contribution.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock.fabric.workload import Transfer, Workload
 VERSION = "0.0.4"
 
 METADATA_NODE, COMP_NODE, COMM_SEND_NODE, COMM_RECV_NODE, COMM_COLL_NODE = 1, 4, 5, 6, 7
-"""NodeType, as far as it is written here."""
+"""The NodeType values written here."""
 
 COMM_TYPES: dict[Collective, int] = {
     "all_reduce": 0,
@@ -34,15 +35,15 @@ COMM_TYPES: dict[Collective, int] = {
     "all_to_all": 6,
     "reduce_scatter": 7,
 }
-"""CollectiveCommType."""
+"""Values of CollectiveCommType."""
 
 _GIVES_A_PART = ("all_gather", "gather")
-"""Collectives whose size in a Workload is of the result, of which each rank gives a part."""
+"""Collectives whose size in a Workload is the size of the result, of which each rank contributes a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node of a trace, with its attributes by name."""
+    """One node of a trace; `attributes` are keyed by name."""
 
     id: int
     name: str
@@ -55,21 +56,22 @@ class Node:
 def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "penstock") -> tuple[Path, ...]:
     """Writes `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
 
-    Each node waits for the one before it on its rank, so that the order of the workload is kept. ASTRA-sim is given the
-    traces as `--workload-configuration=<folder>/<name>` and the groups as `--comm-group-configuration`.
+    Each node depends on the previous node of its rank, which preserves the workload's order. Pass the traces to
+    ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`.
 
     Args:
-        folder: is made if it is not there.
-        hosts: how many ranks; that of the workload, if it is made for a number.
+        folder: created if it does not exist.
+        hosts: the number of ranks; must match the workload's if that is fixed.
 
-    Returns the files, the groups' last.
+    Returns:
+        The files written, the groups file last.
 
     Raises:
-        ArgumentError: the workload is for another number of hosts.
+        ArgumentError: the workload needs a different number of hosts.
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
-        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected}; give that number")
+        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected} hosts; give that number")
     groups = process_groups(workload, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     made = []
@@ -84,7 +86,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
 
 
 def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]:
-    """The groups of ranks that have collectives, each with its name: a number, of which "0" is always all ranks."""
+    """Names each group of ranks that runs collectives, by a number in decimal; "0" is always the group of all ranks."""
     groups: dict[tuple[int, ...], str] = {tuple(range(hosts)): "0"}
     for transfer in workload.transfers:
         if transfer.collective not in ("send", "sendrecv") and transfer.ranks:
@@ -93,7 +95,7 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 
 
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
-    """What a rank does, each node after the one before it."""
+    """Yields the nodes of one rank, each depending on the one before it."""
     number = 0
     before: tuple[int, ...] = ()
 
@@ -111,7 +113,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
             before, number = (number,), number + 1
         made = _communication(transfer, ranks, rank, tag, groups)
         first = number
-        for kind, attributes in made:  # none of them waits for another
+        for kind, attributes in made:  # these do not depend on each other
             yield node(transfer.name, kind, 0, attributes)
             number += 1
         before = tuple(range(first, number))
@@ -122,7 +124,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
 def _communication(
     transfer: Transfer, ranks: tuple[int, ...], rank: int, tag: int, groups: dict[tuple[int, ...], str]
 ) -> list[tuple[int, dict[str, int | str]]]:
-    """The types of a transfer's nodes on a rank, and their attributes."""
+    """Returns the types and attributes of a transfer's nodes on one rank."""
     if transfer.collective in ("send", "sendrecv"):
         place = ranks.index(rank)
         to_next = (rank, ranks[(place + 1) % len(ranks)])
@@ -143,7 +145,7 @@ def _communication(
     return [(COMM_COLL_NODE, attributes)]
 
 
-# -- messages, as Protocol Buffers are encoded ------------------------------------------------------------------------
+# -- Protocol Buffers encoding ----------------------------------------------------------------------------------------
 
 _VALUE_FIELD = {
     "comm_size": 9,
@@ -155,13 +157,14 @@ _VALUE_FIELD = {
     "pg_name": 29,
     "is_cpu_op": 27,
 }
-"""The field of an AttributeProto that holds each attribute (int64_val, int32_val, string_val, bool_val): ASTRA-sim's
-first reader looks at no other.
+"""The AttributeProto field of each attribute (int64_val, int32_val, string_val, bool_val).
+
+ASTRA-sim's first reader looks in no other field.
 """
 
 
 def _encoded(node: Node) -> bytes:
-    """A Node; what is 0 is left out."""
+    """Encodes a Node, omitting fields that are 0."""
     attributes = [_field(1, name) + _field(_VALUE_FIELD[name], value) for name, value in node.attributes.items()]
     deps = b"".join(map(_varint, node.data_deps))
     fields: list[tuple[int, int | str | bytes]] = [
@@ -179,7 +182,7 @@ def _field(number: int, value: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth: more follow."""
+    """Encodes in base 128, lowest seven bits first; a byte's eighth bit says that more follow."""
     low = bytearray()
     while value > 127:
         low.append(value & 127 | 128)

@@ -1,4 +1,4 @@
-"""Two runs side by side: by how much each transfer differs, and whether chance alone would make such a difference."""
+"""Compare two runs: how much each transfer differs, and whether chance alone could explain the difference."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ Verdict = Literal["differs", "no difference shown", "too few samples"]
 
 LEVEL = 0.05
 FEWEST = 8
-"""Samples of each run, below which the normal approximation does not hold."""
+"""The fewest samples per run for which the normal approximation holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The completion times of one transfer, or of the whole step, in run A and in run B.
+    """How the completion times of one transfer, or of the whole step, differ between run A and run B.
 
-    For a group of alike transfers (see `grouped`), percentiles cover all of them, and each trial's mean is tested.
+    For a group of similar transfers (see `grouped`), percentiles cover all of them, and the tests use each trial's
+    mean.
 
     Attributes:
-        name, bytes, collective: of the transfer; "step" for the whole.
-        algorithms, trials, p50_s, p99_s: of A and of B; a percentile is None if there are too few samples.
-        ratio: how many times as long B takes: the median of all ratios of a sample of B to one of A (of Hodges and
-            Lehmann). It is 1 where half of the pairs are larger, and not quite the ratio of the medians.
-        ratio_interval: its 95 % interval, not corrected for the number of transfers.
-        p_values: of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test of the
-            slowest hundredth, or tenth), each corrected by Holm's method for all tests of the comparison. None: too few
-            samples.
-        verdict: whether any of them is below 5 %; `differs_in` says which.
+        name, bytes, collective: the transfer's; the whole step is named "step".
+        algorithms, trials, p50_s, p99_s: for A and for B; a percentile is None if there are too few samples.
+        ratio: how many times as long B takes: the median of the ratios of every sample of B to every sample of A
+            (Hodges and Lehmann). Half of the ratios lie above it; it is not exactly the ratio of the medians.
+        ratio_interval: its 95% confidence interval, not corrected for the number of transfers.
+        p_values: of the tests of `median` (Mann-Whitney), `shape` (Kolmogorov-Smirnov) and `tail` (Fisher's exact test
+            on the slowest 1%, or 10%), corrected with Holm's method over all tests of the comparison. None if there are
+            too few samples.
+        verdict: "differs" if any p-value is below 5%; `differs_in` names the tests.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How two runs compare.
+    """The result of comparing two runs.
 
     Attributes:
-        transfers: those that both have, in the order of A.
-        step: the whole step, where both have the same transfers and hosts.
-        only_in_a, only_in_b: names of the others.
+        transfers: those that both runs have, in A's order.
+        step: the whole step, if both runs have the same transfers and hosts.
+        only_in_a, only_in_b: the names of the other transfers.
         other_settings: other differences between the runs, by name: (in A, in B).
     """
 
@@ -77,19 +78,19 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """Whether anything does."""
+        """Whether any transfer, or the step, differs."""
         return any(one.verdict == "differs" for one in (*self.transfers, *([self.step] if self.step else [])))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return asdict(self) | {"differs": self.differs}
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Transfer by transfer, of the same name, size and collective.
+    """Compares two runs transfer by transfer, matching them by name, size and collective.
 
-    A difference is one between these two runs: what changed between them otherwise (the hour, other tenants of the
-    network) is in it. Runs that alternate several times tell more.
+    The result describes these two runs only: it includes anything else that changed between them, such as the time of
+    day or other tenants of the network. Several alternating runs of each kind are stronger evidence.
 
     Raises:
         ArgumentError: the runs have no transfer in common.
@@ -128,20 +129,20 @@ def compare(a: Run, b: Run) -> Comparison:
 
 
 def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
-    """What makes groups of two runs the same."""
+    """Returns the key by which groups of two runs match."""
     first = load.transfers[group.places[0]]
     return group.name, first.bytes, first.collective, first.kind
 
 
 def _completion(run: Run, load: Workload, group: Group) -> Samples:
-    """[trial, transfer]."""
+    """Returns completion times, shape [trial, transfer]."""
     return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
 
 
 def _described(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> Difference:
-    """What needs no test. `series` are [trial, transfer]."""
+    """Fills in everything that needs no test. Each of `series` has shape [trial, transfer]."""
     first, second = (Summary.of(one) for one in series)
     made = Difference(
         name=name,
@@ -154,7 +155,7 @@ def _described(
     )
     if min(made.trials) < FEWEST:
         return made
-    # Ratios of times are differences of their logarithms; a clock may read 0.
+    # Ratios of times are differences of their logarithms. The floor is there because a clock may measure 0.
     trials = [one.mean(1) for one in series]
     logs = [np.log(np.maximum(one, 1e-9)) for one in trials]
     middle, (low, high) = shift(logs[0], logs[1], _inflation(*trials))
@@ -162,7 +163,7 @@ def _described(
 
 
 def _tested(a: Samples, b: Samples) -> dict[str, float]:
-    """The p values of the tests for which there are enough samples."""
+    """Returns the p-values of the tests for which there are enough samples."""
     if min(len(a), len(b)) < FEWEST:
         return {}
     times = [correlation_time(one) for one in (a, b)]
@@ -178,13 +179,13 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
 
 
 def _inflation(a: Samples, b: Samples) -> float:
-    """How much larger the variance of a difference is than if all samples were independent."""
+    """Returns the factor by which dependence between samples increases the variance of a difference."""
     terms = [correlation_time(one) / len(one) for one in (a, b)]
     return sum(terms) / (1 / len(a) + 1 / len(b))
 
 
 def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> list[Difference]:
-    """With their p values, corrected for all of them, and verdicts."""
+    """Adds verdicts and p-values, corrected over all tests."""
     keys = [(place, name) for place, ps in enumerate(tests) for name in ps]
     corrected = dict(zip(keys, holm([tests[place][name] for place, name in keys]), strict=True))
     made = []
@@ -208,9 +209,9 @@ _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
 def _settings(record: dict[str, Any]) -> dict[str, Any]:
-    """What a run was made with, and what its hosts were, where they are alike; None is what was not asked for.
+    """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
 
-    `scenario` is what has happened.
+    `scenario` lists the events that took place.
     """
     workload, network = record["workload"], record.get("network") or {}
     found = {key: record.get(key) for key in _KEYS}
@@ -228,5 +229,5 @@ def _settings(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(transfer: dict[str, Any]) -> float:
-    """Seconds in front of a transfer, on all ranks together where they differ."""
+    """Returns the seconds computed before a transfer, summed over its ranks if they differ."""
     return float(sum(transfer.get("compute_by_rank") or ()) or transfer.get("compute_seconds") or 0.0)

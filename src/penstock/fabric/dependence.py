@@ -1,9 +1,10 @@
-"""For how many independent trials a series of trials counts. A queue that is full stays full for a while.
+"""Estimate how many independent trials a series of dependent trials is worth. (A full queue stays full for a while.)
 
-All rests on the autocorrelation of the normal scores (what the ranks would be in a normal distribution), so that a few
-outliers hide nothing. It is summed up to where two neighbours' sum is no longer above 0 (C. Geyer, Practical Markov
-chain Monte Carlo, 1992). As the mean of the series itself is taken off, it comes out too small, by about the variance
-of that mean, which is put back (F. Marriott and J. Pope, Bias in the estimation of autocorrelations, 1954).
+Everything rests on the autocorrelation of the normal scores (the values that the ranks would have in a normal
+distribution), so that a few outliers do not mask a dependence. The sum over lags stops where the sum of two
+neighbouring lags is no longer positive (C. Geyer, Practical Markov chain Monte Carlo, 1992). Subtracting the series'
+own mean biases the autocorrelation down by roughly the variance of that mean; this is added back (F. Marriott and J.
+Pope, Bias in the estimation of autocorrelations, 1954).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from penstock.errors import require
 Series = NDArray[np.float64]
 
 FEWEST = 50
-"""Samples, below which a correlation cannot be told from none."""
+"""With fewer samples, correlation cannot be told from independence."""
 _SIGNIFICANT = 1.645
-"""Standard errors of the correlation of neighbours, above which it is taken for one."""
+"""Lag-1 correlation counts as real above this many standard errors."""
 _WIDER = 4.0
-"""So many correlation times make one degree of freedom: the fewer there are, the less their own length is known."""
+"""Correlation times per degree of freedom: the fewer of them a series spans, the less certain their estimate."""
 
 
 def autocorrelation(samples: ArrayLike) -> Series:
-    """Of the normal scores, by lag from 0 on, as far as it counts; of 0 alone where the samples are independent."""
+    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special, stats  # which takes a second to import
+    from scipy import special, stats  # takes a second to import
 
     values = np.asarray(samples, float).ravel()
     count = len(values)
@@ -50,19 +51,20 @@ def autocorrelation(samples: ArrayLike) -> Series:
 
 
 def correlation_time(samples: ArrayLike) -> float:
-    """How many samples in a row tell as much of the mean as one independent one: 1 or more.
+    """Returns how many consecutive samples say as much about the mean as one independent sample: 1 or more.
 
-    Below 50 samples it cannot be told, and is 1.
+    Fewer than 50 samples are too few to estimate it, and yield 1.
     """
     count = np.asarray(samples).size
     return _time(autocorrelation(samples), max(count / 2, 1.0))
 
 
 def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """For how many independent ones the samples count in an interval of each quantile.
+    """Returns, for each quantile, how many independent samples these are worth when bounding it.
 
-    What lies below a quantile depends less on its neighbours than the samples themselves, by the bivariate normal
-    distribution. That the correlation is an estimate makes an interval wider, as Student's t does.
+    Whether a sample lies below a quantile depends less on its neighbours than its value does; the bivariate normal
+    distribution says how much less. Because the correlation is only an estimate, intervals are widened as by Student's
+    t.
     """
     count, lags = np.asarray(samples).size, autocorrelation(samples)
     return tuple(_effective(_time(_below(lags, q), count / 2), count) for q in quantiles)
@@ -70,7 +72,7 @@ def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[
 
 def _effective(time: float, count: int) -> float:
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     if time <= 1:
         return float(count)
@@ -90,17 +92,19 @@ def _time(lags: Series, most: float) -> float:
 
 
 def _below(lags: Series, q: float) -> Series:
-    """The autocorrelation of being below the q-quantile, for normal scores of this one."""
+    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores."""
     angles, covered = _quadrant(q)
     return np.asarray(np.interp(np.arcsin(np.clip(lags, 0, 1)), angles, covered) / covered[-1])
 
 
 @lru_cache(maxsize=8)
 def _quadrant(q: float) -> tuple[Series, Series]:
-    """By the arc sine of a correlation: how much likelier two normal variables are both below their q-quantiles than
-    independent ones (Sheppard's formula, integrated)."""
+    """Returns arcsines of correlations, and the excess probability that two normals are both below their q-quantiles.
+
+    The excess is over independent normals (Sheppard's formula, integrated).
+    """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     angles = np.linspace(0, math.pi / 2, 400)
     density = np.exp(-(special.ndtri(q) ** 2) / (1 + np.sin(angles))) / (2 * math.pi)

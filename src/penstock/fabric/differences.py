@@ -1,8 +1,8 @@
-"""Do two series of times differ: in the middle, in the shape, in the tail? By scipy, where it takes them.
+"""Test whether two series of times differ: in the median, in shape, or in the tail. Uses scipy where it can.
 
-Trials in a row depend on each other (a queue that is full stays full for a while), and tests that take them as
-independent find differences between a run and itself. So each test takes for how many independent samples a sample
-counts (`correlation_time`): `inflation` of the variance, or fewer samples.
+Consecutive trials depend on each other (a full queue stays full for a while), and tests that assume independence find
+differences between a run and itself. Each test here therefore takes the number of independent samples into account
+(`correlation_time`), by inflating the variance or by counting fewer samples.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ Samples = NDArray[np.float64]
 
 
 class Tested(NamedTuple):
-    """A statistic, and how likely one as extreme is if nothing differs (two-sided)."""
+    """A test statistic, and the probability of one as extreme if nothing differs (two-sided)."""
 
     statistic: float
     p: float
 
 
 def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
-    """U of `a`: of all pairs, in how many its sample is the larger (ties: half), with the normal approximation.
+    """Tests by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
 
-    The variance is corrected for ties, the statistic for continuity (H. Mann and D. Whitney, 1947; Lehmann,
-    Nonparametrics, 1.5), as in scipy's test, which cannot inflate it. Good from 8 samples each on.
+    The p-value is the normal approximation's. The variance is corrected for ties and the statistic for continuity (H.
+    Mann and D. Whitney, 1947; Lehmann, Nonparametrics, 1.5), as in scipy's test, which cannot inflate the variance.
+    Valid from 8 samples per series.
     """
     stats, special = _scipy()
     u = float(stats.rankdata(np.concatenate([a, b]))[: len(a)].sum()) - len(a) * (len(a) + 1) / 2
@@ -44,19 +45,21 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
 
 
 def _variance(a: Samples, b: Samples) -> float:
-    """Of U, if nothing differs."""
+    """Returns the variance of U if nothing differs."""
     m, n = len(a), len(b)
     return m * n / 12 * (m + n + 1) * float(_scipy()[0].tiecorrect(_scipy()[0].rankdata(np.concatenate([a, b]))))
 
 
 def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> Tested:
-    """The largest distance of the two distribution functions, with Kolmogorov's limit and Stephens' correction
-    (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics without extensive tables,
-    1970). It sees shapes, and little of what happens in one trial of a hundred: that is `tails`.
+    """Tests by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
+
+    Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
+    without extensive tables, 1970). The test detects differences in shape, but hardly any that affect only one trial in
+    a hundred; `tails` detects those.
 
     Args:
         a, b: the samples.
-        effective: of how many independent samples each is worth; all, if nothing is said.
+        effective: how many independent samples each series is worth; all of them if None.
     """
     stats, special = _scipy()
     m, n = effective or (len(a), len(b))
@@ -66,9 +69,9 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
 
 
 def tails(a: Samples, b: Samples, q: float) -> Tested:
-    """Whether one has more of the slowest samples of both than its share, by Fisher's exact test.
+    """Tests whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
 
-    Slow samples in a row are one event, and count once. The statistic is the share of them that are of `b`.
+    Consecutive slow samples are one event and count once. The statistic is the fraction of the events in `b`.
     """
     threshold = float(np.quantile(np.concatenate([a, b]), q))
     slow = [_events(one > threshold) for one in (a, b)]
@@ -79,21 +82,24 @@ def tails(a: Samples, b: Samples, q: float) -> Tested:
 
 
 def _events(slow: NDArray[np.bool_]) -> int:
-    """Runs of True."""
+    """Counts the runs of True."""
     return int(slow[:1].sum() + (slow[1:] & ~slow[:-1]).sum())
 
 
 def _scipy() -> tuple[Any, Any]:
-    """Its tests and its functions."""
+    """Returns scipy's stats and special modules."""
     require("fabric", "scipy", for_what="the comparison of runs")
-    from scipy import special, stats  # which takes a second to import
+    from scipy import special, stats  # takes a second to import
 
     return stats, special
 
 
 def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:
-    """How much larger b's samples are than a's: the median of all differences (Hodges and Lehmann, 1963), and its 95 %
-    interval, which holds those shifts that `mann_whitney` does not refuse."""
+    """Returns how much larger b's samples are than a's, with the 95% confidence interval.
+
+    The shift is the median of all pairwise differences (Hodges and Lehmann, 1963). The interval contains the shifts
+    that `mann_whitney` does not reject.
+    """
     a, b = np.sort(a), np.sort(b)
     pairs = len(a) * len(b)
     half = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(_variance(a, b) * inflation)
@@ -103,7 +109,7 @@ def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interv
 
 
 def _difference(a: Samples, b: Samples, place: int) -> float:
-    """The difference b - a in this place of all in order, without making them all: by bisection of its value."""
+    """Returns the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
     low, high = float(b[0] - a[-1]), float(b[-1] - a[0])
     while True:
         middle = (low + high) / 2
@@ -117,8 +123,11 @@ def _difference(a: Samples, b: Samples, place: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Each p, corrected for how many there are: below a level, the chance of one false find among all is below it
-    (S. Holm, A simple sequentially rejective multiple test procedure, 1979)."""
+    """Returns p-values corrected for multiple tests with Holm's method.
+
+    If nothing differs, the chance that any corrected p-value falls below a level is at most that level (S. Holm, A
+    simple sequentially rejective multiple test procedure, 1979).
+    """
     corrected, highest = [0.0] * len(ps), 0.0
     for place, index in enumerate(sorted(range(len(ps)), key=lambda one: ps[one])):
         highest = max(highest, min((len(ps) - place) * ps[index], 1.0))

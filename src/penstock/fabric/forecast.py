@@ -1,7 +1,7 @@
-"""From a run to other sizes and numbers of hosts: the link that its times fit, how well, and what that predicts.
+"""Predict other sizes and host counts from a run: fit a link to its times, report how well it fits, and extrapolate.
 
-A collective that the run has in three sizes or more is fitted by the medians of its completion times, so that alpha is
-what a step of its algorithm costs there, software included. Otherwise the links that were measured stand in.
+A collective that was run at three or more sizes is fitted to the medians of its completion times, so that alpha is the
+cost of one step of its algorithm on this system, software included. Otherwise the measured links stand in.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from penstock.fabric.models import (
 from penstock.fabric.statistics import fewest
 from penstock.fabric.terms import Terms, closed_form, known_algorithms
 from penstock.fabric.times import rate_key
+from penstock.words import counted
 
 FEWEST_SIZES = 3
-"""Of a collective, below which a fit has no residuals worth the name."""
+"""With fewer sizes of a collective, the residuals of a fit mean nothing."""
 
 MOST_HOSTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A size that was measured: the median of its completion times, and what the fit says."""
+    """A measured size: the median of its completion times, and what the fit says."""
 
     bytes: int
     ranks: int
@@ -45,20 +46,20 @@ class Point:
 
     @property
     def residual(self) -> float:
-        """Above 0 where it took longer than the fit says; a share of what was measured."""
+        """The error as a fraction of the measured time; positive where the collective took longer than the fit says."""
         return (self.measured_seconds - self.fitted_seconds) / self.measured_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The link, as one collective of a run sees it.
+    """The link as one collective of a run sees it.
 
     Attributes:
-        algorithm: of the run; empty if the run has no such collective.
-        form: the algorithm whose closed form was fitted: the engine's own collectives are taken for the first of ours.
-        source: "times" of the run's transfers, or "links" that were measured before its trials.
-        held: the times alone would have the link faster than it was measured; beta is the measured one.
-        lack: why it could not be by times; empty if it is.
+        algorithm: the one the run used; empty if the run has no such collective.
+        form: the algorithm whose closed form was fitted; for the engine's own collectives, our default algorithm.
+        source: "times" of the run's transfers, or the "links" measured before its trials.
+        held: True if the times alone implied a faster link than was measured, and beta was held at the measured value.
+        lack: why the times could not be fitted; empty if they were.
     """
 
     collective: str
@@ -72,11 +73,11 @@ class Fitted:
 
     @property
     def largest_residual(self) -> float:
-        """Without its sign; 0 if no size was measured."""
+        """The largest absolute residual; 0 if no size was measured."""
         return max((abs(point.residual) for point in self.points), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns a dict that can be serialized as JSON."""
         beta = self.link.beta_seconds_per_byte
         return {
             "collective": self.collective,
@@ -104,11 +105,11 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a run predicts of one collective.
+    """What a run predicts for one collective.
 
     Attributes:
-        rows: by size, then by hosts.
-        crossovers: by hosts, from which size on which algorithm is the fastest.
+        rows: ordered by size, then by number of hosts.
+        crossovers: for each number of hosts, the sizes from which each algorithm is the fastest.
     """
 
     fitted: Fitted
@@ -116,7 +117,7 @@ class Forecast:
     crossovers: dict[int, list[tuple[float, str]]]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return {
             "fit": self.fitted.to_dict(),
             "predictions": [
@@ -139,18 +140,18 @@ class Forecast:
 def forecast(
     record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
 ) -> Forecast:
-    """Predicts a collective from a run's record and results.
+    """Predicts the times of a collective from a run's record and results.
 
     Raises:
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MOST_HOSTS for n in hosts):
-        raise ArgumentError(f"hosts are {', '.join(map(str, hosts))}: expected 2 to {MOST_HOSTS:,} of them")
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MOST_HOSTS:,}")
     return _carried(fit_run(record, results, collective), sizes, hosts)
 
 
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
-    """Of each collective whose own times tell a link, of its largest size on up to 4096 hosts."""
+    """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
         fitted = _by_times(record, results, collective)
         if fitted is not None:
@@ -158,18 +159,18 @@ def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forec
 
 
 def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Forecast:
-    """To other sizes and hosts."""
+    """Extrapolates a fit to other sizes and host counts."""
     link, collective = fitted.link, fitted.collective
-    numbers = (2,) if collective == "send" else hosts  # a message is between two, however many there are
+    numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = [row for size in sizes for row in predictions(link, collective, size, numbers)]
     return Forecast(fitted, tuple(rows), {n: crossovers(link, collective, n) for n in numbers})
 
 
 def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted:
-    """The link, from a collective's times, or from the measured links where it has fewer than three sizes.
+    """Fits the link to a collective's times, or falls back to the measured links if it has fewer than three sizes.
 
     Raises:
-        ArgumentError: it can be had from neither.
+        ArgumentError: the run has neither.
     """
     fitted = _by_times(record, results, collective)
     if fitted is not None:
@@ -182,7 +183,7 @@ def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) ->
 
 
 def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | None:
-    """The link that explains the medians of a collective, no faster than measured; None if it has too few sizes."""
+    """Fits the link to a collective's median times, no faster than measured; None if there are too few sizes."""
     rows, algorithm, form = _rows(results, collective)
     timed = _timed(rows, form)
     if len({one.bytes for one in timed}) < FEWEST_SIZES:
@@ -195,10 +196,10 @@ def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) 
 
 
 def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> float:
-    """Seconds a byte that the links between the transfers' ranks were measured at; 0 where none was.
+    """Returns the measured seconds per byte of the links between the transfers' ranks; 0 if none was measured.
 
-    Of the slowest link where the steps load all ports alike, so that all wait for it; else of the fastest: the slow
-    ones may have little to carry.
+    If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
+    fastest does, because slow links may have little to carry.
     """
     among = {rank for one in rows for rank in one["ranks"]}
     betas = [link.beta_seconds_per_byte for ends, link in record_links(record) if among.issuperset(ends)]
@@ -208,7 +209,7 @@ def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: st
 
 
 class _Timed(NamedTuple):
-    """A transfer whose median is known."""
+    """A transfer with a known median time."""
 
     bytes: int
     ranks: int
@@ -217,7 +218,7 @@ class _Timed(NamedTuple):
 
 
 def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]], str, str]:
-    """The transfers of a collective, their algorithm, and the one whose closed form is taken for it."""
+    """Returns a collective's transfers, their algorithm, and the algorithm whose closed form stands for it."""
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
@@ -243,16 +244,17 @@ def _seconds(terms: Terms, size: float, link: LinkFit) -> float:
 
 
 def _lacks(rows: Sequence[Any], timed: int, trials: int, collective: str) -> str:
-    """Why times are not enough."""
+    """Explains why the times cannot be fitted."""
     if not rows:
         return f"the run has no {collective} to fit"
     if len(rows) > timed:
-        return f"{trials} trials bound no median (it takes {fewest(0.5)})"
-    return f"{len({one['bytes'] for one in rows})} sizes of {collective} do not make a fit (it takes {FEWEST_SIZES})"
+        return f"{trials} trials are too few for a median (it needs {fewest(0.5)})"
+    sizes = {one["bytes"] for one in rows}
+    return f"{counted(len(sizes), 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
 
 
 def _slowest(record: dict[str, Any], lack: str) -> LinkFit:
-    """The slowest of the measured links, which a collective has to wait for."""
+    """Returns the slowest of the measured links, which a collective must wait for."""
     links = [link for _, link in record_links(record)]
     if not links:
         raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")

@@ -1,6 +1,6 @@
-"""Transfers that differ in nothing but their microbatch or replica are one group: a row of a table, a curve of a plot.
+"""Group transfers that differ only in microbatch or replica: one group is one row of a table, or one curve of a plot.
 
-A pipeline's messages are so grouped by cut and direction. Each transfer keeps its own samples and results.
+This groups a pipeline's messages by cut and direction. Each transfer keeps its own samples and results.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from penstock.fabric.workload import Workload
 
 _ONE_OF_MANY = re.compile(r"^[FB]\d+ | of replica \d+| of microbatch \d+")
-"""What tells the names of a group's transfers apart."""
+"""The part of a name that distinguishes the members of a group."""
 _NUMBERED = re.compile(r"(?<=\.)\d+(?![^.,;])|^\d+(?=\.)")
-"""A module that has a number for its name, as those of a list have, with others above or below it."""
+"""A module whose name is a number, like an item of a list, with other modules above or below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Alike transfers of a workload.
+    """Similar transfers of a workload.
 
     Attributes:
-        name: what is common to their names.
-        places: theirs in the workload, in order of execution.
+        name: the common part of their names.
+        places: their indices in the workload, in order of execution.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Group:
 
 
 def groups(workload: Workload) -> list[Group]:
-    """All transfers, in order of each group's first."""
+    """Groups all transfers of a workload, ordered by each group's first transfer."""
     return _by_name(workload, _own_name)
 
 
 def of_like_layers(workload: Workload) -> list[Group]:
-    """The same, with layers that differ in a module's number alone in one: h.*.attn."""
+    """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
     found = _by_name(workload, lambda name: like(_own_name(name)))
     names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
     return [
@@ -46,12 +46,12 @@ def of_like_layers(workload: Workload) -> list[Group]:
 
 
 def like(name: str) -> str:
-    """What the names of like layers have in common: of each, all but the outermost module's number."""
+    """Replaces the outermost module number of each word by `*`, so that similar layers get the same name."""
     return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
 
 
 def like_as_one(texts: Iterable[str]) -> list[str]:
-    """Texts, in which several that differ in numbers of modules alone are one."""
+    """Merges texts that differ only in their modules' numbers."""
     found: dict[str, list[str]] = {}
     for text in texts:
         found.setdefault(like(text), []).append(text)

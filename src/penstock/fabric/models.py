@@ -1,10 +1,10 @@
-"""What a collective costs in the alpha-beta model: fits of measured times, predictions for other sizes and networks.
+"""The alpha-beta cost model of collectives: fit measured times, and predict other sizes and networks.
 
     seconds = rounds * alpha + bytes * bytes_factor * beta
 
-alpha: what a message costs whatever its size, in seconds; beta: seconds a byte (R. Hockney, The communication challenge
-for MPP, 1994). Ranks have one full-duplex port each, the network between the ports is never the limit, and adding
-costs nothing. The closed forms are in `terms`.
+alpha is the fixed cost of a message in seconds; beta is in seconds per byte (R. Hockney, The communication challenge
+for MPP, 1994). The model assumes that each rank has one full-duplex port, that the network between the ports is never
+the bottleneck, and that adding is free. The closed forms are in `terms`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link, as the measured times have it.
+    """A link's parameters, fitted to measured times.
 
     Attributes:
         alpha_seconds, beta_seconds_per_byte: 0 or more.
-        residuals: of each point, (measured - fitted) / measured.
-        r2: the share of the variance that the fit explains, each point weighted by 1 / seconds squared; 1 is all.
+        residuals: for each point, (measured - fitted) / measured.
+        r2: the fraction of the variance that the fit explains, with each point weighted by 1 / seconds squared.
     """
 
     alpha_seconds: float
@@ -39,16 +39,16 @@ class LinkFit:
 
     @property
     def largest_residual(self) -> float:
-        """Without its sign: how far the worst point is off."""
+        """The largest absolute residual: how far off the worst point is."""
         return max(map(abs, self.residuals), default=0.0)
 
     @property
     def bytes_per_second(self) -> float:
-        """Infinite where beta is 0."""
+        """The bandwidth; infinite if beta is 0."""
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; an infinite bandwidth is None."""
+        """Returns a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
         return {
             "alpha_seconds": self.alpha_seconds,
             "beta_seconds_per_byte": self.beta_seconds_per_byte,
@@ -60,24 +60,26 @@ class LinkFit:
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
-    """Least squares of relative residuals, so that small sizes count as much as large ones; none below 0.
+    """Fits alpha and beta, both non-negative, by least squares.
+
+    It minimizes relative residuals, so that small sizes count as much as large ones.
 
     Args:
-        points: (bytes, seconds, terms) of each measurement, a median for example. Algorithms and numbers of ranks may
+        points: (bytes, seconds, terms) of each measurement, for example a median. Algorithms and numbers of ranks may
             be mixed.
-        least_beta: seconds a byte that the wire takes at least: no fit is faster.
+        least_beta: a lower bound on beta, in seconds per byte, because the wire is no faster.
 
     Raises:
-        ArgumentError: a time is not above 0, or the points do not tell alpha from beta: fewer than two that differ.
+        ArgumentError: a time is not positive, or the points cannot separate alpha from beta: fewer than two differ.
     """
     if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
-        raise ArgumentError("a time is not above 0, or a size is below: give measured seconds, and sizes in bytes")
+        raise ArgumentError("expected times above 0 and sizes of 0 or more: give measured seconds, and sizes in bytes")
     seconds = np.array([one[1] for one in points])
     raw = np.array([(terms.rounds, size * terms.bytes_factor) for size, _, terms in points], float).reshape(-1, 2)
     columns = raw / seconds[:, None]
     norms = np.linalg.norm(columns, axis=0)
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
-        raise ArgumentError(f"{len(points)} points that do not tell latency from bandwidth: give two sizes or more")
+        raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: give two or more sizes")
     wanted = 1 - columns[:, 1] * least_beta
     alpha, beta = _non_negative(columns / norms, wanted) / norms + (0.0, least_beta)
     fitted = columns @ np.array([alpha, beta])
@@ -90,7 +92,7 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
 
 def _non_negative(columns: Any, wanted: Any) -> Any:
-    """The x >= 0 for which |columns x - wanted| is least: of two unknowns, both, or the better one alone."""
+    """Returns the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
     both = np.linalg.lstsq(columns, wanted, rcond=None)[0]
     if (both >= 0).all():
         return both
@@ -99,27 +101,22 @@ def _non_negative(columns: Any, wanted: Any) -> Any:
     return min(alone, key=lambda x: float(np.linalg.norm(columns @ x - wanted)))  # columns have length 1
 
 
-def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
-    """Of (bytes, seconds) of single messages one way. Raises ArgumentError as `fit` does."""
-    return fit([(size, seconds, Terms(1, 1.0)) for size, seconds in points])
-
-
 def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:
-    """Seconds of a collective. Raises ArgumentError if there is no closed form."""
+    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
     terms = closed_form(collective, algorithm, ranks, pieces)
     return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one collective of one size among `ranks` ranks.
+    """Predicted times of one collective of one size among `ranks` ranks.
 
     Attributes:
         seconds: by algorithm.
-        best: the fastest of them.
-        bus_bytes_per_second: of the best one, by the nccl-tests convention.
+        best: the fastest algorithm.
+        bus_bytes_per_second: the best algorithm's bus bandwidth, as nccl-tests defines it.
     """
 
     collective: str
@@ -137,7 +134,7 @@ def predictions(
     ranks: Iterable[int] = HOSTS,
     algorithms: Sequence[str] = (),
 ) -> list[Prediction]:
-    """A row for each number of ranks, by default up to 4096; of all algorithms, or those given."""
+    """Predicts each number of ranks, by default up to 4096, for all algorithms or only those given."""
     rows = []
     for n in ranks:
         names = algorithms or known_algorithms(collective)
@@ -149,9 +146,9 @@ def predictions(
 
 
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
-    """From which size on which algorithm is best: (bytes, algorithm), the first from 0 on.
+    """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
-    Of those that are equal for all sizes, the first by `known_algorithms` stands for all.
+    Among algorithms that cost the same at all sizes, the first in `known_algorithms` stands for all.
     """
     lines = []
     for name in known_algorithms(collective):
@@ -159,7 +156,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
         lines.append((terms.rounds * link.alpha_seconds, terms.bytes_factor * link.beta_seconds_per_byte, name))
     fixed, slope, best = min(lines, key=lambda line: line[:2])
     found = [(0.0, best)]
-    while steeper := [line for line in lines if line[1] < slope]:  # whoever overtakes has the smaller slope
+    while steeper := [line for line in lines if line[1] < slope]:  # only a smaller slope overtakes
         size, _, (fixed, slope, best) = min(
             (((line[0] - fixed) / (slope - line[1]), line[1], line) for line in steeper), key=lambda one: one[:2]
         )
@@ -168,7 +165,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
-    """The links of a run's record that were measured, in order; no bandwidth there: an infinite one."""
+    """Returns the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     found = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
@@ -178,26 +175,26 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
-    """What a collective has to wait for, whatever its size: the largest alpha and the largest beta of one or more."""
+    """Combines the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
     links = tuple(links)
     return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
 
 
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
-    """What `penstock simulate --links` reads: of a run's record, or of one fit that stands for every pair.
+    """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
 
-    A direction that was not measured (as in records of old) is like the other one. Pairs that were not measured get the
-    slowest of those that were, as "all".
+    A direction that was not measured (as in old records) gets the opposite direction's values. Pairs that were not
+    measured get the slowest measured values, as "all".
 
     Raises:
         ArgumentError: the record has no measured links.
     """
-    units = "latency in seconds, bandwidth in bytes a second"
+    units = "latency in seconds, bandwidth in bytes per second"
     if isinstance(found, LinkFit):
         return {"units": units, "links": [], "all": _link(found)}
     measured = record_links(found)
     if not measured:
-        raise ArgumentError("the run has measured no links: run one with the backend gloo that does")
+        raise ArgumentError("the run measured no links: run again with --backend gloo, which measures them")
     pairs: dict[tuple[int, int], LinkFit] = {}
     for (source, target), link in measured:
         pairs[source, target] = link

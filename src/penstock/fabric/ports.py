@@ -1,7 +1,7 @@
-"""What each host's port carries, in the bytes of messages: as its shapers let pass, or as far as streams have shown.
+"""The rate at which each host's port carries message bytes: as its shapers allow, or as far as measured streams show.
 
-A stream between two hosts tells the slower end of their path. Where a host has several partners its port may carry
-several such streams at once, so that a port's rate is known where its shaper is, and nowhere else.
+A stream between two hosts reveals the slower end of its path. A host with several partners may carry several such
+streams at once, so a port's rate is certain only if its shaper is known.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
 
 Measured = tuple[tuple[int, int], LinkFit]
-"""The ends of a link, from and to, and what it was measured at."""
+"""A link's ends (from, to), and its measured values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One direction of a host's.
+    """One direction of a host's port.
 
     Attributes:
-        bytes_per_second: of what messages carry.
-        burst_bytes: of them, which pass at once after an idle moment.
+        bytes_per_second: the rate of message bytes.
+        burst_bytes: message bytes that pass at once after an idle period.
     """
 
     bytes_per_second: float
     burst_bytes: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Of so many bytes; an infinite rate takes none."""
+        """Returns how long `size` bytes take to pass; 0 at an infinite rate."""
         return 0.0 if math.isinf(self.bytes_per_second) else max(size - self.burst_bytes, 0.0) / self.bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Of all hosts.
+    """The ports of all hosts.
 
     Attributes:
-        up, down: by host, from it and towards it.
-        latencies: in seconds, from a host to another.
-        other_latency: of pairs that are not in `latencies`.
+        up, down: by host, leaving it and arriving at it.
+        latencies: in seconds, by (source, target).
+        other_latency: the latency of pairs that are not in `latencies`.
     """
 
     up: tuple[Port, ...]
@@ -57,13 +57,13 @@ class Ports:
 
 
 def changed(record: Mapping[str, Any]) -> bool:
-    """Whether a scenario may have changed the links while the run went on: what holds of them is not known then."""
+    """Whether a scenario may have changed the links during the run, in which case their properties are not known."""
     network = record.get("network") or {}
     return bool(network.get("link")) and network.get("rates") is None
 
 
 def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """What `Machines.described` was made from; None where nothing shaped the links, or they have changed."""
+    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
     if not network or not network.get("link") or network.get("rates") is None:
         return None
     own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
@@ -72,15 +72,15 @@ def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
 
 
 def least_delay(topology: Topology, source: int, target: int) -> float:
-    """Seconds of its impairments that every frame from one host to another takes."""
+    """Returns the seconds that impairments delay every frame from one host to another, at least."""
     return sum(met.shortest_seconds for met in topology.meets(source, target))
 
 
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """The ports as shaped in a run's record; None if the shapers are unknown.
+    """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
 
-    What a message costs besides the shaper's delay is the least that was measured; if delays vary it cannot be told
-    from luck, so it is left out.
+    A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
+    be told from luck and is left out.
     """
     hosts = int(record["hosts"])
     topology = topology_of(record.get("network"))
@@ -102,7 +102,7 @@ def _port(link: Link, burst: int) -> Port:
 
 
 def measured_ports(links: Iterable[Measured], hosts: int) -> Ports | None:
-    """What streams alone have shown of ports, for a guess at what a run takes; None where no link was measured."""
+    """Estimates the ports from measured streams alone, to guess how long a run takes; None if no link was measured."""
     found = dict(links)
     if not found:
         return None

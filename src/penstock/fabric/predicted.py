@@ -1,4 +1,4 @@
-"""What a run's own algorithm takes on given ports, if processors cost nothing: step by step, rank by rank."""
+"""Predict how long a run's own algorithm takes on given ports with free processors: step by step, rank by rank."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def predicted_seconds(
     shares: Sequence[int] = (),
     iterations: int = 1,
 ) -> float:
-    """Of a collective.
+    """Returns the predicted seconds of one collective.
 
-    A message leaves once its receiver's word that it is ready has come. Receivers give it a round ahead, so that it
-    costs time before the first message alone. Buckets of shapers are taken as empty.
+    A message leaves only after its receiver has signalled that it is ready. Receivers signal one round ahead, so this
+    delays only the first message. Shapers' token buckets are taken as empty.
 
     Args:
         ports: of all hosts.
-        collective, algorithm: by name; one that is no step list (the engine's own) is taken for the first of ours.
-        members: the ranks that take part, the root or the sender first.
-        size_bytes: nccl-tests' size.
-        shares: of an uneven all_to_all.
-        iterations: in a row, of which this is one: the word of being ready is given once for all.
+        collective, algorithm: by name; for an algorithm without a step list (the engine's own), our default stands in.
+        members: the participating ranks, with the root or sender first.
+        size_bytes: the size as nccl-tests defines it.
+        shares: for an uneven all_to_all.
+        iterations: the number of back-to-back iterations that the time is averaged over; they share one ready signal.
     """
     known = algorithms(collective)
     steps = _steps(collective, algorithm if algorithm in known else known[0], len(members), tuple(shares))

@@ -1,4 +1,4 @@
-"""Workloads that go by a name. What a layer sends follows from its widths, so that no model and no torch is needed."""
+"""Workloads by name. What a layer sends follows from its widths, so neither a model nor torch is needed."""
 
 from __future__ import annotations
 
@@ -10,30 +10,32 @@ from penstock.errors import ArgumentError
 from penstock.fabric.workload import Transfer, Workload
 
 MLP_WIDTHS = (784, 256, 128, 64, 10)
-"""Of the classic classifier of 28 x 28 images into ten digits, the input's first."""
+"""The layer widths, input first, of the classic classifier of 28 x 28 images into ten digits."""
 
 FLOAT32_BYTES = 4
 
 
 def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
-    """Data-parallel training of fully connected layers: their gradients are summed one layer after the other.
+    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
 
-    Backward ends with the last layer's gradients first, so a step sends fc4, fc3, fc2, fc1: 2600, 33024, 131584 and
-    803840 bytes for the widths that are given by default.
+    The backward pass computes the last layer's gradients first, so with the default widths a step sends fc4, fc3, fc2,
+    fc1: 2600, 33024, 131584 and 803840 bytes.
 
     Args:
         widths: of the input, and of each layer's output.
 
     Raises:
-        ArgumentError: fewer than two widths, or one below 1.
+        ArgumentError: there are fewer than two widths, or one is below 1.
     """
     if len(widths) < 2 or min(widths) < 1:
-        raise ArgumentError(f"widths={tuple(widths)}: give the input's and each layer's, two or more numbers above 0")
+        raise ArgumentError(
+            f"widths={tuple(widths)}: give the input's width and each layer's, two or more numbers above 0"
+        )
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(widths), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, widths))}",
         transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
-        notes=("each layer's weight and bias gradients in float32, in the order in which the backward makes them",),
+        notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
 
 
@@ -41,21 +43,21 @@ PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
 
 
 def preset(name: str) -> Workload:
-    """The workload of a name. Raises ArgumentError for one that there is not."""
+    """Returns the workload with this name. Raises ArgumentError if there is none."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
 def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.0) -> Workload:
-    """The same transfers with the computation in front of each.
+    """Returns the same transfers with the computation before each one added.
 
     Args:
-        seconds: by transfer, in order.
-        after: seconds from the last transfer to the step's end.
+        seconds: one per transfer, in order.
+        after: seconds from the last transfer to the end of the step.
 
     Raises:
-        ArgumentError: not one time for each transfer.
+        ArgumentError: the number of times differs from the number of transfers.
     """
     if len(seconds) != len(workload.transfers):
         raise ArgumentError(
@@ -66,7 +68,7 @@ def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.
 
 
 def trials_of(batches: int, epochs: int) -> int:
-    """How many trials a whole training is: each batch of each epoch is one pass. Raises ArgumentError below 1."""
+    """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
     if batches < 1 or epochs < 1:
         raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so give 1 or more of each")
     return batches * epochs

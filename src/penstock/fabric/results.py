@@ -1,7 +1,7 @@
-"""What a run has shown: the JSON object of `penstock fabric --json`, from the samples and the record of the run.
+"""Compute a run's results, the JSON object of `penstock fabric --json`, from its samples and its record.
 
-A trial's value is the maximum over its ranks, as nccl-tests has it; bandwidths are those of the median completion time,
-1 GBps is 1e9 bytes a second. What the samples cannot bound is None.
+A trial's value is the maximum over its ranks, as in nccl-tests. Bandwidths are those of the median completion time; 1
+GBps is 1e9 bytes per second. Figures that the samples cannot bound are None.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from penstock.fabric.workload import Transfer, Workload
 
 
 def results(run: Run) -> dict[str, Any]:
-    """All of it as one JSON object; of a run that was killed, of the trials that are whole.
+    """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
 
-    `time_s`, `arrival_skew_s` and `transfer_s` (see `trials`) have min, p50, p90, p99, p999, max and mean, and beside
-    them are the mean's 95 % interval and those of the percentiles. `ideal_percent` is the least that any algorithm
-    can take on the links (see `bounds`), over the median; None where nobody knows it.
-    `step` has the same figures of the whole trial; `stalled` are the trials that met a stall which was asked for.
-    `groups` have the same figures of alike transfers together (see `grouped`), and how many `times` a step has them:
-    what tables and pictures show. A time is of one transfer, and percentiles are of all of them in all trials.
-    `model` is what `penstock fabric predict` makes of each collective that has sizes enough, of its largest.
+    `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
+    95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
+    algorithm on these links (see `bounds`) over the median; None if the bound is unknown. `step` has the same figures
+    for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
+    similar transfers together (see `grouped`), and under `times` how often a step has them; tables and plots show
+    these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what
+    `penstock fabric predict` makes of each collective with enough sizes, for its largest size.
     """
     record = run.record
     workload = Workload.from_dict(record["workload"])
@@ -87,7 +87,7 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
-    """Whether all trials are there, and in words what is missing: a run that was killed could not write it down."""
+    """Reports whether all trials are there and, in words, what is missing. (A killed run could not write that down.)"""
     asked = int(record.get("trials") or 0)
     complete = bool(record.get("complete", False)) and trials >= asked
     texts = [str(record["missing"])] if record.get("missing") else []
@@ -103,7 +103,7 @@ def _entry(
     algorithm: str,
     links: _Links,
 ) -> dict[str, Any]:
-    """Of one transfer, or of alike ones: then their times are taken together, and all else is of one of them."""
+    """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
     completion = np.stack([one.completion for one in times], axis=1)
     summary = Summary.of(completion)
@@ -135,7 +135,7 @@ def _entry(
 
 
 class _Links(NamedTuple):
-    """What bounds times: none of it where the links have changed meanwhile."""
+    """What bounds times; empty if the links changed during the run."""
 
     measured: list[Measured]
     ports: Ports | None
@@ -152,13 +152,14 @@ class _Links(NamedTuple):
 
 
 ABOVE_IDEAL = 105.0
-"""Percent of ideal, from which on the figure is wrong: links are measured to 5 %."""
+"""A percentage of ideal above which the figure must be wrong: links are measured to within 5%."""
 
 
 def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
-    """What the network alone takes of each transfer's median, at least; None: nobody knows, or what is known is wrong.
+    """Returns the least percentage of any transfer's median that the network alone accounts for.
 
-    By the run's own algorithm: a bound for any algorithm has one round's latency, and a ring has many.
+    None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
+    uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
     """
     if links.changed or any((one["ideal_percent"] or 0.0) > ABOVE_IDEAL for one in transfers):
         return None
@@ -173,7 +174,7 @@ def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], li
 
 
 def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:
-    """The least seconds that the links allow; of alike transfers between different ranks, their mean."""
+    """Returns the least seconds that the links allow; for similar transfers between different ranks, the mean."""
     found = []
     for transfer, one in zip(transfers, times, strict=True):
         of_all = (transfer.collective, one.ranks, transfer.bytes, transfer.shares, links.ports, links.iterations)
@@ -183,7 +184,7 @@ def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links:
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
-    """The figures under `name`_s; those of `time` have their intervals beside them, others inside."""
+    """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
     intervals = {
         "mean_interval": summary.mean_interval and list(summary.mean_interval),
         "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
@@ -217,7 +218,7 @@ def _per_rank(times: Sequence[TransferTimes]) -> list[dict[str, Any]]:
 
 
 class _OfRank(NamedTuple):
-    """What one rank did: its durations, [trial, transfer], and how often it was the slowest, and the last to come."""
+    """One rank's durations, shape [trial, transfer], and in how many trials it was the slowest, and the latest."""
 
     durations: NDArray[np.float64]
     slowest: int
@@ -225,7 +226,7 @@ class _OfRank(NamedTuple):
 
 
 def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
-    """Each rank that takes part in any of the transfers."""
+    """Collects the durations of each rank that takes part in any of the transfers."""
     slowest = [one.durations.argmax(1) for one in times]
     latest = [one.late.argmax(1) for one in times]
     made = {}
@@ -240,13 +241,13 @@ def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
 
 
 def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
-    """The quantile of each rank; None if there are too few trials."""
+    """Returns each rank's quantile; None if there are too few trials."""
     worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
     return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
 
 
 def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
-    """The rank that was the slowest most often, with the histogram of its durations; None without trials."""
+    """Returns the rank that was slowest most often, with a histogram of its durations; None without trials."""
     if not len(times[0].durations):
         return None
     made = _by_rank(times)
@@ -260,12 +261,12 @@ def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
-    """The whole step: as it was measured, and, from what its transfers took, as it is with overlap or without."""
+    """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
     overlap = bool(run.record.get("overlap", False))
     measured = measured_step(run, workload)
     hosts = int(run.record["hosts"])
     compute = _if_transfers_took(workload, [0.0] * len(transfers), hosts)
-    other = measured  # where nothing is computed, there is nothing to overlap with
+    other = measured  # without compute, there is nothing to overlap
     if compute:
         other = computed_step(workload, [one.transfer for one in times], hosts, overlap=not overlap)
     summary = Summary.of(measured)
@@ -293,12 +294,12 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
 
 
 def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
-    """The step's seconds."""
+    """Returns the seconds of a step whose transfers take these times."""
     return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
 
 
 def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
-    """What all of them have; None where they differ."""
+    """Returns the value that all of them share; None if they differ."""
     found = {one[key] for one in transfers}
     return found.pop() if len(found) == 1 else None
 

@@ -1,4 +1,4 @@
-"""Which trials met a requested stall: their times say nothing of the rest of the network."""
+"""Find the trials that met a requested stall, because their times say nothing about the rest of the network."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from penstock.fabric.samples import Run
 
 
 def stalled(run: Run) -> tuple[int, ...]:
-    """The trials during which a link stood still, as the switch has told it; none where no stall was asked for.
+    """Returns the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
 
-    The switch and the hosts read one clock, that of their machine.
+    The switch and the hosts read the same clock, that of their machine.
     """
     told = (run.record.get("switch") or {}).get("stalls") or ()
     if not told or not len(run.start_ns):
@@ -23,7 +23,7 @@ def stalled(run: Run) -> tuple[int, ...]:
 
 
 def _meets(begin: int, end: int, since_ns: int, length_ns: int, every_ns: int, until_ns: int | None) -> bool:
-    """Whether the last stall that began before the end, if any did, was not over at the beginning."""
+    """Whether the last stall that began before `end`, if there was one, was still going on at `begin`."""
     last = end if until_ns is None else min(end, until_ns)
     turn = (last - since_ns) // every_ns
     over = since_ns + turn * every_ns + length_ns

@@ -1,6 +1,6 @@
-"""Percentiles and what bounds them, a mean's interval, outliers: of delays, which are skewed and come in a row.
+"""Statistics of delays, which are skewed and correlated: percentiles with intervals, a mean's interval, outliers.
 
-All of it takes plain numbers; a figure that the samples cannot bound is None, never a guess.
+Functions take plain numbers. A figure that the samples cannot bound is None, never a guess.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 CONFIDENCE = 0.95
 _FEWEST_FOR_MEAN = 6
 _FEWEST_FOR_BATCHES = 20
-"""Independent samples that dependent ones have to be worth: with fewer no interval covers what it says.
+"""The fewest independent samples that dependent ones must be worth for an interval to have its nominal coverage.
 
-Some series pass by chance, those whose dependence is taken for too little: of 200 normal samples with a lag-1
-correlation of 0.9 15 %, of which the interval then covers 80 %. A higher limit only picks worse ones; a lower one lets
-intervals explode where samples are skewed."""
+Some series pass by chance, because their dependence is underestimated. Of series of 200 normal samples with a lag-1
+correlation of 0.9, 15% pass, and their intervals cover 80%. A higher limit only selects worse ones; with a lower limit,
+intervals explode for skewed samples.
+"""
 _TIMES_A_BATCH, _MOST_BATCHES = 5, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of samples, in their own unit.
+    """Summary statistics of samples, in the samples' own unit.
 
     Attributes:
-        count: of the samples, or of the rows of several.
-        effective: for how many independent ones they count, at the percentile for which they count least.
-        p50, p90, p99, p999: by linear interpolation between order statistics, as numpy and pandas do; None where
-            `quantile_interval` has no bound: below 6, 36, 368 and 3,688 independent samples.
-        mean_interval: see `mean_interval`; not below 0 where no sample is, as times are not.
-        intervals: of each percentile by name, None where the percentile is.
+        count: the number of samples, or of rows of several samples.
+        effective: how many independent samples they are worth, at the percentile where they are worth least.
+        p50, p90, p99, p999: interpolated linearly between order statistics, as in numpy and pandas; None if
+            `quantile_interval` has no bound, which means below 6, 36, 368 and 3,688 independent samples.
+        mean_interval: see `mean_interval`; clipped at 0 if no sample is negative, because times never are.
+        intervals: each percentile's interval by name; None where the percentile is None.
     """
 
     count: int
@@ -57,11 +58,11 @@ class Summary:
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
-        """Of samples in the order in which they were taken; of none, every figure is None.
+        """Summarizes samples given in the order in which they were taken; without samples, every figure is None.
 
         Args:
-            samples: one after the other, or rows of as many each: those of a row may depend on each other in any way,
-                so that a row counts as one sample at most.
+            samples: a sequence of samples, or of rows of equal length. Samples within a row may depend on each other in
+                any way, so a row counts as one sample at most.
         """
         values = np.atleast_1d(np.asarray(samples, float))
         rows = values.reshape(len(values), -1).mean(1) if values.size else np.empty(0)
@@ -91,24 +92,24 @@ class Summary:
         )
 
     def to_dict(self) -> dict[str, float | None]:
-        """min, p50, p90, p99, p999, max and mean."""
+        """Returns min, p50, p90, p99, p999, max and mean."""
         return {name: getattr(self, name) for name in ("min", *PERCENTILES, "max", "mean")}
 
 
 @lru_cache(maxsize=256)
-def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tuple[int, int] | None:
-    """Which order statistics bound the q-quantile of any continuous distribution, counted from 1.
+def order_interval(count: int, q: float) -> tuple[int, int] | None:
+    """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
-    Each side is wrong with (1 - confidence) / 2 at most, by the binomial distribution of how many independent samples
-    lie below the quantile (David and Nagaraja, Order Statistics, 7.1).
+    Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
+    independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
 
     Returns:
-        The two ranks; None where even the smallest or the largest sample does not bound it: q^count above 2.5 %.
+        The two ranks; None if even the smallest or the largest sample is no bound, which is when q^count is above 2.5%.
     """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # which takes a second to import
+    from scipy import stats  # takes a second to import
 
-    side = (1 - confidence) / 2
+    side = (1 - CONFIDENCE) / 2
     if count < 1 or max(q, 1 - q) ** count > side:
         return None
     low, high = stats.binom.ppf((side * (1 + 1e-9), 1 - side * (1 + 1e-9)), count, q)
@@ -116,22 +117,22 @@ def order_interval(count: int, q: float, confidence: float = CONFIDENCE) -> tupl
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """The 95 % confidence interval of a quantile.
+    """Returns the 95% confidence interval of a quantile.
 
     Args:
-        ordered: samples, the smallest first.
-        effective: for how many independent ones they count.
+        ordered: samples in ascending order.
+        effective: how many independent samples they are worth.
 
     Returns:
-        None where these do not bound it.
+        None if there are too few to bound it.
     """
     if effective >= len(ordered):
         ranks = order_interval(len(ordered), q)
         return ranks and (float(ordered[ranks[0] - 1]), float(ordered[ranks[1] - 1]))
     if max(q, 1 - q) ** effective > (1 - CONFIDENCE) / 2:
         return None
-    # Order statistics of a number that is not whole (A. Hutson, Calculating nonparametric confidence intervals for
-    # quantiles using fractional order statistics, 1999), in their places among the samples.
+    # Order statistics of fractional rank (A. Hutson, Calculating nonparametric confidence intervals for quantiles using
+    # fractional order statistics, 1999), mapped to positions among the samples.
     sides = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
     found = [_rank(q, effective, side) / (effective + 1) * (len(ordered) + 1) - 1 for side in sides]
     low, high = np.interp(found, np.arange(len(ordered)), ordered)
@@ -139,14 +140,14 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 
 def _of_times(interval: Interval | None) -> Interval | None:
-    """Of samples that cannot be negative; then their mean cannot either, which no t distribution knows."""
+    """Clips a mean's interval at 0. Times are never negative, so neither is their mean, but a t interval may be."""
     return interval and (max(interval[0], 0.0), interval[1])
 
 
 def _rank(q: float, count: float, below: float) -> float:
-    """Of the order statistic of `count` that is below the q-quantile so likely."""
+    """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import optimize, special  # which takes a second to import
+    from scipy import optimize, special  # takes a second to import
 
     def beyond(rank: float) -> float:
         return float(special.betainc(rank, count + 1 - rank, q)) - below
@@ -157,22 +158,22 @@ def _rank(q: float, count: float, below: float) -> float:
     return most if beyond(most) >= 0 else float(optimize.brentq(beyond, least, most))
 
 
-def fewest(q: float, confidence: float = CONFIDENCE) -> int:
-    """How many independent samples `order_interval` needs for a q-quantile."""
-    return math.ceil(math.log((1 - confidence) / 2) / math.log(max(q, 1 - q)))
+def fewest(q: float) -> int:
+    """Returns the fewest independent samples for which `order_interval` bounds a q-quantile."""
+    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:
-    """The 95 % confidence interval of the mean; None for fewer than 6 samples, or so dependent ones that count as few.
+    """Returns the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
 
-    Samples that depend on each other are taken together first, in batches that hardly do, and as many batches are as
-    good as independent ones. Then Student's t with Hall's transformation, which takes out the skewness (P. Hall, On
-    the removal of skewness by transformation, J. R. Stat. Soc. B 54, 1992). On log-normal delays it covers as a
-    bootstrap-t does (of 30 samples: 92 %, where plain Student-t has 88 %) at the price of three sums, and has no
-    random numbers. No interval knows of a tail that the samples have not met.
+    Dependent samples are first averaged in batches that hardly depend on each other. The batches are then treated as
+    independent, using Student's t with Hall's transformation, which removes skewness (P. Hall, On the removal of
+    skewness by transformation, J. R. Stat. Soc. B 54, 1992). On log-normal delays its coverage equals a bootstrap-t's
+    (92% for 30 samples, against 88% for plain Student's t), for the price of three sums and without random numbers. No
+    interval accounts for a tail that the samples have not hit.
     """
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import special  # which takes a second to import
+    from scipy import special  # takes a second to import
 
     values = np.asarray(samples, float).ravel()
     if len(values) < _FEWEST_FOR_MEAN:
@@ -186,18 +187,18 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
         size = len(values) // count
         batches = values[len(values) - count * size :].reshape(count, size).mean(1)
     count, deviation = len(batches), float(batches.std(ddof=1))
-    if deviation <= 1e-12 * abs(mean):  # equal, but for rounding
+    if deviation <= 1e-12 * abs(mean):  # equal up to rounding
         return mean, mean
     skewness = float(((batches - batches.mean()) ** 3).mean() / batches.std() ** 3)
     t = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2))
     error = deviation / math.sqrt(count)
-    if time > 1:  # neighbouring batches still share a little, which their deviation does not show
+    if time > 1:  # neighbouring batches are still slightly correlated, which their deviation does not show
         error /= math.sqrt(1 - time / size)
     return mean - error * _hall(t, skewness, count), mean - error * _hall(-t, skewness, count)
 
 
 def _hall(t: float, skewness: float, count: float) -> float:
-    """The t of skewed samples that Hall's transformation makes a symmetric `t`."""
+    """Returns the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
     if abs(skewness) < 1e-9:
         return t
     root = math.sqrt(count)
@@ -205,10 +206,10 @@ def _hall(t: float, skewness: float, count: float) -> float:
 
 
 def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
-    """Where the samples are that lie above the median by more than `factor` times the median absolute deviation.
+    """Returns the indices of samples above the median by more than `factor` times the median absolute deviation.
 
-    The deviation is scaled to a normal distribution's standard deviation; where more than half are equal it is 0, and
-    the mean absolute deviation stands in.
+    The deviation is scaled to match a normal distribution's standard deviation. If it is 0 because more than half of
+    the samples are equal, the mean absolute deviation is used instead.
     """
     values = np.asarray(samples, float).ravel()
     if not len(values):
@@ -220,7 +221,7 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
 
 
 def log_histogram(samples: ArrayLike, ratio: float = 1.1) -> tuple[list[float], list[int]]:
-    """Edges, each `ratio` times the one before, and the counts between them. Samples of 0 count in the lowest bin."""
+    """Returns bin edges, each `ratio` times the one before, and counts. Samples of 0 are counted in the lowest bin."""
     values = np.asarray(samples, float).ravel()
     positive = values[values > 0]
     if not len(positive):
@@ -234,9 +235,9 @@ def log_histogram(samples: ArrayLike, ratio: float = 1.1) -> tuple[list[float], 
 
 
 class StreamingQuantile:
-    """Quantiles of any number of samples in bounded memory, to 0.5 %: a histogram with bins of 1 %.
+    """Estimate quantiles of any number of samples to within 0.5% in bounded memory, with a histogram of 1% bins.
 
-    From 1 ns to three hours, if samples are seconds; what lies outside counts as the nearest.
+    The bins cover 1e-9 to 1e4: for seconds, 1 ns to almost three hours. Samples outside are counted in the nearest bin.
     """
 
     _LOWEST, _HIGHEST, _STEP = 1e-9, 1e4, math.log(1.01)
@@ -247,14 +248,14 @@ class StreamingQuantile:
         self.count = 0
 
     def add(self, samples: ArrayLike) -> None:
-        """One sample, or several."""
+        """Adds one sample or several."""
         values = np.clip(np.atleast_1d(np.asarray(samples, float)), self._LOWEST, self._HIGHEST)
         places = np.floor(np.log(values) / self._STEP).astype(int) - self._first
         np.add.at(self._counts, np.clip(places, 0, len(self._counts) - 1), 1)
         self.count += len(values)
 
     def quantile(self, q: float) -> float | None:
-        """The middle of the bin in which it is; None while there are too few samples to bound it."""
+        """Returns the middle of the quantile's bin; None while there are too few samples to bound it."""
         if self.count < fewest(q):
             return None
         place = int(np.searchsorted(np.cumsum(self._counts), q * self.count))
@@ -263,13 +264,13 @@ class StreamingQuantile:
 
 @dataclass(frozen=True, slots=True)
 class Saturation:
-    """Whether processors, not the network, set the times.
+    """Whether the processors, rather than the network, determined the times.
 
     Attributes:
-        saturated: they do, or may where nobody knows; figures of the network do not hold.
-        scheduler_tails: ranks were interrupted often enough to have made the slowest hundredth of the trials.
+        saturated: they did, or may have if that is unknown; figures about the network are then not valid.
+        scheduler_tails: ranks were preempted often enough to account for the slowest 1% of the trials.
         utilization: of the busiest machine, 0..1; None if unknown.
-        text: all of it for people; empty if nothing is known.
+        text: a description for people; empty if nothing is known.
     """
 
     saturated: bool
@@ -280,7 +281,7 @@ class Saturation:
 
 _BUSY, _STOLEN, _TAIL = 0.85, 0.05, 0.01
 _NETWORK = 80.0
-"""Percent of the times that the network alone takes, from which it is the limit, however busy processors are."""
+"""If the network alone accounts for this percentage of the times, it is the limit, however busy the processors are."""
 
 
 def saturation(
@@ -292,19 +293,20 @@ def saturation(
     cores: Sequence[int] = (),
     network_percent: float | None = 0.0,
 ) -> Saturation:
-    """What the processors did in a run.
+    """Judges from processor usage whether a run was limited by its processors.
 
     Args:
-        cpu: of each rank: `cpu_seconds`, `wall_seconds`, and where known `involuntary_switches`, and of its whole
-            machine `busy` and `steal` (0..1 of all cores' time).
-        shared_machine: the ranks are processes of one machine of `machine_cores` cores.
-        trials: that were run meanwhile.
-        cores: of each rank's own machine, where they are not shared; `machine_cores` if empty.
-        network_percent: of the time of each transfer, at least, what its algorithm takes on these links if processors
-            cost nothing; near all of it, processors are no limit. None: nobody knows, so that neither is said.
+        cpu: for each rank, `cpu_seconds`, `wall_seconds`, and, where known, `involuntary_switches` and its whole
+            machine's `busy` and `steal` (0..1, over all cores).
+        shared_machine: True if the ranks are processes on one machine with `machine_cores` cores.
+        trials: the number of trials run in this time.
+        cores: the cores of each rank's own machine, if they are not shared; if empty, `machine_cores`.
+        network_percent: the least percentage of any transfer's time that its algorithm would take on these links with
+            free processors; close to 100, the processors are no limit. None if unknown, in which case neither is
+            blamed.
 
     Raises:
-        ArgumentError: cores are not 1 or more.
+        ArgumentError: a number of cores is below 1.
     """
     if machine_cores < 1 or any(one < 1 for one in cores):
         raise ArgumentError(f"machine_cores={machine_cores}, cores={list(cores)}: expected 1 or more")
@@ -312,17 +314,9 @@ def saturation(
     if not known:
         return Saturation(False, False, None, "")
     stolen = max(one.get("steal") or 0.0 for one in known)
-    own = list(cores) if len(cores) == len(known) else [machine_cores] * len(known)
-    # Of a process itself; its machine also works for the kernel's network, and for others.
-    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, own, strict=True)]
-    if shared_machine:
-        alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * machine_cores)
-        busy = max(alone, *(one.get("busy") or 0.0 for one in known))
-        where, crowded = f"{len(known)} hosts share {machine_cores} cores", len(known) > machine_cores
-    else:
-        machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
-        busy, crowded = max(machines), False
-        where = f"rank {machines.index(busy)} is the busiest"
+    own = cores if len(cores) == len(known) else [machine_cores] * len(known)
+    busy, where = _shared(known, machine_cores) if shared_machine else _busiest(known, own)
+    crowded = shared_machine and len(known) > machine_cores
     switches = sum(one.get("involuntary_switches") or 0 for one in known)
     crammed = busy >= _BUSY or stolen >= _STOLEN
     saturated = crammed and (network_percent is None or network_percent < _NETWORK)
@@ -331,13 +325,27 @@ def saturation(
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
     if crammed and network_percent is None:
-        parts.append("whether they or the network set the times is not known")
+        parts.append("it is not known whether they or the network set the times")
     elif saturated:
         parts.append("the processors are the limit, not the network")
     elif crammed:
         parts.append(
-            f"yet {min(network_percent or 0.0, 100):.0f}% of the times or more is what the network alone takes"
+            f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
         )
     if tails:
-        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
+        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
     return Saturation(saturated, tails, busy, "; ".join(parts))
+
+
+def _shared(known: Sequence[dict[str, Any]], cores: int) -> tuple[float, str]:
+    """How busy the machine is that all ranks share, and what to call it."""
+    alone = sum(one["cpu_seconds"] for one in known) / (max(one["wall_seconds"] for one in known) * cores)
+    return max(alone, *(one.get("busy") or 0.0 for one in known)), f"{len(known)} hosts share {cores} cores"
+
+
+def _busiest(known: Sequence[dict[str, Any]], cores: Sequence[int]) -> tuple[float, str]:
+    """The same of the busiest of the ranks' own machines."""
+    # These are the processes' own shares; their machine also runs the kernel's network stack, and other processes.
+    shares = [one["cpu_seconds"] / (one["wall_seconds"] * n) for one, n in zip(known, cores, strict=True)]
+    machines = [max(share, one.get("busy") or 0.0) for share, one in zip(shares, known, strict=True)]
+    return max(machines), f"rank {machines.index(max(machines))} is the busiest"

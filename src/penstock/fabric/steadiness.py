@@ -1,9 +1,9 @@
-"""When a warm-up is over: its last trials show no trend any more. TCP's windows, caches and clocks settle meanwhile.
+"""Decide when a warm-up is over: when its last trials show no trend, so TCP windows, caches and clocks have settled.
 
-The test is Mann and Kendall's of a trend (H. Mann, Nonparametric tests against trend, 1945), which a few outliers do
-not move, over the last half of what was tried. Where what is left of a straight trend depends on its neighbours, it
-counts for less, as in K. Hamed and A. Rao, A modified Mann-Kendall trend test for autocorrelated data, 1998. A trend
-may hide behind noise, and is looked for again and again; so the warm-up goes on at the least sign of one.
+The test is Mann and Kendall's trend test (H. Mann, Nonparametric tests against trend, 1945), which is robust to a few
+outliers, on the last half of the warm-up trials so far. If the residuals around a straight line are correlated, the
+trend counts for less, as in K. Hamed and A. Rao, A modified Mann-Kendall trend test for autocorrelated data, 1998.
+Noise may hide a trend, and the test is repeated many times, so the warm-up continues at the slightest sign of a trend.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.errors import require
 
 _FEWEST, _LONG = 6, 30
-"""Trials that the test looks at, at least: in a run of few trials, and of many."""
+"""The fewest trials that the test looks at, in a run of few trials and of many."""
 _MOST = 200
-"""Trials of a warm-up."""
+"""The most trials in a warm-up."""
 _EVERY = 5
-"""So many trials come between one test and the next."""
+"""The number of trials between two tests."""
 _SIGN, _CERTAIN = 1.0, 2.6
-"""Standard deviations of the test, from which there is a sign of a trend, and from which it is certain."""
+"""The test statistic, in standard deviations, that is a sign of a trend, and that makes a trend certain."""
 _MATTERS = 0.01
-"""A change, relative, below which a trend does not matter."""
+"""A relative change below this does not matter."""
 _SIGNIFICANT = 1.645
-"""Standard errors of the correlation of neighbours, above which it is taken for one."""
+"""Lag-1 correlation counts as real above this many standard errors."""
 _HIGHEST = 0.9
 
 
 class WarmUp:
-    """Trials in front of those that count.
+    """The trials that run before those that count.
 
     Args:
-        trials: that will count. A run of few has a short warm-up: half as many as a rule, and no more than as many.
+        trials: the number of trials that will count. A short run has a short warm-up: usually half as many trials, and
+            at most as many (or 6, if that is more).
     """
 
     def __init__(self, trials: int) -> None:
@@ -44,7 +45,7 @@ class WarmUp:
         self._values: list[float] = []
 
     def add(self, took: Sequence[float]) -> None:
-        """A trial: how long each of its transfers took, in any unit. Each counts the same, however long it is."""
+        """Adds one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
         self._values.append(math.fsum(math.log(max(one, 1e-12)) for one in took) / len(took))
 
     @property
@@ -53,18 +54,18 @@ class WarmUp:
 
     @property
     def is_over(self) -> bool:
-        """Nothing says that times still change; or there were trials enough."""
+        """True if nothing suggests that times are still changing, or the warm-up has reached its maximum length."""
         if self.count < self._window:
             return False
         return self.count >= self._most or ((self.count - self._window) % _EVERY == 0 and self._changes() < _SIGN)
 
     @property
     def is_steady(self) -> bool:
-        """False where it is certain that times still change."""
+        """False if it is certain that times are still changing."""
         return self._changes() < _CERTAIN
 
     def _changes(self) -> float:
-        """How sure a trend is, in standard deviations; 0 of one that does not matter."""
+        """Returns the strength of the trend in standard deviations; 0 if the change is too small to matter."""
         last = np.array(self._values[-max(self._window, self.count // 2) :])
         third = len(last) // 3
         if abs(np.median(last[-third:]) - np.median(last[:third])) < _MATTERS:
@@ -73,9 +74,9 @@ class WarmUp:
 
 
 def trend(samples: ArrayLike) -> float:
-    """Of six samples or more, in order: above 0 where they grow, below where they fall, in standard deviations."""
+    """Returns the trend of six or more samples in standard deviations: positive if rising, negative if falling."""
     require("fabric", "scipy", for_what="the statistics of a run")
-    from scipy import stats  # which takes a second to import
+    from scipy import stats  # takes a second to import
 
     values = np.asarray(samples, float)
     count, order = len(values), np.arange(len(values))
@@ -89,7 +90,7 @@ def trend(samples: ArrayLike) -> float:
 
 
 def _neighbours(values: NDArray[np.float64]) -> float:
-    """Their correlation, where it is more than chance."""
+    """Returns the lag-1 correlation, or 0 if it could be chance."""
     spread = float((values**2).sum())
     found = float((values[1:] * values[:-1]).sum()) / spread if spread > 1e-9 else 0.0
     return min(found, _HIGHEST) if found > _SIGNIFICANT / math.sqrt(len(values)) else 0.0

@@ -1,7 +1,8 @@
 """A collective as a list of steps: who sends which slots to whom in which round. Pure data, for any number of ranks.
 
-Each rank has a memory of equal slots. In a round every message reads what the slots held before the round; what
-arrives is put down when all of the round's messages have left. So a rank may send a slot and receive into it at once.
+Each rank has a memory of equal slots. In each round, messages carry what the slots held before the round, and arriving
+data is stored after all messages of the round have been sent. A rank can therefore send a slot and receive into it in
+the same round.
 
     slots of a ring all-reduce over 3 ranks, the sums in brackets:
 
@@ -29,16 +30,19 @@ Collective = Literal[
     "sendrecv",
     "send",
 ]
-"""By torch.distributed's names; "send" is point-to-point, from rank 0 to rank 1. "sendrecv" is nccl-tests': every rank
-sends to the next and receives from the one before, so that two ranks send to each other at once."""
+"""The collectives, by torch.distributed's names.
+
+"send" is point-to-point, from rank 0 to rank 1. "sendrecv" is nccl-tests': every rank sends to the next one and
+receives from the previous one, so two ranks send to each other at once.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
-    """One message: `source` sends its slots [first, first + count); `target` puts them from slot `into` on.
+    """One message: `source` sends its slots [first, first + count), and `target` stores them from slot `into` on.
 
     Attributes:
-        adds: the target adds them to what it has; otherwise they replace it.
+        adds: if True, the target adds them to its own values; otherwise they replace these.
     """
 
     source: int
@@ -51,16 +55,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """How `ranks` ranks do a collective.
+    """The steps by which `ranks` ranks perform a collective.
 
     Attributes:
-        collective, algorithm: what is done, and by which way.
-        ranks: how many take part, 0..ranks-1. Roots are rank 0.
-        chunks: into how many equal pieces the collective's bytes (nccl-tests' size: of the largest buffer of a rank)
-            are divided, the last one padded. A slot has the size of one.
-        slots: of the memory of each rank. The input lies in slots 0..chunks-1, where this rank has one.
-        output: the first slot of the result, which lies in order from there.
-        shares: of an uneven all_to_all, how many chunks go to each rank; empty: as many to all.
+        collective, algorithm: what is done, and how.
+        ranks: the number of participants, numbered 0..ranks-1. The root is rank 0.
+        chunks: the number of equal chunks into which the collective's bytes (the size of a rank's largest buffer, as in
+            nccl-tests) are divided, the last one padded. A slot holds one chunk.
+        slots: the number of slots in each rank's memory. A rank's input, if it has any, is in slots 0..chunks-1.
+        output: the first slot of the result, which is stored in order from there.
+        shares: for an uneven all_to_all, the number of chunks that go to each rank; empty if all get the same number.
         rounds: the messages of each round.
 
     Raises:
@@ -86,12 +90,12 @@ class StepList:
                     raise ArgumentError(f"round {number}: {move} is not within {self.slots} slots")
 
     def part(self, rank: int) -> range:
-        """The chunks of a buffer that belong to a rank, where each has some."""
+        """Returns the range of chunks that belong to a rank in a buffer divided among the ranks."""
         shares = self.shares or (self.chunks // self.ranks,) * self.ranks
         first = sum(shares[:rank])
         return range(first, first + shares[rank])
 
     def slot_bytes(self, size_bytes: int, element_bytes: int = 1) -> int:
-        """Of one slot, for a collective of a size: whole elements, rounded up."""
+        """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
         elements = -(-size_bytes // element_bytes)
         return -(-elements // self.chunks) * element_bytes

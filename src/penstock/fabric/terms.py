@@ -1,9 +1,9 @@
-"""Closed forms: how many rounds an algorithm takes, and what part of the size passes a port, for any number of ranks.
+"""Closed-form costs of algorithms, for any number of ranks: the rounds, and the part of the size that crosses a port.
 
-Each is the sum over the rounds of the largest message that a rank sends or receives in the round. Sizes are
-nccl-tests': of the largest buffer of a rank. n: ranks; p: the largest power of two in n.
-(Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005, unless another
-source is named.)
+The latter is the sum over all rounds of the largest message that any rank sends or receives. Sizes are nccl-tests': the
+size of a rank's largest buffer. n is the number of ranks; p is the largest power of two that is at most n. The formulas
+follow Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005, unless
+another source is named.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from penstock.errors import ArgumentError
 from penstock.fabric.algorithms.tree import double_tree
 
 PIECES = 8
-"""Into how many the algorithms with a pipeline cut the data, unless another number is given."""
+"""The default number of pieces into which pipelined algorithms cut the data."""
 
 
 _IN_PARTS = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
-"""Of whose size a rank has a part already."""
+"""Collectives in which each rank already has its own part of the size."""
 
 
 class Terms(NamedTuple):
-    """seconds = rounds * alpha + bytes * bytes_factor * beta."""
+    """The coefficients of an algorithm's cost: seconds = rounds * alpha + bytes * bytes_factor * beta."""
 
     rounds: int
     bytes_factor: float
 
     def seconds(self, size_bytes: float, alpha_seconds: float, beta_seconds_per_byte: float) -> float:
-        """Of a collective of a size."""
+        """Returns the time of a collective of this size."""
         return self.rounds * alpha_seconds + size_bytes * self.bytes_factor * beta_seconds_per_byte
 
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECES) -> Terms:
-    """What an algorithm costs.
+    """Returns the cost of an algorithm.
 
     Args:
-        collective, algorithm: by the names of `penstock.fabric.algorithms`.
+        collective, algorithm: names from `penstock.fabric.algorithms`.
         ranks: 2 or more.
-        pieces: of the data, for tree and chain.
+        pieces: the number of pieces of the data, for tree and chain.
 
     Raises:
-        ArgumentError: there is no such algorithm, or no closed form for it, or a number is out of range.
+        ArgumentError: the algorithm is unknown or has no closed form, or a number is out of range.
     """
     known = known_algorithms(collective)
     if algorithm not in known:
@@ -57,16 +57,16 @@ def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECE
 
 
 def known_algorithms(collective: str) -> tuple[str, ...]:
-    """Those with a closed form. Raises ArgumentError for an unknown collective."""
+    """Returns the algorithms with a closed form. Raises ArgumentError for an unknown collective."""
     if collective not in _FORMS:
         raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_FORMS)}")
     return tuple(_FORMS[collective])
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
-    """Bus bandwidth over algorithm bandwidth, by the nccl-tests convention.
+    """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
 
-    Of an uneven all_to_all (see `Transfer`) it is that of the busiest port, as of an even one.
+    For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
     """
     if shares:
         return max(max(sum(shares) - one, (ranks - 1) * one) for one in shares) / sum(shares)
@@ -76,18 +76,18 @@ def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> flo
 
 
 def _fold(n: int) -> tuple[int, int]:
-    """p, and how many ranks are beyond it."""
+    """Returns p, and the number of ranks beyond it."""
     p = 1 << (n.bit_length() - 1)
     return p, n - p
 
 
 def _log(n: int) -> int:
-    """log2 n, rounded up."""
+    """Returns log2 n, rounded up."""
     return (n - 1).bit_length()
 
 
 def _around(n: int, _: int) -> Terms:
-    """n-1 rounds of a part each: rings, pairwise exchange (Patarasuk and Yuan, 2009)."""
+    """Rings and pairwise exchange: n-1 rounds of one part each (Patarasuk and Yuan, 2009)."""
     return Terms(n - 1, (n - 1) / n)
 
 
@@ -100,12 +100,12 @@ def _at_once(n: int, _: int) -> Terms:
 
 
 def _log_rounds(n: int, _: int) -> Terms:
-    """Bruck's all-gather, a binomial gather: parts double each round."""
+    """Bruck's all-gather and binomial gather: the number of parts doubles each round."""
     return Terms(_log(n), (n - 1) / n)
 
 
 def _halving_doubling(n: int, _: int) -> Terms:
-    """Rabenseifner's, folded where n is not a power of two: the whole size in, and out again."""
+    """Rabenseifner's algorithm; if n is not a power of two, folding sends the whole size in, and out again."""
     p, extra = _fold(n)
     fold = 2 if extra else 0
     return Terms(2 * _log(p) + fold, 2 * (p - 1) / p + fold)
@@ -118,15 +118,18 @@ def _recursive_doubling(n: int, _: int) -> Terms:
 
 
 def _halving(n: int, _: int) -> Terms:
-    """Reduce-scatter by halving, or all-gather by doubling. Folded, the first members of the core have two parts each;
-    the busiest block of d members holds d + min(extra, d) parts."""
+    """Reduce-scatter by halving, or all-gather by doubling.
+
+    After folding, the first members of the core have two parts each; the busiest block of d members has d + min(extra,
+    d).
+    """
     p, extra = _fold(n)
     parts = sum((1 << k) + min(extra, 1 << k) for k in range(_log(p)))
     return Terms(_log(p) + 2, (parts + n + 1) / n) if extra else Terms(_log(p), parts / n)
 
 
 def _all_to_all_bruck(n: int, _: int) -> Terms:
-    """In round k go the parts whose distance has the bit k (Bruck and others, 1997)."""
+    """Round k sends the parts whose distance has bit k set (Bruck and others, 1997)."""
     distances = np.arange(n)
     return Terms(_log(n), sum(int(((distances >> k) & 1).sum()) for k in range(_log(n))) / n)
 
@@ -136,7 +139,7 @@ def _binomial(n: int, _: int) -> Terms:
 
 
 def _scatter_allgather(n: int, _: int) -> Terms:
-    """Van de Geijn's (Barnett and others, 1994): a binomial scatter, then a ring."""
+    """Van de Geijn's algorithm (Barnett and others, 1994): a binomial scatter, then a ring."""
     return Terms(_log(n) + n - 1, 2 * (n - 1) / n)
 
 
@@ -145,14 +148,14 @@ def _chain(n: int, k: int) -> Terms:
 
 
 def _tree(n: int, k: int) -> Terms:
-    """The double binary tree (Sanders, Speck and Träff, 2009), k pieces a half: 2h + k - 1 rounds, h = floor(log2 n).
+    """The double binary tree (Sanders, Speck and Träff, 2009), with k pieces per half: 2h + k - 1 rounds.
 
-    From four ranks and some pieces on a port carries four of the 2k pieces in most rounds; at both ends fewer, so the
-    busiest port of each round is counted: of an edge at depth d, sums go up from round h - d on, and results come down
-    from round h + d - 1 on.
+    h is floor(log2 n), the height. With four or more ranks and enough pieces, a port carries four of the 2k pieces in
+    most rounds, but fewer in the first and last ones, so the busiest port of each round is counted. On an edge at depth
+    d, sums go up from round h - d on, and results come down from round h + d - 1 on.
     """
     height = n.bit_length() - 1
-    changes = np.zeros((2, 2 * height + k, n), int)  # of what a port sends and receives, by round
+    changes = np.zeros((2, 2 * height + k, n), int)  # in what each port sends and receives, by round
     for tree in double_tree(n):
         parents, rank = np.array(tree), np.arange(n)
         depth, above = np.zeros(n, int), rank

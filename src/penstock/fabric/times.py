@@ -1,10 +1,10 @@
-"""Times of trials from the samples of a run: of each transfer, and of the whole step with and without overlap.
+"""Compute each trial's times from a run's samples: of each transfer, and of the step with and without overlap.
 
-All in seconds, as arrays with a value a trial. The names are those of the field:
+All are in seconds, as arrays with one value per trial. The names are the field's:
 
-    completion      the longest that a rank took (nccl-tests' maximum over ranks)
-    arrival skew    from the first rank that began to the last one
-    transfer        from the last one's beginning until all have the result
+    completion      the longest time that a rank took (nccl-tests' maximum over ranks)
+    arrival skew    from the start of the first rank to the start of the last
+    transfer        from the start of the last rank until all have the result
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TransferTimes:
-    """Of one transfer of the workload; of one iteration, where a trial has several, but for how late ranks began.
+    """Times of one transfer of the workload, per iteration if a trial has several, except for how late ranks started.
 
     Attributes:
-        ranks: who takes part.
-        durations: of each rank, [trial, place in `ranks`].
-        late: how long after the first each rank began, [trial, place in `ranks`].
-        completion, arrival_skew, transfer: [trial].
+        ranks: the participants.
+        durations: of each rank, shape [trial, index in `ranks`].
+        late: how long after the first rank each one started, shape [trial, index in `ranks`].
+        completion, arrival_skew, transfer: shape [trial].
     """
 
     ranks: tuple[int, ...]
@@ -42,10 +42,10 @@ class TransferTimes:
 
     @classmethod
     def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
-        """Of the transfer in this place of the workload."""
+        """Computes the times of the transfer at index `place` of the workload."""
         ranks = ranks_of(workload, place, run.start_ns.shape[2])
         taking = list(ranks)
-        # Nanoseconds of a clock do not fit into a float: differences first.
+        # A clock's nanoseconds exceed a float's precision, so subtract first.
         start, end = run.start_ns[:, place, taking], run.end_ns[:, place, taking]
         first, last = start.min(1, keepdims=True), start.max(1, keepdims=True)
         each = 1e-9 / iterations_of(run.record)
@@ -61,10 +61,10 @@ class TransferTimes:
 
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
-    """Of a transfer's results, the times that its bandwidths, its ideal and fits of it rest on.
+    """Returns which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
 
-    Of a message those from when both of its ends were there: a stage waits for what another one computes, and that is
-    no matter of the network.
+    For a message, they are the times since both ends were there: a stage waits for another to finish computing, which
+    has nothing to do with the network.
     """
     return "transfer_s" if collective == "send" else "time_s"
 
@@ -73,32 +73,36 @@ _ONE_WAY = ("broadcast", "gather", "reduce", "scatter", "send")
 
 
 def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = ()) -> bool:
-    """Whether a rank may be done with a transfer, and begin the next, before it has reached the others.
+    """Whether a rank may finish a transfer, and start the next, before the other ranks have reached it.
 
-    Of others no rank is done before all have begun; and the first to begin gets all that it needs in its own time.
+    In the other collectives, no rank finishes before all have started, and the first to start receives all it needs
+    within its own time.
     """
     alone = len(record["workload"]["transfers"]) == 1
     return not record.get("meets") and not alone and (collective in _ONE_WAY or bool(shares))
 
 
 def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
-    """Who takes part in a transfer: all hosts, where it names none."""
+    """Returns the participants of a transfer: all hosts, if it names none."""
     return workload.transfers[place].ranks or tuple(range(hosts))
 
 
 def iterations_of(record: dict[str, Any]) -> int:
-    """How often a trial does each transfer in a row."""
+    """Returns how many times in a row a trial runs each transfer."""
     return int(record.get("iterations") or 1)
 
 
 def algorithm_of(record: dict[str, Any], place: int) -> str:
-    """Of a transfer: the one that was asked for, or what stood in where it does not do that collective."""
+    """Returns a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
     return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
 
 
 def measured_step(run: Run, workload: Workload) -> Seconds:
-    """The whole step, from the start of what is computed in front of the first transfer until all have the last result,
-    and with what is computed after it. Where hosts met between transfers, without the time that this took."""
+    """Returns the time of the whole step, including the computation before the first transfer and after the last.
+
+    It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
+    time this took is not included.
+    """
     hosts = run.start_ns.shape[2]
     if run.record.get("meets"):
         each = [list(ranks_of(workload, number, hosts)) for number in range(len(workload.transfers))]
@@ -114,15 +118,15 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
-    """The whole step, if each transfer takes what it took in its trial once all of its ranks were there.
+    """Returns the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
 
-    Without overlap a rank computes when its last transfer has ended. With it, a rank computes all the time, as if
-    nothing that it computes waited for what arrives (which holds for gradients, and not for activations), and a
-    transfer begins when its ranks are ready for it and have ended the one before.
+    Without overlap, a rank computes once its previous transfer has finished. With overlap, a rank computes all the
+    time, as if its computation never waited for incoming data (true of gradients, but not of activations), and a
+    transfer starts when its ranks are ready for it and have finished the previous one.
 
     Args:
-        transfers: `TransferTimes.transfer` of each: in `completion` is what a rank waited for the others, which comes
-            about here by itself.
+        transfers: `TransferTimes.transfer` of each transfer. (`completion` would include the wait for other ranks,
+            which this function computes itself.)
     """
     trials = len(transfers[0])
     ready, done = np.zeros((hosts, trials)), np.zeros((hosts, trials))

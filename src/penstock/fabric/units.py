@@ -1,4 +1,4 @@
-"""Sizes as people write them: 64KiB, 2600, 1.5MB."""
+"""Parse human-readable sizes: 64KiB, 2600, 1.5MB."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _SIZES = {
     "": 1, "b": 1,
     **{f"{prefix}{end}": 1024**power for power, prefix in enumerate("kmgt", 1) for end in ("", "b", "ib")},
 }  # fmt: skip
-"""K, M and G are powers of 1024, as nccl-tests reads them, whatever follows: 64kb is the same in a link's text."""
+"""K, M and G are powers of 1024, as in nccl-tests, with any suffix: 64kb means the same in a link's text."""
 
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def size_of(text: str) -> int:
-    """Bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless it is a whole number of bytes above 0."""
+    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is a whole number above 0."""
     match = _NUMBER.fullmatch(text.strip())
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -30,7 +30,7 @@ def size_of(text: str) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Of "64KiB,1MiB". Raises as `size_of`, and says which of several is wrong."""
+    """Parses a list like "64KiB,1MiB". Raises as `size_of` does, naming the size that is wrong."""
     texts, found = text.split(","), []
     for place, one in enumerate(texts, 1):
         try:
@@ -42,7 +42,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def size_text(size: int) -> str:
-    """A size as short as it can be said exactly: 2600, 64KiB, 8MiB."""
+    """Returns the shortest exact text for a size: 2600, 64KiB, 8MiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{unit}"

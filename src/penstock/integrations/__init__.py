@@ -1,1 +1,1 @@
-"""Penstock inside other programs: one module each, with an extra of the same name; none is imported unasked."""
+"""Penstock in other libraries: one module each, with an extra of the same name. None is imported unless you ask."""

@@ -1,7 +1,7 @@
 """PyTorch Lightning's Trainer around a pipeline: loops, callbacks, loggers, checkpoints. Needs `penstock[lightning]`.
 
-A strategy is where Lightning asks how processes work together. It decides nothing about the model: that is the pipeline
-that the module makes, and `Pipeline.step` instead of a backward.
+A strategy tells Lightning how processes work together. This one decides nothing about the model: the module makes its
+own pipeline, and calls `Pipeline.step` instead of a backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class PipelineStrategy(ParallelStrategy):
     """For `Trainer(strategy=PipelineStrategy(), devices=ranks on each machine, num_nodes=machines)`.
 
-    The processes are started by torchrun or `penstock run`. The module makes its pipeline and steps it:
+    torchrun or `penstock run` starts the processes. The module makes its pipeline and steps it:
 
         class Module(lightning.LightningModule):
             def __init__(self):
@@ -49,12 +49,12 @@ class PipelineStrategy(ParallelStrategy):
                 self.optimizers().zero_grad()
                 self.log("loss", result.loss, prog_bar=True)
 
-    Every rank reads every batch. A checkpoint is a folder, which another number of ranks or another schedule can go on
-    from.
+    Every rank reads every batch. A checkpoint is a folder, from which training can resume with another number of ranks
+    or another schedule.
 
     Raises:
         ArgumentError: the module has no pipeline, would run backward again, or has several optimizers; or the Trainer's
-            precision is not 32 bits, which `torch.autocast` in `training_step` would do.
+            precision is not 32 bits (use `torch.autocast` in `training_step` instead).
     """
 
     @property
@@ -80,7 +80,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Of the sampler that Lightning puts into loaders: every rank reads every batch, in the same order."""
+        """For the sampler that Lightning puts into data loaders: every rank reads every batch, in the same order."""
         return {"num_replicas": 1, "rank": 0}
 
     # -- from start to end ------------------------------------------------------------------------------------------
@@ -108,15 +108,15 @@ class PipelineStrategy(ParallelStrategy):
             raise ArgumentError(f"{len(self.optimizers)} optimizers; expected one, of self.pipe.parameters()")
 
     def model_to_device(self) -> None:
-        """Nothing to do: the pipeline has put its stages where they belong."""
+        """Nothing to do: the pipeline has already moved its stages to their devices."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tells the other ranks why this one will not answer."""
+        """Tells the other ranks why this one has stopped."""
         if isinstance(pipe := getattr(self.lightning_module, "pipe", None), Pipeline):
             pipe.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self) -> None:
-        """The module stays where it is: it may hold the stages of other ranks, which have no values here."""
+        """Leaves the module where it is: it may contain other ranks' stages, whose tensors have no values here."""
         assert self.cluster_environment is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -155,7 +155,7 @@ class PipelineStrategy(ParallelStrategy):
         decisions = self._gathered(decision)
         return decisions.count(True) == len(decisions) if all else True in decisions
 
-    # -- checkpoints: Lightning's part goes along with the pipeline's --------------------------------------------------
+    # -- checkpoints: Lightning's part is saved with the pipeline's ----------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

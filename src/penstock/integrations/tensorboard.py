@@ -1,7 +1,4 @@
-"""Figures of training steps for TensorBoard: loss, gradient norm, bubble, time, rates. Needs `penstock[tensorboard]`.
-
-`torch.utils.tensorboard` does the writing.
-"""
+"""Writes each step's loss, gradient norm, bubble, time and rates to TensorBoard. Needs `penstock[tensorboard]`."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ from penstock.pipe.result import StepResult
 
 
 class StepWriter:
-    """Writes the figures of each step into a folder that `tensorboard --logdir` reads.
+    """Writes each step's figures to a folder that `tensorboard --logdir` reads.
 
-    One rank makes it, any that has the loss; it starts no communication, so that the others need not know of it.
+    Make it on one rank only, any that has the loss. It communicates with no one, so the others need not know of it.
 
         writer = StepWriter("runs/gpt") if pipe.is_first else None
         ...
@@ -28,8 +25,8 @@ class StepWriter:
             writer.add(pipe.step_count, result, rows=len(x), gradient_norm=norm)
 
     Args:
-        folder: for the event files; created if missing.
-        clock: gives seconds.
+        folder: where the event files go; created if missing.
+        clock: returns the time in seconds.
 
     Raises:
         MissingExtraError: the package `tensorboard` is not installed.
@@ -52,16 +49,16 @@ class StepWriter:
         tokens: int | None = None,
         gradient_norm: Tensor | float | None = None,
     ) -> None:
-        """Writes one step, to be called once it is over. Waits for the loss.
+        """Writes one step. Call it after the step; it waits for the loss.
 
-        `time/step` is in seconds, from the call before: the first step has none, nor rates. `bubble` is there for steps
-        with a timeline, unless one process runs all ranks.
+        `time/step` is the time in seconds since the previous call, so the first step has neither it nor rates. Steps
+        with a timeline also get `bubble`, unless one process runs all ranks.
 
         Args:
-            step: its number.
-            result: what `Pipeline.step` gave.
-            rows, tokens: of the whole batch, for rates a second.
-            gradient_norm: what `Pipeline.clip_grad_norm_` gave.
+            step: the step's number.
+            result: what `Pipeline.step` returned.
+            rows, tokens: their number in the whole batch, for rates per second.
+            gradient_norm: what `Pipeline.clip_grad_norm_` returned.
         """
         figures: dict[str, float] = {"loss": float(result.loss)}
         if gradient_norm is not None:

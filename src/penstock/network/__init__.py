@@ -1,14 +1,14 @@
-"""Emulated hosts to try a job on without more machines: network namespaces of one Linux machine, joined as asked.
+"""Emulate hosts on one Linux machine, so that a job can be tried out without more machines: namespaces joined by links.
 
 What is requested
-  link.py, impairment.py  a link: its rate and queue, and what happens to frames on it; quantities.py, parse.py  read it
+  link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
   topology.py     which link affects a frame            background.py  neighbours' traffic
-  holdback.py     hosts with slow processors            scenario.py  what changes when
+  holdback.py     hosts with slow processors            scenario.py  changes over time
   network.py      all of it together
 What implements it
   shapers.py      chooses tbf or the switch, or refuses
-  model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that does it
-  machines.py     creates the hosts and joins them      subnets.py  their addresses
+  model.py        what happens to the k-th frame, from a seed       switch/  a user-space switch that applies it
+  machines.py     creates the hosts and joins them      subnets.py, settings.py  addresses; IPv6 and TCP settings
   keeper.py       removes everything, however its maker ends    checks.py  what a machine lacks for it
   director.py     plays a scenario                      duty.py  throttles processes without a cgroup
 What runs on it

@@ -1,10 +1,10 @@
-"""Neighbours' traffic: frames that the switch only accounts for, in the queue to a host that the job shares.
+"""Neighbours' traffic: frames that exist only in the switch's accounts, in the queue to a host that the job shares.
 
-They take time on the link and room in the queue, and are dropped when it is full, but no host sends or
-receives them, so they cost no processor time. A text is one of
+They take up time on the link and room in the queue, and are dropped when it is full. No host sends or receives them, so
+they cost no processor time. A source is described by one of
 
-    RATE [to HOST] [size BYTES]                      frames at random, with exponential gaps
-    incast BYTES every TIME [to HOST] [size BYTES]   many senders at once: this many bytes in one moment
+    RATE [to HOST] [size BYTES]                      random frames with exponential gaps
+    incast BYTES every TIME [to HOST] [size BYTES]   many senders at once: this many bytes at one moment
     trace FILE [to HOST]                             a recording: lines `seconds,bytes`, repeated
 
 and applies to every host unless it names one.
@@ -30,10 +30,10 @@ FRAME_BYTES = 1514
 AHEAD_NS = 50_000_000
 """How far ahead of the clock arrivals are generated."""
 _LEAST_GAP_SECONDS = 10e-6
-"""Least mean gap between frames to a host: they are made larger than asked if more of them would come."""
+"""The least mean gap between frames to a host; frames are made larger than requested if they would come more often."""
 
 Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Nanoseconds since the start, ascending, and bytes."""
+"""Arrival times in nanoseconds since the start, ascending, and sizes in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class Neighbour:
     """One source of traffic.
 
     Attributes:
-        target: the host whose link it shares; None: every host.
-        frame_bytes: size of its frames.
-        bytes_per_second: rate of steady traffic, or 0.
-        burst_bytes, period_seconds: size and period of an incast, or 0.
+        target: the host whose link it shares; None for every host.
+        frame_bytes: the size of its frames.
+        bytes_per_second: the rate of steady traffic, or 0.
+        burst_bytes, period_seconds: the size and period of an incast, or 0.
         recorded: seconds and bytes of a trace, in order.
-        text: as given.
+        text: the source's description as given.
     """
 
     target: int | None
@@ -59,10 +59,10 @@ class Neighbour:
 
 
 def parse_background(text: str, hosts: int) -> Neighbour:
-    """Parses a source of traffic.
+    """Parses the description of a source of traffic.
 
     Raises:
-        ArgumentError: the text is not valid; the host does not exist; the file cannot be read.
+        ArgumentError: the text is not valid, the host does not exist, or the file cannot be read.
     """
     words = text.split()
     named: dict[str, Any] = {}
@@ -84,9 +84,9 @@ def parse_background(text: str, hosts: int) -> Neighbour:
         for place in range(0, len(rest), 2):
             word = rest[place].lower()
             if word not in reads:
-                raise ValueError(f"{rest[place]!r} has no meaning there: give {', '.join(reads)}")
+                raise ValueError(f"{rest[place]!r} is unknown here: give {', '.join(reads)}")
             if word in named:
-                raise ValueError(f"{rest[place]!r} comes a second time")
+                raise ValueError(f"{rest[place]!r} is given twice")
             named[word] = reads[word](_value(rest, place))
         return _neighbour(text, named, hosts)
     except ValueError as error:
@@ -95,7 +95,7 @@ def parse_background(text: str, hosts: int) -> Neighbour:
 
 def _value(words: Sequence[str], place: int) -> str:
     if place + 1 >= len(words):
-        raise ValueError(f"{words[place]!r} lacks its value")
+        raise ValueError(f"{words[place]!r} needs a value")
     return words[place + 1]
 
 
@@ -110,7 +110,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         recorded = tuple(_recorded(Path(named["file"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give {most:,.0f} in its time at most")
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give at most {most:,.0f} in that time")
         return Neighbour(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
@@ -120,7 +120,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
-        raise ValueError("the rate is 0: leave it out")
+        raise ValueError("the rate is 0: give a rate above 0, or leave this background out")
     return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
@@ -138,7 +138,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         except (ValueError, IndexError):
             raise ValueError(f"{path}, row {number}: {','.join(row)!r} is not `seconds,bytes`") from None
         if not (last <= at < math.inf) or size < 1:
-            raise ValueError(f"{path}, row {number}: times begin at 0 and grow, and sizes are above 0")
+            raise ValueError(f"{path}, row {number}: times must ascend from 0, and sizes be above 0")
         last = at
         yield at, size
     if not rows or last == 0:
@@ -146,7 +146,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
-    """Yields the frames of a source to a host, forever, a batch at a time."""
+    """Yields a source's frames to a host forever, one batch at a time."""
     if neighbour.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
@@ -167,7 +167,7 @@ def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
 
 
 class Stream:
-    """All frames to one host, in order of time."""
+    """All frames to one host, ordered by time."""
 
     def __init__(self, neighbours: Sequence[Neighbour], seed: int, host: int) -> None:
         shared = [one for one in neighbours if one.target in (None, host)]
@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """The next arrivals before a moment, at most `most`."""
+        """Returns the next arrivals before `end_ns`, at most `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)
@@ -187,7 +187,7 @@ class Stream:
         return at_ns[given], sizes[given]
 
     def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
-        """One source's remaining arrivals before that moment."""
+        """Yields one source's remaining arrivals before `end_ns`."""
         while True:
             at_ns, sizes = self._made[place]
             count = int(np.searchsorted(at_ns, end_ns))

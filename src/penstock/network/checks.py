@@ -1,4 +1,4 @@
-"""Finds out what keeps a machine from emulating hosts, before anything is created."""
+"""Find out what keeps a machine from emulating hosts, before anything is created."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PROBES = (
     ("veth", "ip link add name one type veth peer name two", "CONFIG_VETH", "veth"),
     ("tbf", "tc qdisc add dev lo root tbf rate 100mbit burst 16kb limit 1mb", "CONFIG_NET_SCH_TBF", "sch_tbf"),
 )
-"""What the kernel needs, a command that shows it, the kernel option and its module."""
+"""What the kernel needs, a command that tests it, the kernel option, and its module."""
 
 
 def why_not() -> str | None:
-    """Why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
+    """Explains why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -36,7 +36,7 @@ def why_not() -> str | None:
     try:
         return within(None, _probe)
     except OSError as error:
-        return f"no network namespace can be made ({error.strerror}): a container may have to be run with --privileged"
+        return f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged"
 
 
 def _effective() -> int:

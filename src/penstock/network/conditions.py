@@ -1,4 +1,4 @@
-"""What a run's record says about a host: its kernel, network settings and processor time used."""
+"""Describe a host in a run's record: its kernel, network settings and processor usage."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OFFLOADS = {
     "generic-segmentation-offload": 0x23,
     "generic-receive-offload": 0x2B,
 }
-"""By ethtool's names, which a host may lack: the requests of its system call (linux/ethtool.h)."""
+"""The requests of ethtool's system call (linux/ethtool.h), by ethtool's names; a host may lack the program."""
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """Describes this host as far as its network is concerned; null if the system does not tell.
+    """Describes this host as far as its network is concerned; unknown values are None.
 
     Args:
-        interface: the one that the job uses; None: GLOO_SOCKET_IFNAME, or the first one besides lo.
+        interface: the interface that the job uses; if None, GLOO_SOCKET_IFNAME's, or the first one besides lo.
     """
     names = interfaces()
     used = interface or os.environ.get("GLOO_SOCKET_IFNAME") or next((name for name in names if name != "lo"), None)
@@ -59,7 +59,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, int]:
-    """The MTU of each interface of this process's network namespace."""
+    """Returns the MTU of each interface in this process's network namespace."""
     # Not /sys/class/net: in a namespace entered without its own mount, that shows the machine's interfaces.
     found = {}
     with contextlib.suppress(OSError):
@@ -74,13 +74,13 @@ def _mtu(name: str) -> int:
 
 
 def _asked(request: int, of: bytes) -> bytes:
-    """The kernel's answer about an interface in the calling thread's network namespace."""
+    """Returns the kernel's answer about an interface in the calling thread's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
 
 
 def _offloads(interface: str) -> dict[str, bool]:
-    """What an interface's driver does instead of the kernel; omits what cannot be queried."""
+    """Returns what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
     found = {}
     for name, number in _OFFLOADS.items():
         data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
@@ -91,7 +91,7 @@ def _offloads(interface: str) -> dict[str, bool]:
 
 
 def _congestion_control(interface: str | None) -> str | None:
-    """The congestion control that a route over the interface names, if any; otherwise the default."""
+    """Returns the congestion control named by a route over the interface, or else the default."""
     routes = _output("ip", "route", "show", "dev", interface) if interface else None
     named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
     return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """What a program prints; None if it does not exist or fails."""
+    """Returns what a program prints; None if it does not exist or fails."""
     path = tool(program)
     if path is None:
         return None
@@ -125,7 +125,7 @@ def _output(program: str, *arguments: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MachineTime:
-    """Seconds summed over all cores: busy or stolen by the hypervisor, stolen alone, and total."""
+    """Seconds summed over all cores: busy (including stolen by the hypervisor), stolen alone, and total."""
 
     busy_seconds: float
     steal_seconds: float
@@ -137,10 +137,10 @@ class CpuUsage:
     """Processor time so far.
 
     Attributes:
-        cpu_seconds: user and system, of all threads of this process.
+        cpu_seconds: user and system time of all threads of this process.
         wall_seconds: from a monotonic clock.
-        voluntary_switches, involuntary_switches: of this process: it waited, or was preempted.
-        machine: seconds of all the machine's cores together, or None if the system does not tell.
+        voluntary_switches, involuntary_switches: how often this process waited, and how often it was preempted.
+        machine: seconds over all of the machine's cores; None if the system does not report them.
     """
 
     cpu_seconds: float
@@ -150,12 +150,12 @@ class CpuUsage:
     machine: MachineTime | None
 
     def since(self, before: CpuUsage) -> dict[str, float | int | None]:
-        """Usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores' time."""
+        """Returns the usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores."""
         busy = steal = None
         if self.machine is not None and before.machine is not None:
             total = self.machine.total_seconds - before.machine.total_seconds
             if total > 0:
-                # Differences of large numbers are rounded: a busy machine's could exceed 1.
+                # Differences of large numbers have rounding errors, and could exceed 1 on a busy machine.
                 busy = min((self.machine.busy_seconds - before.machine.busy_seconds) / total, 1.0)
                 steal = min((self.machine.steal_seconds - before.machine.steal_seconds) / total, 1.0)
         return {
@@ -169,7 +169,7 @@ class CpuUsage:
 
 
 def cpu_usage() -> CpuUsage:
-    """Processor time used until now."""
+    """Returns the processor time used so far."""
     mine = resource.getrusage(resource.RUSAGE_SELF)
     return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
 

@@ -1,4 +1,4 @@
-"""Plays a scenario on a network: watches the clock and the step, and makes the changes that are due."""
+"""Play a scenario on a network: watch the clock and the step, and make the changes that are due."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Happened:
 
     Attributes:
         seconds: since the start.
-        step: the last one to have begun; -1 before the first.
+        step: the last step to have begun; -1 before the first.
         text: what changed.
     """
 
@@ -35,7 +35,7 @@ class Happened:
 
 @dataclass(slots=True)
 class Played:
-    """What has happened so far, and what went wrong, if anything."""
+    """The changes made so far, and an error if one occurred."""
 
     happened: list[Happened] = field(default_factory=list)
     error: Exception | None = None
@@ -43,15 +43,15 @@ class Played:
 
 @contextmanager
 def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
-    """Plays the scenario while the block runs; time starts with the block. Restores the network at its end.
+    """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
 
     Args:
         machines: created with `changes`.
-        events: of the scenario.
-        step: returns the last step to have begun, from 0; -1 before the first.
+        events: the scenario's events.
+        step: a function that returns the last step to have begun, from 0; -1 before the first.
 
     Raises:
-        Exception: what a change raised, at the end of the block.
+        Exception: whatever a change raised, at the end of the block.
     """
     played = Played()
     over = threading.Event()

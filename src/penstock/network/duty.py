@@ -1,14 +1,15 @@
-"""Limits the processes of one host to a share of one core by stopping and continuing them, if the kernel does not.
+"""Limit the processes of one host to a share of one core by stopping and continuing them, where the kernel cannot.
 
 This file runs as its own program, so it needs only the standard library.
 
-It keeps an account. What the host's processes use is debited, by the kernel's own count of their processor time; what
-their share gives is credited as time passes, up to one period's worth, so idling saves up nothing. When the account is
-negative, all of them are stopped; once it holds what they may use in one period, they are continued. Usage is seen
-late and makes the next stop longer: on average they never get more than their share.
+It keeps an account. The processor time that the host's processes use, as counted by the kernel, is debited. Their share
+is credited as time passes, up to one period's worth, so idling saves nothing up. When the account is negative, all
+processes are stopped; once it holds what they may use in one period, they are continued. Usage that is noticed late
+makes the next stop longer, so on average they never get more than their share.
 
-A process that starts before it is seen is charged then. One that starts and ends unseen is charged when its parent
-has waited for it, since the parent's count of its children grows; only children that nothing waits for escape.
+A process that runs before it is noticed is charged when it is. One that starts and ends unnoticed is charged when its
+parent has waited for it, because it is then part of the parent's count for its children. Only children that nothing
+waits for escape.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 PERIOD_SECONDS = 0.02
-"""Of stopping and continuing. Longer than a cgroup's (holdback.py): each turn must look at all processes."""
+"""The period of stopping and continuing: longer than a cgroup's (holdback.py), as each turn looks at all processes."""
 LEAST_SECONDS = 0.001
-"""Between two looks."""
+"""The least time between two looks."""
 FOREIGN_LOOKS = 5
-"""After this many lists of all processes, check those of other namespaces again: they may have moved here."""
+"""Processes of other namespaces are checked again after this many looks, because they may have moved here."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +67,7 @@ class Host:
         self.count()
 
     def count(self) -> None:
-        """Reads what the known processes have used. One that has ended is known until its parent has waited for it."""
+        """Reads what the known processes have used. A dead one stays known until its parent has waited for it."""
         before = self.members
         self.members = {pid: process for pid in before if (process := _process(pid)) is not None}
         for pid, process in before.items():
@@ -75,7 +76,7 @@ class Host:
                 self._gone_seconds += process.seconds
 
     def _counted(self, process: Process, before: dict[int, Process]) -> bool:
-        """Whether its usage is in the count of a parent that is still here, or of that parent's parent, and so on."""
+        """Whether its usage is in the count of its parent, or of the nearest ancestor that is still here."""
         while process.parent not in self.members:
             if process.parent not in before:
                 return False
@@ -84,11 +85,11 @@ class Host:
 
     @property
     def seconds(self) -> float:
-        """Used so far by all processes, past and present."""
+        """Processor time used so far by all processes, past and present."""
         return self._gone_seconds + sum(process.seconds for process in self.members.values())
 
     def stop(self) -> bool:
-        """Stops the running processes. False if there were none: then nothing can start another process any more."""
+        """Stops the running processes. Returns False if there were none, after which none can start another process."""
         running = {pid for pid, process in self.members.items() if process.state not in "TZ"}
         _send(signal.SIGSTOP, running)
         return bool(running)
@@ -98,7 +99,7 @@ class Host:
         _send(signal.SIGCONT, self.members.keys())
 
     def admit(self) -> None:
-        """Continues those that stopped themselves, as `holdback.Signals` makes them before their first instruction."""
+        """Continues processes that stopped themselves before their first instruction, as under `holdback.Signals`."""
         _send(signal.SIGCONT, {pid for pid, process in self.members.items() if process.state == "T"})
 
 
@@ -111,11 +112,11 @@ def _namespace(pid: int) -> tuple[int, int] | None:
 
 
 def _process(pid: int) -> Process | None:
-    """None if the process no longer exists."""
+    """Reads a process's state; None if it no longer exists."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-        own = time.clock_gettime(~pid << 3 | 2)  # another process's clock, as clock_getcpuclockid(3) builds it
+        own = time.clock_gettime(~pid << 3 | 2)  # the process's clock, as by clock_getcpuclockid(3)
     except OSError:
         return None
     children = int(fields[13]) + int(fields[14])
@@ -129,9 +130,9 @@ def _send(number: signal.Signals, processes: Set[int]) -> None:
 
 
 def hold(host: Host, share: float, maker: int) -> None:
-    """Limits the host until the maker has ended, or SIGTERM comes."""
+    """Limits the host until the maker has ended, or until SIGTERM."""
     most = share * PERIOD_SECONDS
-    enough = most * (1 - share)  # with what is credited while it is used, a whole period's
+    enough = most * (1 - share)  # together with what is credited while it is used up, one period's worth
     account, highest, then = most, host.seconds, time.monotonic()
     next_look = then
     stopped, pause = False, 0.0
@@ -143,7 +144,7 @@ def hold(host: Host, share: float, maker: int) -> None:
                 next_look = now + PERIOD_SECONDS
             else:
                 host.count()
-            # A parent counts its children in ticks, so the sum may fall by less than one tick when a child has ended.
+            # A parent counts its children in ticks, so the sum may drop by less than one tick when a child ends.
             used = max(host.seconds - highest, 0.0)
             account = min(account + share * (now - then) - used, most)
             highest, then = highest + used, now
@@ -156,8 +157,8 @@ def hold(host: Host, share: float, maker: int) -> None:
                 host.admit()
                 wait = account if host.members else PERIOD_SECONDS
             elif host.stop():
-                # A process told to stop while it starts another does both, so look again soon; but less often while one
-                # waits in the kernel, where it does not stop.
+                # A process that is stopped while it starts another does both, so look again soon, but less and less
+                # often: a process that waits in the kernel does not stop.
                 wait, pause = pause, 2 * pause
             else:
                 wait = (enough - account) / share
@@ -167,11 +168,11 @@ def hold(host: Host, share: float, maker: int) -> None:
 
 
 def main(namespace: str, share: float, maker: int) -> int:
-    for number in (signal.SIGINT, signal.SIGHUP):  # not ours: the maker's keeper ends us
+    for number in (signal.SIGINT, signal.SIGHUP):  # not meant for us: the maker's keeper ends us
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.chdir("/")
-    with contextlib.suppress(OSError):  # being late costs a longer stop
+    with contextlib.suppress(OSError):  # without priority, stops are just longer
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     host = Host(Path(namespace))
     os.write(1, b"ready\n")

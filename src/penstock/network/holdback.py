@@ -1,24 +1,24 @@
-"""Hosts with a slow processor: all processes of one together get at most a share of ONE core's time.
+"""Emulate hosts with a slow processor: all processes of one host together get at most a share of ONE core's time.
 
-A quarter of a core is the same on a machine with two cores as with a hundred. It is a limit, not a promise: if the
-machine has less left, a host gets less.
+A quarter of a core is the same on a machine with two cores or a hundred. It is a limit, not a guarantee: if the machine
+has less to spare, a host gets less.
 
-The kernel enforces it through a cgroup quota: a number of microseconds of processor time in each period, on whichever
-cores. Without such a cgroup (for example in a container without a writable one), a process of ours stops and continues
-the host's processes (duty.py). That is coarser: a waiting system call may return EINTR, a process of the host that
-somebody else stopped is continued, and each slow host costs a few percent of a core.
+The kernel enforces it through a cgroup quota, a number of microseconds of processor time per period on any cores.
+Without such a cgroup (for example in a container where none is writable), a process of ours stops and continues the
+host's processes (duty.py). That is coarser: a waiting system call may return EINTR, a process of the host that was
+stopped by someone else is continued, and each slow host costs a few percent of a core.
 
 The period is short, because otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed,
-and what follows waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of it 40. Measured, from the 5th
+and the rest waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of work 40 ms. Measured, from the 5th
 to the 95th percentile:
 
     period     100 ms       50 ms        20 ms        10 ms         5 ms
      3 ms    3 - 78 ms    3 - 41 ms    3 - 18 ms   10 - 18 ms   10 - 14 ms
     10 ms   10 - 85 ms   10 - 48 ms   40 - 40 ms   40 - 40 ms   40 - 40 ms
 
-The kernel looks at its clock every 4 ms there, so even shorter periods gain little; on a crowded machine (a load of 50
-on two cores) 5 ms was the first not to give the full share, 22% instead of 25%. A quota is at least 1 ms, so below 10%
-the period grows.
+The kernel reads its clock every 4 ms there, so even shorter periods gain little. On a crowded machine (a load of 50 on
+two cores), 5 ms was the first period that did not deliver the full share: 22% instead of 25%. A quota is at least 1 ms,
+so the period grows for shares below 10%.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from penstock.network import duty, keeper
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
-"""The kernel accepts no less."""
+"""The least quota that the kernel accepts."""
 LEAST_SHARE = 0.001
-"""The least quota divided by the longest period that the kernel accepts, a second."""
+"""The least quota divided by the longest period that the kernel accepts, which is one second."""
 
 _PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASCII)
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
+    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
 
     Raises:
-        ArgumentError: a text does not have this form, a host does not exist or comes twice, or a share is invalid.
+        ArgumentError: a text has another form, a host does not exist or appears twice, or a share is invalid.
     """
     slow: dict[int, float] = {}
     for text in (texts,) if isinstance(texts, str) else texts:
@@ -64,33 +64,33 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Checks the shares of slow hosts and returns them, by host.
+    """Checks the shares of slow hosts, and returns them sorted by host.
 
     Raises:
         ArgumentError: a host does not exist, or a share is invalid.
     """
     for host, share in slow.items():
         if host not in range(hosts):
-            there = f"there are hosts 0 to {hosts - 1}" if hosts > 1 else "there is host 0 alone"
-            raise ArgumentError(f"host {host} is to be slow, but does not exist: {there}")
+            there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+            raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
         if not 0 < share <= 1:
             said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
-            raise ArgumentError(f"host {host} is to get {share:g} ({100 * share:g}%) of a core: {said}")
+            raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
         if share < LEAST_SHARE:
             raise ArgumentError(
-                f"host {host} is to get {100 * share:g}% of a core, but the least that can be kept is 0.1%"
+                f"host {host} is given {100 * share:g}% of a core, but the least that can be enforced is 0.1%"
             )
     return dict(sorted(slow.items()))
 
 
 def quota(share: float) -> tuple[int, int]:
-    """A cgroup's quota: microseconds of processor time, and of the period in which they may be used."""
+    """Returns a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
     period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
     return max(round(share * period), LEAST_QUOTA_US), period
 
 
 class Means(ABC):
-    """Throttles the slow hosts of one emulation; the emulation's keeper ends it.
+    """A way to throttle the slow hosts of one emulation; the emulation's keeper ends it.
 
     Attributes:
         name: for people, and for a run's record.
@@ -108,7 +108,7 @@ class Means(ABC):
 
     @abstractmethod
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """The command that runs `argv` on a slow host, throttled from its first instruction, with all that it starts.
+        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
 
         Args:
             entering: the words that run a command on this host.
@@ -122,7 +122,7 @@ class Means(ABC):
         """
 
     def failed(self) -> str | None:
-        """Which hosts have not been throttled all along, though it was started."""
+        """Says which hosts were not throttled until the end; None if all were."""
         return None
 
     def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
@@ -130,7 +130,7 @@ class Means(ABC):
 
 
 class _Groups(Means):
-    """A cgroup for each slow host. A command joins it before it enters the host, and what it starts is born in it."""
+    """A cgroup for each slow host. A command joins it before it enters the host, and its children are born in it."""
 
     version: int
 
@@ -160,21 +160,21 @@ class _Groups(Means):
             for name, value in self._limits(*quota(self._slow[host])):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} says {' '.join(found)!r} now"
+                    return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
         return None
 
     def _parent(self) -> Path:
-        """The cgroup to create them in: our own or an ancestor, so that limits set for us apply to the hosts too."""
+        """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
         mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
         if not mounts:
-            raise OSError(f"no cgroup v{self.version} that divides processor time is mounted")
+            raise OSError(f"no cgroup v{self.version} with the cpu controller is mounted")
         place, root = mounts[0]
         folder = place / os.path.relpath(_own(self.version), root)
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         while not self._fits(folder):
             if folder == place:
-                raise OSError(f"no cgroup from {place} on hands the cpu controller down")
+                raise OSError(f"no cgroup up to {place} delegates the cpu controller")
             folder = folder.parent
         return folder
 
@@ -183,7 +183,7 @@ class _Groups(Means):
 
     @abstractmethod
     def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        """What to write into which files, in order."""
+        """Returns what to write into which files, in order."""
 
 
 class GroupsV2(_Groups):
@@ -209,7 +209,7 @@ class GroupsV1(_Groups):
 class Signals(Means):
     """A process of ours for each slow host, which stops and continues the host's processes (duty.py).
 
-    A command stops itself before its first instruction, until our process has seen it.
+    A command stops itself before its first instruction, and our process continues it once it has seen it.
     """
 
     name = "SIGSTOP and SIGCONT"
@@ -235,7 +235,7 @@ class Signals(Means):
                 if answer.readline() != b"ready\n":
                     process.kill()
                     process.wait()
-                    raise FabricError(f"the process that is to hold host {host} back did not start")
+                    raise FabricError(f"the process that slows host {host} did not start")
             self._processes[host] = process
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -245,7 +245,9 @@ class Signals(Means):
         gone = [host for host, process in self._processes.items() if process.poll() is not None]
         if not gone:
             return None
-        return f"host {gone[0]} was not slowed until the end: the process that stops and continues its own has ended"
+        return (
+            f"host {gone[0]} was not slowed until the end: the process that stops and resumes its processes has ended"
+        )
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -254,14 +256,14 @@ class Signals(Means):
 
 
 MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
-"""In order of preference."""
+"""The available means, best first."""
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
     """Picks the first means that works on this machine.
 
     Raises:
-        FabricError: none does, and why.
+        FabricError: none works, and why.
     """
     reasons = []
     for means in MEANS:
@@ -273,7 +275,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
 
 
 def _own(version: int) -> str:
-    """Our cgroup's path in its hierarchy."""
+    """Returns our cgroup's path in its hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if (version == 2 and number == "0") or (version == 1 and "cpu" in controllers.split(",")):

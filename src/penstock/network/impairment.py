@@ -1,6 +1,6 @@
-"""What happens to a frame on a link besides its rate, in tc netem's terms: delay, jitter, loss and the like.
+"""What happens to frames on a link besides its rate, in the terms of tc netem: delay, jitter, loss and the like.
 
-Values only; model.py draws from them.
+These are only values; model.py draws from them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.errors import ArgumentError
 
 DISTRIBUTIONS = ("uniform", "normal", "pareto", "paretonormal")
-"""Of the jitter, as in netem."""
+"""Distributions of the jitter, as in netem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Chance:
     """The chance that something happens to a frame.
 
     Attributes:
-        share: fraction of the frames, 0..1.
-        correlation: 0..1, how likely a frame is to share the fate of the one before it. It leaves `share` unchanged;
-            netem's own formula for correlation does not.
+        share: the fraction of frames affected, 0..1.
+        correlation: how likely a frame is to share the fate of the one before it, 0..1. Unlike netem's formula, this
+            leaves `share` unchanged.
     """
 
     share: float = 0.0
@@ -32,11 +32,11 @@ NEVER = Chance()
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Loss by the Gilbert-Elliott model, netem's `loss gemodel`. All are probabilities per frame, 0..1.
+    """Loss by the Gilbert-Elliott model, netem's `loss gemodel`. All values are probabilities per frame, 0..1.
 
     Attributes:
-        to_bad: a good state turns bad (p).
-        to_good: a bad state turns good (r).
+        to_bad: the good state turns bad (p).
+        to_good: the bad state turns good (r).
         loss_in_bad: a frame is lost in the bad state (1-h).
         loss_in_good: a frame is lost in the good state (1-k).
     """
@@ -60,21 +60,21 @@ class Impairment:
     """What happens to frames in one direction.
 
     Attributes:
-        delay_seconds: of every frame.
-        jitter_seconds: the unit of the distribution: for uniform the delay varies by up to this much either way; for
-            the others it is the standard deviation before the tails are cut off at four times the jitter.
+        delay_seconds: the delay of every frame.
+        jitter_seconds: the unit of the distribution: for uniform, the delay varies by up to this much either way; for
+            the others, it is the standard deviation before the tails are cut off at four times the jitter.
         correlation: of the jitter, 0..1, as in `Chance`.
         distribution: one of `DISTRIBUTIONS`.
-        overtaking: a frame with a shorter delay passes those ahead of it, as in netem without a rate; otherwise it
-            waits for them, so under load jitter turns into delay.
-        loss, duplicate, corrupt, reorder: chances per frame. A reordered frame is not delayed and overtakes others;
-            no other frame overtakes one.
-        gap: the least distance, in frames, from one reordered frame to the next.
-        stall_seconds, stall_every_seconds: how long nothing leaves, and how often; the first stall comes after a
-            whole period.
+        overtaking: if True, a frame with a shorter delay passes those ahead of it, as in netem without a rate;
+            otherwise it waits for them, so under load jitter turns into delay.
+        loss, duplicate, corrupt, reorder: chances per frame. A reordered frame is not delayed and overtakes others; no
+            other frame overtakes one.
+        gap: the least distance in frames between two reordered frames.
+        stall_seconds, stall_every_seconds: how long nothing leaves, and how often; the first stall comes after a whole
+            period.
 
     Raises:
-        ArgumentError: values that contradict each other.
+        ArgumentError: the values contradict each other.
     """
 
     delay_seconds: float = 0.0
@@ -96,9 +96,13 @@ class Impairment:
                 f"there is no distribution {self.distribution!r}: give one of {', '.join(DISTRIBUTIONS)}"
             )
         if self.overtaking and not self.jitter_seconds:
-            raise ArgumentError("without jitter no frame overtakes another: give jitter 1ms, say, beside overtaking")
+            raise ArgumentError(
+                "without jitter no frame overtakes another: with overtaking also give jitter, such as jitter 1ms"
+            )
         if self.reorder.share and not self.delay_seconds:
-            raise ArgumentError("without a delay no frame can overtake another: give delay 5ms, say, beside reorder")
+            raise ArgumentError(
+                "without a delay no frame can overtake another: with reorder also give delay, such as delay 5ms"
+            )
         if self.stall_seconds and self.stall_seconds >= self.stall_every_seconds:
             raise ArgumentError(
                 f"a stall of {self.stall_seconds:g} s every {self.stall_every_seconds:g} s never ends: give a longer "
@@ -112,12 +116,12 @@ class Impairment:
 
     @property
     def longest_seconds(self) -> float:
-        """The most that a frame is delayed, stalls aside."""
+        """The longest delay of a frame, apart from stalls."""
         return self.delay_seconds + self._spread_seconds
 
     @property
     def shortest_seconds(self) -> float:
-        """The least that a frame is delayed; a reordered one is not delayed at all."""
+        """The shortest delay of a frame; 0 if frames may be reordered."""
         return 0.0 if self.reorder.share else max(self.delay_seconds - self._spread_seconds, 0.0)
 
     @property

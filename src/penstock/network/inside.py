@@ -1,6 +1,6 @@
-"""Runs work in a network namespace without a separate process: a thread joins the namespace, works, and ends.
+"""Run work in a network namespace without a separate process: a thread joins the namespace, works, and ends.
 
-A thread has its own network namespace, which the processes that it starts inherit.
+Each thread has its own network namespace, which the processes that it starts inherit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """Runs `work` in the namespace with this file, or in a fresh one that vanishes; returns or raises what it does.
+    """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does.
 
     Raises:
-        OSError: the namespace cannot be joined or made.
+        OSError: the namespace cannot be joined or created.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -29,7 +29,7 @@ def within(namespace: Path | None, work: Callable[[], T]) -> T:
         try:
             _join(namespace)
             results.append(work())
-        except BaseException as error:  # raised again below, in the thread that asked
+        except BaseException as error:  # raised again below, in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=run, name="penstock-namespace")

@@ -1,11 +1,11 @@
-"""Removes an emulation when its maker ends, however that happens, even if it is killed.
+"""Remove an emulation when its maker ends, no matter how, even if it is killed.
 
 This file also runs as its own program, in its own session, so it needs only the standard library.
 
-All that an emulation leaves outside itself are names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
-`-switch`. PID and START (its start in clock ticks since boot) are the maker's, so the name alone tells whether the
-maker is still alive, and no file is needed for it. Devices, queues and addresses die with the namespaces. A slow host
-may also have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
+Outside its own processes, an emulation leaves only names of network namespaces, `penstock-PID-START-SUBNET-h0`, ...,
+`-switch`. PID and START (the start time in clock ticks since boot) are the maker's, so the name alone shows whether the
+maker is alive, and no file is needed. Devices, queues and addresses disappear with the namespaces. A slow host may also
+have a cgroup, `penstock-PID-START-SUBNET-h0-cpu`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ FOLDER = Path("/var/run/netns")
 PATHS = (*os.environ.get("PATH", os.defpath).split(os.pathsep), "/usr/sbin", "/sbin", "/usr/local/sbin")
 """Where to look for `ip` and `tc`, which are often not on a user's PATH."""
 MARK = "PENSTOCK_FABRIC"
-"""Names the emulation in the environment of each of its processes."""
+"""The environment variable that names the emulation in each of its processes."""
 SECONDS = 10.0
-"""How long processes get to die of SIGKILL before their namespaces are deleted without waiting for them."""
+"""How long processes get to die of SIGKILL; after that, their namespaces are deleted anyway."""
 
 _NAME = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-(?:h\d+|switch)")
 _GROUP = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-h\d+-cpu")
 
 
 def names_of(emulation: str | None = None) -> list[str]:
-    """The namespaces of an emulation, or of all of them."""
+    """Returns the namespaces of an emulation, or of all emulations."""
     try:
         names = sorted(os.listdir(FOLDER))
     except FileNotFoundError:
@@ -46,12 +46,12 @@ def names_of(emulation: str | None = None) -> list[str]:
 
 
 def group_name(emulation: str, host: int) -> str:
-    """Name of the cgroup that limits a host's processor time."""
+    """Returns the name of the cgroup that limits a host's processor time."""
     return f"{emulation}-h{host}-cpu"
 
 
 def groups_of(emulation: str | None = None) -> list[Path]:
-    """The cgroups of an emulation, or of all of them, wherever in the hierarchies their makers stood."""
+    """Returns the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
     found = []
     for _, place, _ in group_mounts():
         for folder, names, _ in os.walk(place):
@@ -61,7 +61,7 @@ def groups_of(emulation: str | None = None) -> list[Path]:
 
 
 def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
-    """Hierarchies of cgroups that divide processor time: the version, where it is mounted, and from which cgroup on."""
+    """Returns the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -70,7 +70,7 @@ def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int,
     for line in lines:
         mount, _, system = line.partition(" - ")
         kind, *_, options = system.split(" ")
-        # A space, a tab, a line's end or a backslash in a path is written as in C.
+        # Spaces, tabs, newlines and backslashes in paths are written as octal escapes.
         root, place = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), path) for path in mount.split()[3:5])
         if kind == "cgroup2" and "cpu" in words_of(Path(place, "cgroup.controllers")):
             found.append((2, Path(place), root))
@@ -80,7 +80,7 @@ def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int,
 
 
 def words_of(path: Path) -> list[str]:
-    """The words of a kernel file; none if it does not exist."""
+    """Returns the words in a kernel file; none if it does not exist."""
     try:
         return path.read_text().split()
     except OSError:
@@ -88,20 +88,20 @@ def words_of(path: Path) -> list[str]:
 
 
 def emulation_of(name: str) -> str:
-    """The emulation that a namespace or a cgroup belongs to."""
+    """Returns the emulation that a namespace or cgroup belongs to."""
     match = _NAME.fullmatch(name) or _GROUP.fullmatch(name)
     assert match is not None, name
     return match[1]
 
 
 def maker_lives(emulation: str) -> bool:
-    """Whether the process that made it still runs."""
+    """Whether the process that made the emulation is still running."""
     pid, start = emulation.split("-")[1:3]
     return started(int(pid)) == int(start)
 
 
 def started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none, or if it has ended."""
+    """Returns when a process started, in clock ticks since boot; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -110,9 +110,9 @@ def started(pid: int) -> int | None:
 
 
 def remove(emulation: str) -> list[str]:
-    """Kills every process of an emulation and deletes its namespaces and cgroups. Returns the names that it deleted.
+    """Kills every process of an emulation, deletes its namespaces and cgroups, and returns the names deleted.
 
-    It repeats until nothing is left: a command that the maker had started may create one more in the meantime.
+    This repeats until nothing is left, because a command that the maker had started may create more in the meantime.
     """
     removed: list[str] = []
     deadline = time.monotonic() + SECONDS
@@ -132,22 +132,22 @@ def remove(emulation: str) -> list[str]:
                 removed += [group.name for group in groups if _delete_group(group)]
                 if late:
                     break
-                if not groups:  # in one something may still end
+                if not groups:  # a process may still be ending in a cgroup
                     continue
         time.sleep(0.02)
     return removed
 
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
-    """Processes in the namespaces and cgroups, and those that carry the mark."""
+    """Yields the processes in the namespaces and cgroups, and those that carry the mark."""
     places = set()
     for name in names:
         try:
             status = os.stat(FOLDER / name)
             places.add((status.st_dev, status.st_ino))
-        except OSError:  # deleted meanwhile
+        except OSError:  # deleted in the meantime
             continue
-    places.discard(_place("self"))  # a name whose namespace was never attached, or one that we stand in
+    places.discard(_place("self"))  # a name that was never attached to a namespace, or our own namespace
     held = {pid for group in groups for pid in words_of(group / "cgroup.procs")}
     mark = f"{MARK}={emulation}".encode()
     for pid in os.listdir("/proc"):
@@ -181,16 +181,16 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def _free(groups: Iterable[Path]) -> None:
-    """Lifts the cgroups' limits: dying takes time too, for 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lifts the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
-                with contextlib.suppress(OSError):  # deleted meanwhile
+                with contextlib.suppress(OSError):  # deleted in the meantime
                     (group / name).write_text(unlimited)
 
 
 def tool(name: str) -> str | None:
-    """The path of a system program."""
+    """Returns the path of a system program; None if it is not installed."""
     return shutil.which(name, path=os.pathsep.join(PATHS))
 
 
@@ -202,25 +202,25 @@ def _delete(name: str) -> bool:
 def _delete_group(group: Path) -> bool:
     try:
         group.rmdir()
-    except OSError:  # something still ends in it
+    except OSError:  # a process is still ending in it
         return False
     return True
 
 
 def main(emulation: str, maker: int) -> int:
-    """Waits until the maker closes our standard input or ends, then removes its emulation. 0: nothing is left."""
+    """Waits until the maker closes our standard input or ends; removes its emulation; returns 0 if nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")
     waiting = select.poll()
     waiting.register(0, select.POLLIN | select.POLLHUP)
     try:
-        # A process that the maker forked may hold the pipe open after it; the maker's own end is seen here.
+        # A process forked from the maker may hold the pipe open longer; this notices that the maker itself has ended.
         waiting.register(os.pidfd_open(maker), select.POLLIN)
     except ProcessLookupError:
         remove(emulation)
         return 0
-    except OSError:  # a kernel or a sandbox without it: the pipe has to do
+    except OSError:  # the kernel or sandbox has no pidfd: the pipe must do
         pass
     os.write(1, b"ready\n")
     os.close(1)

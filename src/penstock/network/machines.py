@@ -1,8 +1,8 @@
-"""Emulates hosts on one machine: a network namespace each, joined by shaped links to a switch.
+"""Emulate hosts on one machine: a network namespace each, joined by shaped links to a switch.
 
-The switch is a bridge in its own namespace, with veth pairs that tbf shapes, or a process (switch/) that
-holds the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. For
-measurements of the links see link.py.
+The switch is either a bridge in its own namespace, with veth pairs that tbf shapes, or a process (switch/) that holds
+the hosts' TAP devices: see shapers.py. The machine's own namespace gets no device, address or route. For measurements
+of the links see link.py.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.network.topology import Topology
 INTERFACE = "eth0"
 """The interface that each host has besides lo."""
 MOST = 200
-"""Most hosts of one emulation: a subnet has addresses for 254."""
+"""The most hosts in one emulation: a subnet has addresses for 254."""
 
 
 class Machines:
-    """Hosts that exist while the `with` block runs, and no longer than the process that made them, however it ends.
+    """Hosts that exist while the `with` block runs, and never outlive the process that made them, however it ends.
 
         with Machines(4, parse_link("100mbit")) as machines:
             subprocess.run(machines.command(0, ["python", "-c", "..."]))
@@ -43,11 +43,11 @@ class Machines:
     Attributes:
         id: of this emulation; its namespaces are called `{id}-h0`, ... and `{id}-switch`.
         hosts: the names of the hosts' namespaces.
-        addresses: IPv4, by host.
-        network: the subnet that they are from.
-        topology: the links as they are now; None: as fast as the machine can.
-        shaper: what makes them so; None: nothing does.
-        background: neighbours' traffic as it is now.
+        addresses: IPv4 addresses, by host.
+        network: the subnet that the addresses belong to.
+        topology: the current links; None for links as fast as the machine can make them.
+        shaper: what shapes the links; None if nothing does.
+        background: the neighbours' current traffic.
     """
 
     def __init__(
@@ -61,19 +61,21 @@ class Machines:
         slow: Mapping[int, float] | None = None,
         changes: bool = False,
     ) -> None:
-        """
+        """Checks the arguments; the hosts are created by `with`.
+
         Args:
-            hosts: how many.
-            link: of each host to the switch, or of all; None: as fast as the machine can.
-            congestion_control: of TCP between the hosts; None: as the kernel has it.
+            hosts: the number of hosts.
+            link: each host's link to the switch, or all links as a Topology; None for links as fast as the machine can
+                make them.
+            congestion_control: TCP's congestion control between the hosts; None for the kernel's default.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
-            background: traffic of neighbours, as texts (background.py).
-            slow: hosts whose processes get no more than this share of one core's time, all together (holdback.py).
+            background: neighbours' traffic, as texts (background.py).
+            slow: hosts whose processes together get at most this share of one core's time (holdback.py).
             changes: whether `change` and `lose` will be called.
 
         Raises:
-            ArgumentError: too few or too many hosts, a link of a host that is not there, a congestion control that the
-                kernel has not, a slow host that is not there or a share that is none.
+            ArgumentError: there are too few or too many hosts, a link or share is given for a host that does not exist,
+                a share is invalid, or the kernel does not have the congestion control.
         """
         if not 1 <= hosts <= MOST:
             raise ArgumentError(f"{hosts} hosts requested: give 1 to {MOST}")
@@ -85,18 +87,11 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbours and changes need links that have a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbours and changes need links with a rate: give --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
         self.background = tuple(background)
-        self._only_switch = (
-            "only the switch models neighbours' traffic"
-            if background
-            else "only the switch makes links that change, and hosts that come and go"
-            if changes
-            else None
-        )
         self._changes = changes
         self._switch: Switch | None = None
         self.slow = check_slow(slow or {}, hosts)
@@ -111,15 +106,16 @@ class Machines:
 
     @property
     def held_back_by(self) -> str | None:
-        """What throttles the slow hosts; None if none is slow, and before they are made."""
+        """The means that throttles the slow hosts; None if no host is slow, or the hosts do not exist yet."""
         return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
-        """Makes the hosts.
+        """Creates the hosts.
 
         Raises:
-            FabricError: this machine cannot (`why_not` says why), or a command failed. Nothing is left then.
-            ArgumentError: the link cannot be made at this rate, or by the shaper that is wanted.
+            FabricError: this machine cannot create them (`why_not` says why), or a command failed. Nothing is left
+                behind.
+            ArgumentError: the link cannot be made at this rate, or by the requested shaper.
         """
         self.settle()
         self._maker = os.getpid()
@@ -142,7 +138,7 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Finds out whether this machine can create the hosts, and how. Creates nothing of them.
+        """Finds out whether and how this machine can create the hosts, without creating any.
 
         Raises:
             FabricError, ArgumentError: as in `with`.
@@ -154,18 +150,25 @@ class Machines:
             self.shaper = choose(self.topology, self._count, self._wanted, self._only_switch)
             self.topology = self.shaper.topology
 
+    @property
+    def _only_switch(self) -> str | None:
+        """Why nothing but the switch will do; None if other shapers may."""
+        if self.background:
+            return "only the switch models neighbours' traffic"
+        return "only the switch can change links, and take hosts away for a time" if self._changes else None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
 
     def close(self) -> None:
-        """Kills what still runs in the hosts, and removes them. May be called again.
+        """Kills what still runs on the hosts, and removes them. May be called again.
 
         Raises:
             FabricError: something is left, or a slow host was not throttled all the time.
         """
-        if self._keeper is None or os.getpid() != self._maker:  # nothing of a process that was forked from the maker
+        if self._keeper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
             return
         if self._switch is not None:
             self._switch.close()
@@ -176,7 +179,7 @@ class Machines:
         process.stdin.close()
         status = process.wait()
         self._keeper = None
-        if status:  # it was killed itself, or could not
+        if status:  # the keeper was killed, or failed
             keeper.remove(self.id)
         if self._means is not None:
             self._means.close()
@@ -190,7 +193,7 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """What to start for `argv` to run on a host, with `environment` in addition to what `variables` gives."""
+        """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._means is not None:
@@ -198,37 +201,34 @@ class Machines:
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
-        """The environment of a process on a host: tells gloo and the like which interface to use."""
+        """Returns the environment of a process on a host, which tells gloo and the like which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
-        """How the bridge's ports are shaped and what passed them, as reported by tc; "" without a bridge."""
-        done = subprocess.run(
-            [_tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"], capture_output=True, text=True, check=False
-        )
-        return done.stdout
+        """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
+        return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
         """Checks that the network is still there.
 
         Raises:
-            FabricError: the switch that runs it has ended.
+            FabricError: the switch process has ended.
         """
         if self._switch is not None:
             self._switch.check()
 
     def told(self) -> dict[str, Any] | None:
-        """What the switch in user space has counted so far; None without one."""
+        """Returns the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
     def change(self, topology: Topology) -> None:
-        """Replaces the links from now on. Frames under way stay as they are.
+        """Replaces the links from now on; frames in flight are not affected.
 
         Raises:
-            ArgumentError: they would need frames of another size.
+            ArgumentError: the new links would need another frame size.
             FabricError: the switch has ended.
         """
         assert self._switch is not None, "Machines(changes=True) has a switch"
@@ -240,7 +240,7 @@ class Machines:
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def lose(self, hosts: Iterable[int]) -> None:
-        """Cuts these hosts off from now on: nothing leaves or reaches them; all other hosts are connected (again)."""
+        """Cuts these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self._switch.order(Order(gone=tuple(hosts)))
 
@@ -251,7 +251,7 @@ class Machines:
         self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
-        """What was requested and what implements it, for the record; as of now."""
+        """Describes what was requested and what currently implements it, for the record."""
         topology, shaper = self.topology, self.shaper
         return {
             "hosts": self._count,
@@ -285,7 +285,7 @@ class Machines:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
-        """What shapes a host's traffic, in tc's words. Needed before a switch too: TCP must feel its own queue."""
+        """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
@@ -300,7 +300,7 @@ class Machines:
     def _make_bridge(self) -> None:
         switch = f"{self.id}-switch"
         ports = [f"p{host}" for host in range(self._count)]
-        # No spanning tree and no snooping: they would hold back or add frames. Addresses of devices stay known.
+        # No spanning tree and no snooping: they would delay or add frames. Device addresses never expire.
         lines = ["link add name br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0 ageing_time 100000000"]
         for host, port in enumerate(ports):
             lines += [
@@ -325,18 +325,18 @@ class Machines:
         ]
         if self.topology is not None:
             link = self.topology.up(host)
-            # What TCP sends at once fits the bucket: tbf takes apart what does not, frame by frame, which costs ten
-            # times the processor time.
+            # TCP must not send more at once than fits the bucket: tbf would split it into frames, which takes ten times
+            # the processor time.
             at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
             lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
         # Known neighbours need no lookup, so no first message of a run waits for an answer.
-        others = [other for other in range(self._count) if other != host]
         lines += [
             f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
-            for other in others
+            for other in range(self._count)
+            if other != host
         ]
         if self.congestion_control is not None:
-            # A route may name one that the administrator has not opened to all users; a namespace's default may not.
+            # A route may use one that the administrator has not opened to all users; a namespace's default may not.
             source = f"src {self.addresses[host]} congctl {self.congestion_control}"
             lines.append(f"route replace {self.network} dev {INTERFACE} proto kernel scope link {source}")
         return lines
@@ -345,15 +345,13 @@ class Machines:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Attaches tbf to a device, and checks that it is there: without it the link would be too fast."""
+        """Attaches tbf to a device, and checks that it is there: without it, the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
-        shown = subprocess.run(
-            [_tool("tc"), "-n", namespace, "qdisc", "show", "dev", device], capture_output=True, text=True, check=False
-        ).stdout
+        shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{_tool('tc')} was to put tbf before {device} of {namespace} and said nothing, but what is there "
-                f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
+                f"{_tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 
     def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
@@ -369,7 +367,7 @@ class Machines:
 
 
 def clean(force: bool = False) -> list[str]:
-    """Removes what emulations have left behind whose maker is gone; with `force`, also those that run.
+    """Removes what is left of emulations whose maker is gone; with `force`, also of running ones.
 
     Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """
@@ -385,6 +383,11 @@ def _tool(name: str) -> str:
     return keeper.tool(name) or name
 
 
+def _qdiscs(*options: str, device: str = "") -> str:
+    line = [_tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
+    return subprocess.run(line, capture_output=True, text=True, check=False).stdout
+
+
 def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
     """Starts the process that removes the emulation when its standard input closes, and holds the claim until then."""
     process = subprocess.Popen(
@@ -393,12 +396,12 @@ def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[byte
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         pass_fds=(claim.fileno(),),
-        start_new_session=True,  # a Ctrl-C of the terminal is not for it
+        start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
     )
     assert process.stdout is not None
     with process.stdout as answer:
         if answer.readline() != b"ready\n":
             process.kill()
             process.communicate()
-            raise FabricError("the process that is to take the hosts down again did not start")
+            raise FabricError("the process that removes the hosts afterwards did not start")
     return process

@@ -1,14 +1,14 @@
-"""What happens to the k-th frame on a link: drawn from a seed, whenever the frame comes and whatever came before it.
+"""Draw what happens to the k-th frame on a link from a seed, no matter when the frame comes and what came before it.
 
-The distributions of the jitter are netem's, by the formulas of its tables: for a u that is uniform in 0..1, in units of
-the jitter and cut off at 4,
+The jitter's distributions are netem's, computed by the formulas behind its tables. For a u that is uniform in 0..1, in
+units of the jitter and cut off at 4:
 
     uniform       2u - 1
     normal        the normal distribution's quantile
     pareto        ((1 - u)^(-1/3) - 3/2) * 4/3
-    paretonormal  a quarter of the normal one and three quarters of the Pareto one, at the same u
+    paretonormal  a quarter of the normal one plus three quarters of the Pareto one, at the same u
 
-(a test checks them against the tables of an installed tc). Each kind of chance has its own stream, so adding one
+A test checks them against the tables of an installed tc. Each kind of chance has its own random stream, so adding one
 to a link does not change the others.
 """
 
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.network.impairment import Bursts, Chance, Impairment
 
 LOST, TWICE, CORRUPT, JUMPS = 1, 2, 4, 8
-"""The bits of a frame's fate: dropped; sent twice; sent with one bit wrong; sent without delay, past others."""
+"""The bits of a frame's fate: dropped; sent twice; sent with one wrong bit; sent without delay, ahead of others."""
 
 _MOST = 4.0
 """Where netem's tables end, in units of the jitter."""
@@ -38,9 +38,9 @@ class Decisions:
     """Decisions about consecutive frames.
 
     Attributes:
-        fate: its bits, uint8.
+        fate: bits, uint8.
         delay_ns: int64, at least 0.
-        bit: int64, of 0 to 2^62, which one is wrong if one is; to be taken modulo the number of bits.
+        bit: int64, 0 to 2^62: which bit is wrong, if one is; to be taken modulo the number of bits.
     """
 
     fate: npt.NDArray[np.uint8]
@@ -49,14 +49,15 @@ class Decisions:
 
 
 class Draws:
-    """The decisions for one direction of a link, in order; how many are requested at a time does not matter."""
+    """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
-        """
+        """Creates the streams.
+
         Args:
             impairment: what is drawn.
-            seed: of the network.
-            direction: a number that no other direction of the network has.
+            seed: the network's seed.
+            direction: a number that is unique among the network's directions.
         """
         self._impairment = impairment
         self._key = (abs(seed), int(seed < 0), direction)
@@ -66,7 +67,7 @@ class Draws:
         self._since_jump = 0
 
     def next(self, count: int) -> Decisions:
-        """The decisions for the next frames."""
+        """Returns the decisions for the next frames."""
         wanted = self._impairment
         fate = np.zeros(count, dtype=np.uint8)
         fate[self._lost(count)] |= LOST
@@ -82,14 +83,14 @@ class Draws:
         return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
 
     def _stream(self, name: str) -> np.random.Generator:
-        """Created on demand: a link that changes while frames are under way needs its first decisions soon."""
+        """Returns a random stream, created on demand: a link that changes in mid-run needs its first decisions soon."""
         if name not in self._streams:
             seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
             self._streams[name] = np.random.Generator(np.random.Philox(seeds))
         return self._streams[name]
 
     def _uniform(self, name: str, correlation: float, count: int) -> Floats:
-        """Uniform in 0..1; each is the one before it with the probability of the correlation."""
+        """Draws from 0..1 uniformly; each value repeats the one before it with the probability `correlation`."""
         fresh = self._stream(name).random(count)
         if not correlation or not count:
             return fresh
@@ -114,7 +115,7 @@ class Draws:
         return self._stream("loss").random(count) < shares
 
     def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
-        """Whether the link is bad, frame by frame."""
+        """Yields whether the link is bad, frame by frame."""
         for value in self._stream("loss state").random(count).tolist():
             yield self._is_bad
             self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
@@ -131,7 +132,7 @@ class Draws:
 
 
 def quantile(distribution: str, u: Floats) -> Floats:
-    """Of a jitter's distribution, in units of the jitter, for shares of 0..1."""
+    """Returns the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
     if distribution == "uniform":
         return 2 * u - 1
     found = np.zeros_like(u)
@@ -145,6 +146,6 @@ def quantile(distribution: str, u: Floats) -> Floats:
 
 
 def _normal(u: Floats) -> Floats:
-    from scipy import special  # which the switch has loaded before frames come
+    from scipy import special  # the switch has already loaded it when frames come
 
     return np.asarray(special.ndtri(np.clip(u, 1e-300, 1 - 1e-16)))

@@ -1,4 +1,4 @@
-"""A complete network specification: links, what shapes them, neighbours, throttled hosts, and what changes."""
+"""A complete network specification: links, what shapes them, neighbours, throttled hosts, and changes over time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from penstock.network.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The requested network, parsed and checked; nothing of it exists yet.
+    """A requested network, parsed and checked; none of it exists yet.
 
     Attributes:
-        hosts: how many.
-        topology: their links; None: as fast as the machine can.
+        hosts: the number of hosts.
+        topology: their links; None for links as fast as the machine can make them.
         shaper: what is to shape them, one of `shapers.SHAPERS`.
         background: neighbours' traffic, as texts (background.py).
         slow: throttled hosts, and their shares of one core.
-        events: of the scenario.
+        events: the scenario's events.
     """
 
     hosts: int
@@ -32,7 +32,7 @@ class Network:
     events: tuple[Event, ...] = ()
 
     def machines(self) -> Machines:
-        """The hosts, which `with` creates.
+        """Returns the hosts, which are created by `with`.
 
         Raises:
             ArgumentError: as `Machines` does.

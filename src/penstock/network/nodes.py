@@ -1,4 +1,4 @@
-"""A torchrun job across hosts: an agent on each, as on real machines. Also finds out which rank failed first."""
+"""Run a torchrun job across hosts, with an agent on each as on real machines, and find out which rank failed first."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.network.machines import Machines
 from penstock.network.scenario import Event
 
 PORT = 29500
-"""Of the first host's store: nothing else listens in a namespace of our own."""
+"""The port of the first host's store; nothing else listens in a namespace of our own."""
 JOIN_SECONDS = 300.0
-"""Within which every agent must be there: many of them load torch on few cores."""
+"""How long agents have to join: many of them may be loading torch on few cores."""
 PATIENCE = Patience(interrupt_seconds=1.0)
-"""Short after a Ctrl-C: a rank that waits for another over a network may not see it at all."""
+"""Short after a Ctrl-C, because a rank that waits for another over a network may never notice it."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""For the environment of agents: torch warns of host names that are not in DNS."""
+"""Added to the environment of agents: torch warns about host names that are not in DNS."""
 
 
 def agent_commands(
@@ -33,9 +33,9 @@ def agent_commands(
 
     Args:
         machines: the hosts; the first has rank 0.
-        arguments: the script's path, or `-m` and a module, then its own.
-        per_host: ranks on each.
-        join_seconds: within which every agent must be there.
+        arguments: the script's path, or `-m` and a module, then its own arguments.
+        per_host: the number of ranks on each host.
+        join_seconds: how long agents have to join.
     """
     for host in range(len(machines.hosts)):
         where = [
@@ -55,12 +55,12 @@ class Job:
 
     Attributes:
         command: the script's path, or `-m` and a module, then its own arguments.
-        ranks: on all hosts together.
-        hosts: how many.
+        ranks: the total number of ranks on all hosts.
+        hosts: the number of hosts.
         threads: OMP_NUM_THREADS of each rank; default: the environment's, or otherwise the cores divided by the ranks.
 
     Raises:
-        ArgumentError: it cannot be started.
+        ArgumentError: the job cannot be started.
     """
 
     command: tuple[str, ...]
@@ -83,7 +83,7 @@ class Outcome:
 
     Attributes:
         status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        said: what failed first, in words; "" if nothing did, or a signal to this process ended all.
+        said: what failed first, in words; "" if nothing did, or if a signal to this process ended everything.
         happened: what the scenario changed, in order.
     """
 
@@ -104,14 +104,15 @@ def run(
     """Runs a job on existing hosts, and waits until all of it has ended.
 
     Args:
-        job: what, on as many hosts as `machines` has.
-        machines: the hosts, which stay.
-        events: of a scenario that is played meanwhile.
-        outputs, seconds, forwards: as `supervise` has them.
+        job: the job, for as many hosts as `machines` has.
+        machines: the hosts, which are kept.
+        events: a scenario to play in the meantime.
+        outputs, seconds, forwards: as for `supervise`.
 
     Raises:
-        TimeoutError: it took more than `seconds`. All of it has ended.
-        FabricError: the hosts' network has ended, or a change of the scenario could not be made. The same.
+        TimeoutError: the job took more than `seconds`. All of it has ended.
+        FabricError: the hosts' network has ended, or a change of the scenario could not be made. All of the job has
+            ended.
     """
     with memory("failures") as failures, memory("step") as step:
         environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}

@@ -1,6 +1,6 @@
-"""Reads a link from its text, in the words of tc: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss 0.1%".
+"""Parse a link's text, in tc's words: "100mbit", "1gbit delay 5ms 1ms distribution pareto loss 0.1%".
 
-The grammar is `RATE {WORD VALUE...}`, or two of these, `up RATE ... down RATE ...`. A word is a line of `_WORDS`.
+The grammar is `RATE {WORD VALUE...}`, or two of these, `up RATE ... down RATE ...`. Each word is an entry of `_WORDS`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ _NOT_HERE = {
     "slot": "frames are not delayed to slots here: give delay and jitter",
     "ecn": "frames are not marked here: give loss alone",
     "seed": "the whole network has one seed: give --link-seed",
-    "netem": "leave that word out: what follows it is the same here",
+    "netem": "leave that word out: what follows it means the same here",
 }
-"""Words of netem that have no meaning here, and what to do instead."""
+"""netem's words that have no meaning here, and what to do instead."""
 
 
 def parse_link(text: str) -> Link:
-    """A link from its text: a rate, then any of the words that `words` lists.
+    """Parses a link: a rate, then any of the words that `words` lists.
 
-    Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second, kbps, mbps, gbps BYTES per second, each
-    with an `i` for powers of 1024; a size of 16kb has 16 * 1024 bytes; a bare time is microseconds. `latency` is the
-    longest that a frame may wait in the queue, another way to give `limit`. What follows `delay`, `loss`, `duplicate`,
-    `corrupt`, `reorder`, `gap` and `distribution` is as for netem; `jitter` and `stall TIME every TIME` are our own.
+    Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second; kbps, mbps, gbps are BYTES per second;
+    each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
+    is the longest that a frame may wait in the queue, another way to give `limit`. What follows `delay`, `loss`,
+    `duplicate`, `corrupt`, `reorder`, `gap` and `distribution` is as in netem; `jitter` and `stall TIME every TIME` are
+    our own.
 
     Raises:
         ArgumentError: the text is not a link; the message points to the place.
     """
     words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
     if not words:
-        raise ArgumentError(f"the link's text is empty: give a rate, like 100mbit; {_more()}")
+        raise ArgumentError(f"the link is empty: give a rate, like 100mbit; {_more()}")
     ways = _ways(text, words)
     links = {way: _link(text, _read(text, part), part) for way, part in ways.items()}
     whole = " ".join(text.split())
@@ -61,7 +62,7 @@ class _Word:
 
 @dataclass(slots=True)
 class _Values:
-    """The words that follow one word, to be taken one by one."""
+    """The values that follow a word, taken one by one."""
 
     text: str
     word: _Word
@@ -69,10 +70,10 @@ class _Values:
     taken: list[_Word] = field(default_factory=list)
 
     def take(self, read: Callable[[str], Any]) -> Any:
-        """The next value, which must be there."""
+        """Takes the next value, which is required."""
         if not self.left:
             last = self.taken[-1] if self.taken else self.word
-            raise _error(self.text, last, f"{last.text!r} lacks its value")
+            raise _error(self.text, last, f"{last.text!r} needs a value")
         word = self.left.pop(0)
         self.taken.append(word)
         try:
@@ -81,11 +82,11 @@ class _Values:
             raise _error(self.text, word, str(error)) from None
 
     def more(self, read: Callable[[str], Any], default: Any) -> Any:
-        """The next value if there is one."""
+        """Takes the next value if there is one."""
         return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
 
     def said(self, name: str) -> bool:
-        """Whether the next word is this one; if so, takes it."""
+        """Whether the next word is this one; if so, take it."""
         if self.left and self.left[0].name == name:
             self.taken.append(self.left.pop(0))
             return True
@@ -97,7 +98,7 @@ Found = dict[str, Any]
 
 def _rate(values: _Values) -> Found:
     found = {"rate": values.take(q.rate)}
-    apart = values.left and values.left[0].name in q.RATES  # which is said of the unit
+    apart = values.left and values.left[0].name in q.RATES  # the error about the unit comes later
     if not apart and (wrong := q.hardly_meant(values.taken[-1].text)):
         raise _error(values.text, values.taken[-1], wrong)
     return found
@@ -174,16 +175,16 @@ _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
     "gap": (_one("gap", q.count), "gap FRAMES"),
     "stall": (_stall, "stall TIME every TIME"),
 }
-"""By word: what reads its values, and how it is shown to those who ask; "" for what tc calls by another name too."""
+"""For each word, the function that reads its values, and its description for users; "" for tc's synonyms."""
 
 
 def words() -> list[str]:
-    """All words that a link's text may have after its rate, with their values."""
+    """Returns all words that a link's text may have after its rate, with their values."""
     return [shown for _, shown in _WORDS.values() if shown][1:]
 
 
 def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
-    """The words by direction; "" where the text has but one."""
+    """Splits the words by direction; the key is "" if the text has no directions."""
     marks = [place for place, word in enumerate(all_words) if word.name in ("up", "down")]
     if not marks:
         return {"": all_words}
@@ -193,19 +194,19 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
     for place, end in zip(marks, [*marks[1:], len(all_words)], strict=True):
         mark, part = all_words[place], all_words[place + 1 : end]
         if mark.name in found:
-            raise _error(text, mark, f"{mark.text!r} comes a second time")
+            raise _error(text, mark, f"{mark.text!r} is given twice")
         if not part:
             raise _error(text, mark, f"nothing follows {mark.text!r}: give a rate, like 100mbit")
         found[mark.name] = part
     for way, other in (("up", "down"), ("down", "up")):
         if way not in found:
-            said = f"{other!r} alone leaves the other direction open: give {way} as well"
+            said = f"{other!r} sets only one direction: give {way!r} as well"
             raise _error(text, all_words[0], said)
     return found
 
 
 def _read(text: str, given: list[_Word]) -> Found:
-    """What each word sets."""
+    """Returns what each word sets."""
     left = list(given)
     if left[0].name not in _WORDS and left[0].name not in _NOT_HERE:
         left.insert(0, _Word("rate", left[0].start))
@@ -217,7 +218,7 @@ def _read(text: str, given: list[_Word]) -> Found:
         new = read(values)
         twice = next((name for name in new if name in found), None)
         if twice is not None:
-            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} a second time")
+            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} again: give it once")
         found |= new
     return found
 
@@ -258,18 +259,18 @@ def _link(text: str, found: Found, part: list[_Word]) -> Link:
         )
         if "latency" not in found:
             return link
-        # As in tc: what leaves in that time, besides the bucket.
+        # As in tc: what leaves in that time, plus the bucket.
         return replace(link, limit_bytes=int(link.bytes_per_second * found["latency"]) + link.burst)
     except ArgumentError as error:
         raise _error(text, whole, str(error)) from None
 
 
 def _more() -> str:
-    return f"after it may come: {', '.join(words())}"
+    return f"known words are {', '.join(words())}"
 
 
 def _error(text: str, at: _Word, said: str) -> ArgumentError:
     shown = text.replace("\n", " ").replace("\t", " ")
     return ArgumentError(
-        f"the link's text at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
+        f"the link, at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
     )

@@ -1,4 +1,4 @@
-"""Rates, sizes, times and shares as tc writes them. A reader raises ValueError with what it expected."""
+"""Parse rates, sizes, times and percentages in tc's notation. Each parser raises ValueError with what it expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RATES = {
     **{f"{prefix}bps": 1000.0**power for prefix, power in _PREFIXES.items()},
     **{f"{prefix}ibps": 1024.0**power for prefix, power in _PREFIXES.items() if prefix},
 }
-"""As in tc: bits per second, bare or with "bit"; "bps" are BYTES per second. Case does not matter."""
+"""As in tc: bits per second, bare or with "bit"; "bps" means BYTES per second. Case does not matter."""
 _SIZES = {
     "": 1.0,
     "b": 1.0,
@@ -26,7 +26,7 @@ _TIMES = {
     "": 1e-6,
     "s": 1.0, "sec": 1.0, "secs": 1.0, "ms": 1e-3, "msec": 1e-3, "msecs": 1e-3, "us": 1e-6, "usec": 1e-6, "usecs": 1e-6,
 }  # fmt: skip
-"""As in tc: a bare number is microseconds."""
+"""As in tc: a bare number is in microseconds."""
 
 
 def _scaled(
@@ -39,32 +39,32 @@ def _scaled(
             raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
         value = float(match[1]) * factor
         if value > most:
-            raise ValueError(f"{text!r} is a {what} beyond any network: give {most_text} at most")
+            raise ValueError(f"{text!r} is too large a {what}: give at most {most_text}")
         return value
 
     return read
 
 
 rate = _scaled(RATES, "rate", "100mbit, 1gbit (bits per second) or 12.5MBps (bytes per second)", 1.25e12, "10tbit")
-"""Bytes per second."""
+"""Parses a rate into bytes per second."""
 _LEAST_BARE = 1000.0
-"""Bytes a second, below which a number without a unit was hardly meant in bits."""
+"""A rate without a unit below this many bytes per second was hardly meant in bits."""
 
 
 def hardly_meant(text: str) -> str | None:
-    """What is wrong with a rate that is this slow and has no unit: writing 100 means Mbit/s. None: nothing."""
+    """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
     return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit"
 
 
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
-"""Bytes."""
-seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,")
+"""Parses a size into bytes."""
+seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day")
 
 
 def share(text: str) -> float:
-    """A percentage, as 0..1. The sign is required: a bare 0.1 could mean either."""
+    """Parses a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
         raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")
@@ -74,7 +74,7 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A whole number."""
+    """Parses a whole number."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not a whole number: give one like 5 or 1500")
     return int(text)

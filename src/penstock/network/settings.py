@@ -1,4 +1,4 @@
-"""Sets IPv6 and TCP in a host's network namespace, through /proc/sys."""
+"""Configure IPv6 and TCP in a host's network namespace, through /proc/sys."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 
 MOST_WINDOW_BYTES = 64 * 1024 * 1024
-"""Of a host's TCP connection in each direction, at least: several times what 1 Gbit/s has under way in 100 ms."""
+"""The least limit on a TCP connection's window each way: several times what 1 Gbit/s has in flight in 100 ms."""
 
 
 def without_ipv6() -> None:
-    """In the namespace of the calling thread, before a device is up: no frames but the job's."""
+    """Turns off IPv6 in the calling thread's namespace before a device is up, so that only the job sends frames."""
     for where in ("all", "default"):
         setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
         if setting.exists():
@@ -19,10 +19,10 @@ def without_ipv6() -> None:
 
 
 def with_large_windows() -> None:
-    """In the namespace of the calling thread: TCP may have as much under way as a fast link far away takes.
+    """Lets TCP in the calling thread's namespace have as much data in flight as a fast, distant link takes.
 
-    As on hosts that are tuned for such links. The kernel's usual 4 MiB to send from would hold 1 Gbit/s over 100 ms
-    there and back to a third. No memory is taken before it is needed.
+    Hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1 Gbit/s to
+    a third at a round trip of 100 ms. No memory is used before it is needed.
     """
     for name in ("tcp_wmem", "tcp_rmem"):
         setting = Path("/proc/sys/net/ipv4") / name

@@ -12,18 +12,19 @@ from penstock.errors import FabricError
 from penstock.network.keeper import tool
 
 ALL = ipaddress.IPv4Network("10.64.0.0/10")
-"""The range that they are taken from."""
+"""The range from which subnets are taken."""
 
 
 def subnet(number: int) -> ipaddress.IPv4Network:
-    """The subnet with this number, with addresses for 254 hosts."""
+    """Returns the subnet with this number, which has addresses for 254 hosts."""
     return ipaddress.IPv4Network((int(ALL.network_address) + 256 * number, 24))
 
 
 def claim() -> tuple[int, socket.socket]:
-    """A subnet that neither this machine nor another emulation uses, and the socket that holds it until it is closed.
+    """Returns the number of a subnet that is not in use, and the socket that claims it until it is closed.
 
-    The claim is an abstract socket's name: the kernel gives it to one only, and frees it when that one ends.
+    Neither this machine nor another emulation uses the subnet. The claim is the name of an abstract socket, which the
+    kernel gives to one process only and frees when that process ends.
     """
     used = routes()
     for number in range(ALL.num_addresses // 256):
@@ -39,11 +40,11 @@ def claim() -> tuple[int, socket.socket]:
                 raise
             continue
         return number, held
-    raise FabricError(f"every subnet of {ALL} is in use: end an emulation, or run `penstock fabric clean`")
+    raise FabricError(f"every subnet of {ALL} is in use: stop an emulation, or run `penstock fabric clean`")
 
 
 def routes() -> list[ipaddress.IPv4Network]:
-    """What this machine has specific routes to."""
+    """Returns the networks to which this machine has specific routes."""
     line = [tool("ip") or "ip", "-4", "-json", "route", "show", "table", "all"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]

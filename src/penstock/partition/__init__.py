@@ -1,4 +1,4 @@
-"""Any model, unedited -> a list of stages."""
+"""Turns any model, unedited, into a list of stages."""
 
 from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import Balance, TooFewLayersError

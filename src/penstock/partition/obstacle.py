@@ -1,4 +1,4 @@
-"""What a recording cannot follow in a forward, but a module that runs as a whole may contain."""
+"""Things in a forward that a recording cannot follow, but that a module that runs as a whole may contain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.partition.source import is_ours
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A module attribute between 0 and 1 that the code in question reads: the chance of dropping a layer, say.
+    """A module attribute between 0 and 1 that the code in question reads, such as the chance of dropping a layer.
 
     `value` may also be a list or tuple with one number per layer.
     """
@@ -35,12 +35,12 @@ ELSEWHERE = f"{OUTSIDE}, or in a module of its own that leaves=[...] names, so t
 
 
 class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with what was found to help)
-    """Raised when the forward does such a thing; `remedies` finds out what helps.
+    """Raised when the forward does something that cannot be recorded; `remedies` finds out what helps.
 
     Args:
-        why: what was met, and where.
-        scope: the name of the module whose forward met it; empty for the model's own.
-        rates: what the code read that may have led there.
+        why: what the forward did, and where.
+        scope: the name of the module whose forward did it; empty for the model's own.
+        rates: the rates that the code read and that may have led there.
         otherwise: what to say if nothing that was tried helped.
     """
 
@@ -50,7 +50,7 @@ class Obstacle(PartitionError):  # noqa: N818  (it becomes a PartitionError with
         self.why, self.scope, self.rates, self.otherwise = why, scope, rates, otherwise
 
     def because(self, reason: str) -> Obstacle:
-        """The same obstacle, met on a path that was taken for a reason."""
+        """The same obstacle, with the reason why the module around it was opened."""
         why = f"{reason}. Recording it call by call does not help: {self.why}"
         return Obstacle(why, self.scope, self.rates, self.otherwise)
 

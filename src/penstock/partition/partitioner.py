@@ -1,4 +1,4 @@
-"""Any model -> a partition for each signature of its inputs. The cuts are decided once and kept."""
+"""Partitions any model, once for each signature of its inputs. The cuts are decided once and kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat import autocast_state
+from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, cut_positions
 from penstock.partition.cut.hierarchy import more_to_open, opening_for
@@ -118,9 +118,9 @@ class Partitioner:
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
         partition = self._partition(args, kwargs)
-        key = (*signature, self._state())  # it may have opened blocks
+        key = (*signature, self._state())  # recording may have opened blocks
         self._partitions.setdefault(key, []).append(partition)
-        # the key contains ids, which no other object may take over
+        # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
         while len(self._partitions) > KEPT_PARTITIONS:
@@ -145,7 +145,7 @@ class Partitioner:
         self.forget()
 
     def attributes(self) -> Attributes:
-        """What a forward recorded call by call finds besides its inputs, and its recording takes as given."""
+        """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
         return self._given.read()
 
     def settle(self, attributes: Attributes) -> None:
@@ -176,8 +176,7 @@ class Partitioner:
             tuple(m.training for m in self._modules),
             tuple((id(t), t is not None and t.requires_grad) for t in held),
             torch.is_grad_enabled(),
-            autocast_state(torch.device("cpu")),
-            torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),
+            *(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
         )
 
     def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
@@ -266,7 +265,7 @@ class Partitioner:
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
-        _ = split.plans  # raise here, while something else can be tried
+        _ = split.plans  # raise now, while something else can be tried
         return split
 
 
@@ -291,7 +290,7 @@ def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]
 
 def _origin(recording: Recording, node: fx.Node) -> Origin:
     fact = recording.facts[node]
-    if node.target is operator.getitem:  # a piece of a result was made by whatever returned it
+    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
         made = node.args[0]
         if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
             fact = recording.facts[made]
@@ -301,10 +300,10 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
 def default_kwargs(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for models of `transformers`.
+    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for `transformers` models.
 
-    A key-value cache is useless in training, and would send what every block writes into it over each cut. Pass the
-    same to the unsplit model when comparing.
+    A key-value cache is useless in training, and everything that a block writes into it would cross every later cut.
+    Pass the same to the unsplit model when comparing.
     """
     if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
         return {}
@@ -318,7 +317,7 @@ def default_kwargs(
 
 
 def _other_way(model: nn.Module) -> str:
-    """What keeps a model of `transformers` from branching on masks, if it is one and not yet set up that way."""
+    """The setting that keeps a `transformers` model from branching on masks; empty if it is set or does not apply."""
     found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
     return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
 

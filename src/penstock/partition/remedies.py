@@ -1,4 +1,4 @@
-"""Tries what may help if a forward cannot be recorded, before a message says so; says what is then left to split.
+"""Tries what may help when a forward cannot be recorded, before a message suggests it, and says what is left to split.
 
 The module around an obstacle is run as a whole and the model recorded again until nothing else is in the way, so that
 one message lists all obstacles.
@@ -23,13 +23,13 @@ from penstock.partition.units.units import has_forward
 from penstock.words import counted
 
 TRIALS = 12
-"""How often a model is re-recorded at most."""
+"""The most times that a model is re-recorded."""
 
 SECONDS = 30.0
-"""After this long no new trial starts."""
+"""No new trial starts after this long."""
 
 LISTED = 8
-"""How many leaves a message lists by name."""
+"""The most leaves that a message lists by name."""
 
 _KEPT = re.compile("surviv|keep")
 """A rate with such a name is the chance of keeping a layer."""
@@ -67,19 +67,19 @@ class _Search:
                 self.leaves = leaves
                 return
             except Obstacle as obstacle:
-                if obstacle.scope not in leaves:  # a new one
+                if obstacle.scope not in leaves:  # a new obstacle
                     self.leaves, scope = leaves, obstacle.scope
                     self.found.append(obstacle)
                     continue
                 self.failure = str(obstacle)
-            except Exception as error:  # whatever the model raises when it runs for real
+            except Exception as error:  # anything the model raises when it runs for real
                 self.failure = f"leaves={leaves!r} does not help: {error}"
             scope = scope.rpartition(".")[0]
             while scope and not has_forward(self.model.get_submodule(scope)):
                 scope = scope.rpartition(".")[0]
 
     def _with(self, scope: str) -> list[str]:
-        """The leaves plus this one; plus all of its kind if it is the second of a kind in the way."""
+        """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class."""
         kind = type(self.model.get_submodule(scope))
         again = any(type(self.model.get_submodule(leaf)) is kind for leaf in self.leaves)
         new = [n for n, m in self.model.named_modules() if type(m) is kind] if again else [scope]
@@ -154,7 +154,7 @@ def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
     try:
         search.record(search.given, kwargs)
-    except Exception:  # including what the model raises without its labels, or with another rate
+    except Exception:  # including errors that the model raises without labels, or with another rate
         return False
     return True
 
@@ -169,7 +169,7 @@ def _set(rate: Rate, value: Any) -> Iterator[None]:
 
 
 def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> str:
-    """What can still be spread over stages."""
+    """What is left to spread over stages."""
     pieces = candidates(recording, model, "flops")
     whole = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:

@@ -27,7 +27,7 @@ def is_ours(file: str) -> bool:
 
 
 def current_line() -> str:
-    """`file:line` of the call that is running."""
+    """`file:line` of the running call."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back

@@ -32,7 +32,7 @@ from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.world import World, device_of, join
-from penstock.runtime.step.example import is_whole, shared
+from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import also
@@ -109,7 +109,9 @@ def pipeline(
         balance: what automatic cuts even out: "flops" (the work of forward and backward), "parameters" or "layers".
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
-        devices: see `penstock.runtime.processes.world.device_of`.
+        devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
+            where the model is, or the example if that is on an accelerator. The model moves there before it is
+            recorded, and an example on the CPU is recorded as if it were there.
         transport: what carries values between processes: "auto" uses shared memory between CPU ranks of one machine
             and `torch.distributed` otherwise; "distributed" always uses the latter. Or a function that makes your own;
             see `penstock.runtime.transport.Endpoint`.
@@ -163,7 +165,7 @@ def pipeline(
         check_finite=check_finite,
         lost_after=lost_after,
     )
-    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model).type
+    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     return build(model, example, world, order, options)
@@ -187,7 +189,7 @@ def build(
         front_end: makes the stages; None: the model is recorded, according to `options`.
     """
     given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
-    current = _device_of(model)
+    current = _device_of(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
             "share_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
@@ -272,9 +274,13 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
             )
 
 
-def _device_of(model: nn.Module | Sequence[nn.Module]) -> torch.device:
+def _device_of(model: nn.Module | Sequence[nn.Module], example: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.device:
+    """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
     roots = [model] if isinstance(model, nn.Module) else model
-    return next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+    held = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+    if held.type not in ("cpu", "meta"):
+        return held
+    return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
 
 
 def _check_model(model: object) -> None:

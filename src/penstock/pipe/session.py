@@ -116,7 +116,7 @@ class Session:
 
     @contextmanager
     def deferring(self) -> Iterator[DeferredNorms | None]:
-        """Around a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
+        """Wraps a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
         if self.norms is None:
             yield None
         else:
@@ -144,11 +144,11 @@ class Session:
         return self.engine.control.control_group
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
+        """Wraps a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.engine.control.waiting(what)
 
     def working(self, what: str) -> AbstractContextManager[None]:
-        """Around this rank's own part of what all ranks do outside a step; may be used inside `waiting`."""
+        """Wraps this rank's own part of what all ranks do outside a step; may be used inside `waiting`."""
         return self.engine.control.working(what)
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class TermSizes:
 
     @contextmanager
     def measuring(self) -> Iterator[dict[str, Tensor]]:
-        """Around the forwards and backwards of one step; the yielded dict is filled at the end."""
+        """Wraps the forwards and backwards of one step; the yielded dict is filled at the end."""
         self._backwards, self._uses = {}, {}
         found: dict[str, Tensor] = {}
         hooks = [

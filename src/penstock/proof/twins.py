@@ -7,7 +7,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -45,8 +45,8 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
         loss: the loss, if the function returns none.
 
     Raises:
-        ArgumentError: the function returns something else, or other values when called again; or the model cannot be
-            copied, or its copy shares state with it.
+        ArgumentError: the function returns something else, or other values when called again; or the model or the loss
+            cannot be copied, or the model's copy shares state with it.
     """
     if isinstance(model, nn.Module) or not callable(model):
         return _copied(Made(model, loss))
@@ -57,9 +57,8 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
     if _shared(first, second) is not None:  # it returns a model that it keeps
         return _copied(first)
     _refuse_different(first, second)
-    if second.loss is first.loss:  # an object may keep state from call to call
-        with suppress(Exception):
-            second = second._replace(loss=copy.deepcopy(second.loss))
+    if second.loss is first.loss:
+        second = second._replace(loss=_copied_loss(first.loss, {}))
     return first, second
 
 
@@ -148,11 +147,7 @@ def _copied(made: Made) -> tuple[Made, Made]:
         raise ArgumentError(
             f"this model cannot be copied ({in_a_line(error)}), and verify compares with a second one: {_REMEDY}"
         ) from error
-    try:
-        loss = copy.deepcopy(made.loss, memo)
-    except Exception:
-        loss = made.loss
-    other = Made(twin, _rebound(loss, memo))
+    other = Made(twin, _rebound(_copied_loss(made.loss, memo), memo))
     shared = _shared(made, other)
     if shared is not None:
         raise ArgumentError(
@@ -160,6 +155,18 @@ def _copied(made: Made) -> tuple[Made, Made]:
             f"to compare with: {_REMEDY}"
         )
     return made, other
+
+
+def _copied_loss(loss: Any, memo: dict[int, Any]) -> Any:
+    """A copy that keeps its own state from call to call."""
+    try:
+        return copy.deepcopy(loss, memo)
+    except Exception as error:
+        raise ArgumentError(
+            f"this loss cannot be copied ({in_a_line(error)}), and verify compares with a second one, which must not "
+            "share what the first keeps from call to call: pass a function that makes the model and its loss each time "
+            "it is called, penstock.verify(lambda: (MyModel(...), MyLoss(...)), ...)"
+        ) from error
 
 
 def _rebound(loss: Any, memo: Mapping[int, Any]) -> Any:

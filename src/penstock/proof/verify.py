@@ -37,6 +37,7 @@ from penstock.runtime.loss.loss import (
     weighted_sum,
     weights,
 )
+from penstock.runtime.loss.order import LossState
 from penstock.runtime.processes.world import World
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
@@ -84,7 +85,7 @@ def verify(
             smaller batch.
 
     Raises:
-        ArgumentError: the model cannot be made or copied so that there are two.
+        ArgumentError: the model or its loss cannot be made or copied so that there are two.
     """
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
@@ -94,7 +95,8 @@ def verify(
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
-        reference = _reference(other, pipe, batch, reduction, options, whole_batch)
+        with LossState(mine.loss, 1, pipe.session.partition).undone():  # a function shares its state with its copy
+            reference = _reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
             exact = reference.can_be_exact and not options.get("compile") and not divided

@@ -112,7 +112,7 @@ class Whole:
                 return "explained", "the model draws random numbers, which cannot be switched off"
             depend = self._rows_depend(parts.outputs, whole.outputs[0])
             if depend is False:
-                return "warning", self._no_mean(parts, whole, run)
+                return "warning", self._no_mean(whole, run)
             elsewhere = self._along_another(run, whole, tolerance)
             if elsewhere:
                 return "different", elsewhere
@@ -165,7 +165,7 @@ class Whole:
                 if sum(sizes) == leaf.shape[dim]:
                     yield torch.cat(list(column), dim), leaf
 
-    def _no_mean(self, parts: _Ran, whole: _Ran, run: Any) -> str:
+    def _no_mean(self, whole: _Ran, run: Any) -> str:
         losses = [run([piece]).loss for piece in self.pieces]
         if self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss):
             return "the outputs agree, and the loss is a sum over rows; pass reduction='sum'"

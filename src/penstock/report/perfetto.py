@@ -1,4 +1,4 @@
-"""A timeline as a trace that https://ui.perfetto.dev and chrome://tracing open: Chrome's trace event format."""
+"""A timeline as a trace for https://ui.perfetto.dev and chrome://tracing, in Chrome's trace event format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _MICROSECONDS = 1e6
 def to_perfetto(timeline: Timeline) -> dict[str, Any]:
     """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
-    Slices are named by op and microbatch (`F0`), and waits `wait`. Times are in microseconds, as the format requires.
+    A slice is named after its op and microbatch (`F0`), a wait `wait`. Times are in microseconds, as the format
+    requires.
     """
     events: list[dict[str, Any]] = []
     turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
@@ -29,7 +30,7 @@ def to_perfetto(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_perfetto(timeline: Timeline, path: str | Path) -> None:
-    """Writes `to_perfetto` as JSON."""
+    """Writes the trace from `to_perfetto` as JSON."""
     Path(path).write_text(json.dumps(to_perfetto(timeline)), encoding="utf-8")
 
 
@@ -38,7 +39,7 @@ def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
 
 
 def _slices(span: Span) -> list[dict[str, Any]]:
-    """The action, and before it the wait, if there was one."""
+    """The slice of an action, after that of its wait if it had one."""
     action = span.action
     microbatch = "" if action.microbatch is None else action.microbatch
     place = {"ph": "X", "pid": span.rank, "tid": 0 if action.op.is_compute else 1}

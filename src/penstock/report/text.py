@@ -1,4 +1,4 @@
-"""A timeline as a table in plain text: where each rank's time went."""
+"""A timeline as a plain-text table: where each rank's time went."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def summary(timeline: Timeline) -> str:
-    """One line a rank: seconds computing, seconds waiting for messages, and the bubble's share of the span.
+    """One line per rank: time computing, time waiting for messages, and the bubble as a share of the span.
 
-    What a rank's busy and waiting time leave of the whole is overhead, and the time before its first and after its
-    last action. Ranks that took turns in one process have no bubble to report.
+    The rest of a rank's time is overhead, and the time before its first and after its last action. Ranks that took
+    turns in one process have no bubble to report.
     """
     scale, unit = _unit(timeline.makespan_seconds)
     span = timeline.span_seconds
@@ -30,5 +30,5 @@ def summary(timeline: Timeline) -> str:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """The largest unit in which the time is at least 1, and its seconds."""
+    """The largest unit in which the time is at least 1: its length in seconds, and its name."""
     return next(((scale, unit) for scale, unit in _UNITS if seconds >= scale), _UNITS[-1])

@@ -1,8 +1,9 @@
-"""What the runtime needs of a model in stages, whoever cut it: `penstock.partition`, or another front end.
+"""What the runtime needs from a model cut into stages, whether by `penstock.partition` or by another front end.
 
 A front end is called with the inputs of one microbatch and returns a `Partition`, which holds the `Stage`s. Both are
 frozen dataclasses; the runtime copies them with some values changed (`dataclasses.replace`). Nothing checks what a
-front end says: leave a field empty only if there is nothing to say. `tests/runtime/ready_made.py` is a small example.
+front end claims, so leave a field empty only if it has nothing to report. `tests/runtime/ready_made.py` is a small
+example.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Stage(Protocol):
     def norms_as_functions(self) -> Sequence[str]: ...
     @property
     def code(self) -> str:
-        """What runs, as text for humans."""
+        """The stage's code, as text for people to read."""
 
     def on(self, device: torch.device) -> Self:
         """The same stage, creating its own tensors on another device. Its parameters and buffers do not move."""
@@ -115,7 +116,7 @@ class Partition(Protocol):
         """The model's own result from the last stage's outputs."""
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the loss: puts in place what the forward leaves elsewhere."""
+        """Wraps the loss: puts in place what the forward leaves elsewhere."""
 
 
 class FrontEnd(Protocol):
@@ -135,7 +136,7 @@ class FrontEnd(Protocol):
         """Where the model is cut, as a value that can be sent to all processes."""
 
     def divide(self, division: Any) -> None:
-        """Cuts there instead, and discards all partitions made so far."""
+        """Divides the model like this from now on, and discards all partitions made so far."""
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
         """The partition for these inputs of one microbatch; the same object for the same kind."""
@@ -147,7 +148,7 @@ class FrontEnd(Protocol):
         """What a partition depends on besides inputs, modes and autocast."""
 
     def settle(self, attributes: Any) -> None:
-        """Called after a step with what `attributes` was before it: the step's own changes do not count as new."""
+        """Called after a step with the `attributes` from before it: the step's own changes do not count as new."""
 
     def opened_modules(self) -> frozenset[int]:
         """The `id` of each module whose buffers the stages read themselves."""
@@ -172,8 +173,10 @@ def check_alike(one: Partition, other: Partition) -> None:
 
 
 def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
-    """Where a stage's inputs come from, as positions among what is returned there, and how many values it returns. Not
-    their names: these are numbered through the recording, so one extra call for some size would change them."""
+    """Where a stage's inputs come from, as positions among the source's outputs, and how many values it returns.
+
+    Leaves out their names, which are numbered through the recording: an extra call for some size would change them.
+    """
     inputs: list[tuple[int, object]] = []
     for value in partition.stages[index].meta.inputs:
         sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs

@@ -7,7 +7,7 @@ from dataclasses import replace
 from random import Random
 
 from penstock.search.dispatch import Pattern
-from penstock.search.problem import Problem, Rows
+from penstock.search.problem import Problem
 from penstock.search.timing import Timing
 
 _PATIENCE = (0.0, 0.25, 0.5, 1.0)
@@ -63,7 +63,7 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
     elif kind < 0.87:
         pattern = replace(pattern, period=period * 2 ** random.gauss(0, 0.1))
     else:
-        pattern = replace(pattern, weight=_later(problem, pattern, random, period))
+        pattern = replace(pattern, weight=_later(problem, pattern, random))
     if random.random() < 0.15:
         pattern = replace(pattern, patience=random.choice(_PATIENCE))
     if random.random() < 0.15:
@@ -71,7 +71,7 @@ def vary(problem: Problem, pattern: Pattern, random: Random) -> Pattern:
     return pattern
 
 
-def pattern_of(problem: Problem, rows: Rows, timing: Timing) -> Pattern:
+def pattern_of(problem: Problem, timing: Timing) -> Pattern:
     """The pattern that rows repeat: when each lane starts on average, one period a microbatch."""
     period = period_seconds(problem)
     starts = []
@@ -154,7 +154,7 @@ def _shift(problem: Problem, pattern: Pattern, random: Random, period: float) ->
     return replace(pattern, backward=tuple(values))
 
 
-def _later(problem: Problem, pattern: Pattern, random: Random, period: float) -> tuple[float, ...]:
+def _later(problem: Problem, pattern: Pattern, random: Random) -> tuple[float, ...]:
     """Puts weight gradients right after I, only in gaps, or in between, on all stages or some."""
     new = _weights(problem, _late(problem, random))
     if random.random() < 0.6:

@@ -248,7 +248,7 @@ def _found(question: _Question, known: list[_Answer], budget: _Budget, share: fl
     for _, rows in known:
         timing = time_rows(asked, rows)
         assert timing is not None
-        patterns.append(pattern_of(asked, rows, timing))
+        patterns.append(pattern_of(asked, timing))
     samples = math.ceil(steps * _SAMPLES)
     climbed = climb(asked, patterns, samples, steps - samples, budget.random, budget.until(question.bound))
     found = [(candidate.cost, candidate.rows) for candidate in climbed]

@@ -1,9 +1,9 @@
-"""Penstock's own test checks and environments, for code built on it.
+"""The checks and environments of Penstock's own tests, for code built on it.
 
-check_factory     conformance of a transport of your own, in one process
+check_factory     checks that your own transport conforms, in one process
 check_transport   the same for transports already made, in one process or in two
-nccl_rules        NCCL's rules imposed on gloo: what GPUs would make of the messages that processes exchange
-bad_network       hosts joined by links with delay, jitter, loss and stalls, to run jobs of torchrun over (no torch)
+nccl_rules        imposes NCCL's rules on gloo, to show how GPUs would treat the messages that processes exchange
+bad_network       hosts joined by links with delay, jitter, loss and stalls, for torchrun jobs (does not import torch)
 
 As pytest fixtures: `pytest_plugins = ["penstock.testing.fixtures"]`.
 """

@@ -1,4 +1,4 @@
-"""pytest's fixtures, for your conftest.py: `pytest_plugins = ["penstock.testing.fixtures"]`.
+"""pytest fixtures. In your conftest.py: `pytest_plugins = ["penstock.testing.fixtures"]`.
 
 def test_training_over_loss(bad_network):
     with bad_network(2, "100mbit delay 5ms loss 1%") as network:
@@ -17,7 +17,7 @@ from penstock.testing import network
 
 @pytest.fixture
 def bad_network() -> Callable[..., AbstractContextManager[network.BadNetwork]]:
-    """`penstock.testing.bad_network`; skips the test, with the reason, if the machine cannot make one."""
+    """`penstock.testing.bad_network`. Skips the test, saying why, if this machine cannot make one."""
     reason = network.why_no_bad_network()
     if reason is not None:
         pytest.skip(reason)

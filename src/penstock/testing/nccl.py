@@ -1,24 +1,24 @@
-"""NCCL's rules over gloo: what a GPU cluster would make of the messages that ranks exchange here, on CPUs.
+"""NCCL's rules over gloo: how a GPU cluster would treat the messages that ranks exchange here, on CPUs.
 
     with nccl_rules():
-        train()  # torch.distributed.isend and irecv keep to NCCL's rules
+        train()  # torch.distributed.isend and irecv follow NCCL's rules
 
 The rules are those of torch's ProcessGroupNCCL without `device_id=`:
 
-- Two ranks have their own communicator within each process group. The first operation of either creates it, which
-  holds the calling thread up until the other rank's first one.
-- Tags are ignored. A communicator runs its operations, sends and receives alike, in the order in which they were
-  issued, one after the other; one that waits for its other end holds up all behind it.
-- So the k-th send of one rank meets the k-th receive of the other; where their sizes differ, that is an error.
-- `wait` orders the caller's stream behind an operation. The CPU is its own stream: what is computed after `wait` has
-  what arrived, and a wait that NCCL would leave to the stream holds up the thread.
-- To synchronize a device waits for all operations that were issued, including receives that have no send yet.
-- There are dtypes that NCCL has no type for, int16 among them.
+- Each pair of ranks in a process group has its own communicator. The first operation of either rank creates it, and
+  blocks the calling thread until the other rank issues its first one.
+- Tags are ignored. A communicator runs its operations, sends and receives alike, one after another in the order in
+  which they were issued. One that waits for its peer holds up all those behind it.
+- So the k-th send of one rank meets the k-th receive of the other. It is an error if their sizes differ.
+- `wait` makes the caller's stream wait for an operation. The CPU is its own stream: what is computed after `wait` sees
+  what arrived, and where NCCL would make only the stream wait, here the thread waits.
+- Synchronizing a device waits for all operations that were issued, including receives that have no send yet.
+- Some dtypes, such as int16, have no NCCL type.
 
-With `eager=True`, those with `device_id=`: one communicator for each process group, there from the start, whose
-operations with all ranks run one after the other.
+With `eager=True` the rules are those with `device_id=`: each process group has a single communicator, created up
+front, which runs its operations with all ranks one after another.
 
-What these rules do not show is time, and the limits of a device: how many kernels it runs at once.
+These rules show neither time nor a device's limits, such as how many kernels it runs at once.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ NCCL_DTYPES = frozenset({
     torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
     torch.complex64, torch.complex128, torch.complex32,
 })  # fmt: skip
-"""What ProcessGroupNCCL sends; complex numbers go as pairs of real ones."""
+"""The dtypes that ProcessGroupNCCL sends; complex numbers go as pairs of real ones."""
 
 _MEETING, _SIZES, _PAYLOAD = 901, 902, 903
-"""Tags of what goes over gloo."""
+"""Tags of the messages that go over gloo."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """A send or a receive that was issued; what `isend` and `irecv` return."""
+    """A send or receive that was issued, as `isend` and `irecv` return it."""
 
     run: Callable[[], None]
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns when the operation has run. Raises what it raised."""
+        """Waits until the operation has run. Raises what it raised."""
         self.ended.wait()
         if self.error is not None:
             raise self.error
@@ -69,7 +69,7 @@ class Operation:
 
 
 class Communicator:
-    """Runs operations one after the other, in the order in which they were issued."""
+    """Runs operations one after another, in the order in which they were issued."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Operation | None] = SimpleQueue()
@@ -78,38 +78,38 @@ class Communicator:
         self._thread.start()
 
     def issue(self, run: Callable[[], None]) -> Operation:
-        """Takes an operation."""
+        """Queues an operation."""
         self._last = Operation(run)
         self._queue.put(self._last)
         return self._last
 
     def synchronize(self) -> None:
-        """Waits for all that was issued."""
+        """Waits for everything that was issued."""
         if self._last is not None:
             self._last.wait()
 
     def end(self) -> None:
-        """Ends the thread once all has run."""
+        """Ends the thread once everything has run."""
         self._queue.put(None)
 
     def _serve(self) -> None:
         while (operation := self._queue.get()) is not None:
             try:
                 operation.run()
-            except BaseException as error:  # it is raised where the operation is waited for
+            except BaseException as error:  # `wait` raises it
                 operation.error = error
             operation.ended.set()
 
 
 class NcclRules:
-    """`isend` and `irecv` under NCCL's rules, and what waits for a whole device."""
+    """`isend`, `irecv` and the synchronization of a device under NCCL's rules."""
 
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv = dist.isend, dist.irecv
         self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
         self.issued: list[tuple[str, int, int]] = []
-        """Every operation: "isend" or "irecv", the other rank within the group, and its bytes."""
+        """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
 
     def isend(
         self,
@@ -153,12 +153,12 @@ class NcclRules:
         return self._issue("irecv", tensor, group, peer, run)
 
     def synchronize(self, device: Any = None) -> None:
-        """`torch.cuda.synchronize`: waits for all that was issued."""
+        """`torch.cuda.synchronize`: waits for everything that was issued."""
         for communicator in self._communicators.values():
             communicator.synchronize()
 
     def end(self) -> None:
-        """Ends the threads, each once what was issued has run."""
+        """Ends each thread once everything issued to it has run."""
         for communicator in self._communicators.values():
             communicator.end()
 
@@ -178,7 +178,7 @@ class NcclRules:
         return self._communicators[key].issue(run)
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
-        """Waits until the other rank wants to talk to this one, too."""
+        """Waits until the other rank wants to talk to this one too."""
         mine, theirs = torch.zeros(1), torch.zeros(1)
         works = (
             self._isend(mine, group=group, group_dst=peer, tag=_MEETING),
@@ -190,13 +190,13 @@ class NcclRules:
 
 @contextmanager
 def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
-    """Imposes NCCL's rules on this process's `torch.distributed.isend` and `irecv`, for a `with` block.
+    """Imposes NCCL's rules on this process's `torch.distributed.isend` and `irecv` for a `with` block.
 
-    Every process of the group must be within such a block, and leave it alike. Within it a CPU is timed as a GPU is: by
-    events, where `torch.cuda.synchronize` waits for all that was issued.
+    Every process of the group must enter such a block, and leave it too. Inside it a CPU is timed like a GPU: by
+    events, and `torch.cuda.synchronize` waits for everything that was issued.
 
     Args:
-        eager: the rules with `device_id=`.
+        eager: apply the rules with `device_id=`.
     """
     rules = NcclRules(eager=eager)
     with (
@@ -212,7 +212,7 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
 
 
 class Event:
-    """`torch.cuda.Event` where the CPU is its own stream: all before `record` is done."""
+    """`torch.cuda.Event` for a CPU that is its own stream: everything before `record` has been done."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at = 0
@@ -224,12 +224,12 @@ class Event:
         """Nothing to wait for."""
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds, as in torch."""
+        """The time until a later event, in milliseconds as in torch."""
         return (later._at - self._at) / 1e6
 
 
 def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:
-    """The group, and the other rank within it."""
+    """The group, and the other rank's number in it."""
     group = dist.group.WORLD if group is None else group
     assert group is not None
     if of_group is None:

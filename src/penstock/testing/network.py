@@ -1,9 +1,9 @@
-"""Bad networks on demand, for tests: real processes on hosts that are made of this machine, and real TCP between them.
+"""Bad networks on demand, for tests: real processes on hosts made out of this machine, with real TCP between them.
 
     with bad_network(2, "100mbit delay 5ms loss 1%") as network:
         network.run(["train.py", "--steps", "3"], ranks=2).check()
 
-What a test asserts about time holds on a quiet machine only; what it asserts about results holds everywhere.
+What a test asserts about time holds only on an idle machine; what it asserts about results holds anywhere.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Finished:
     """A job that has ended.
 
     Attributes:
-        status: 0, the exit status of the first rank that failed, or 128 + n for one that was killed by signal n.
-        said: what failed first, "rank 1 was killed by SIGKILL"; "" if nothing did.
-        outputs: for each host, what its ranks printed on standard output and standard error, in order.
-        seconds: what it took, torch's import included.
+        status: 0, or the exit status of the first rank that failed, or 128 + n if signal n killed that rank.
+        said: what failed first, such as "rank 1 was killed by SIGKILL"; "" if nothing did.
+        outputs: for each host, what its ranks printed to standard output and standard error, in order.
+        seconds: how long it took, including the import of torch.
     """
 
     status: int
@@ -48,14 +48,14 @@ class Finished:
 
     @property
     def output(self) -> str:
-        """The output of all hosts, one after the other."""
+        """The output of all hosts, one host after another."""
         return "".join(self.outputs)
 
     def check(self) -> Self:
-        """Returns itself if the job ended well.
+        """Returns itself if the job succeeded.
 
         Raises:
-            AssertionError: it did not; with what failed first and all that was printed.
+            AssertionError: the job failed; the message has what failed first and everything that was printed.
         """
         if self.status:
             raise AssertionError(f"{self.said or f'exit status {self.status}'}\n{self.output}")
@@ -63,10 +63,10 @@ class Finished:
 
 
 class BadNetwork:
-    """Hosts that stand until the end of `bad_network`'s block. Jobs run over them one after the other.
+    """Hosts that exist until the end of `bad_network`'s block. Jobs run on them one after another.
 
     Attributes:
-        machines: the hosts themselves, to start something else there: `machines.command(host, argv)`.
+        machines: the hosts themselves; to start something else there, use `machines.command(host, argv)`.
     """
 
     def __init__(self, machines: Machines, events: Sequence[Event] = ()) -> None:
@@ -81,19 +81,20 @@ class BadNetwork:
         threads: int = 1,
         timeout: float = TIMEOUT_SECONDS,
     ) -> Finished:
-        """Runs a script as `penstock run --hosts` would, and waits until all of it has ended.
+        """Runs a script as `penstock run --hosts` would, and waits until every process of it has ended.
 
-        Ranks find each other by torch's variables, as under torchrun; the environment is this process's.
+        Ranks find each other through torch's environment variables, as under torchrun. Otherwise they inherit this
+        process's environment.
 
         Args:
-            command: a Python file, or it (or `-m` and a module) with arguments.
-            ranks: processes on all hosts together, as many on each; by default one on each.
-            threads: of each rank. Bits depend on it, so compare with a run of as many.
-            timeout: seconds it may take.
+            command: a Python file, or a Python file (or `-m` and a module) with its arguments.
+            ranks: the number of processes over all hosts, the same on each; by default one per host.
+            threads: threads per rank. Results depend on it bit by bit, so compare runs with the same number.
+            timeout: how long it may take, in seconds.
 
         Raises:
-            ArgumentError: there is no such script, or ranks cannot be spread evenly.
-            TimeoutError: it took longer; with all that was printed. No process of it is left.
+            ArgumentError: there is no such script, or the ranks cannot be spread evenly over the hosts.
+            TimeoutError: it took longer; the message has everything that was printed. None of its processes is left.
         """
         argv = (os.fspath(command),) if isinstance(command, (str, Path)) else tuple(command)
         hosts = len(self.machines.hosts)
@@ -111,9 +112,10 @@ class BadNetwork:
             return Finished(ended.status, ended.said, tuple(map(_text, files)), time.monotonic() - began)
 
     def told(self) -> dict[str, Any]:
-        """What the switch in user space has counted so far: `frames`; `links`, for each host `up` (from it) and `down`
-        (to it), with `frames`, `lost`, `reordered`, `queue_full` and more; `late`, how late it was, in seconds. Empty
-        where the kernel shapes the links.
+        """What the user-space switch has counted so far; empty if the kernel shapes the links.
+
+        `frames`; `links`, which for each host has `up` (from it) and `down` (to it), each with `frames`, `lost`,
+        `reordered`, `queue_full` and more; and `late`, how late the switch was, in seconds.
         """
         return self.machines.told() or {}
 
@@ -129,24 +131,25 @@ def bad_network(
     shaper: str = AUTO,
     scenario: str | Path | None = None,
 ) -> Iterator[BadNetwork]:
-    """Hosts joined by links as bad as asked, for the duration of a `with` block.
+    """Makes hosts joined by links as bad as you ask for, for the duration of a `with` block.
 
-    They reach each other and nothing else, and share this machine's files and processors. Nothing of them is left at
-    the end, however it comes. It takes a second or two; the first of a machine some fifteen, to compile the switch.
+    The hosts reach each other and nothing else, and share this machine's files and processors. Nothing of them remains
+    at the end, however the block ends. Making them takes a second or two; about fifteen the first time on a machine,
+    which compiles the switch.
 
     Args:
         hosts: how many.
-        link: of each host to the others, in the words of `tc`, "100mbit delay 5ms jitter 1ms loss 1% stall 300ms every
-            2s"; None: as fast as the machine can.
-        own: links of single hosts.
-        seed: of all that is drawn; the k-th frame on a link meets the same with the same seed.
-        background: neighbours' traffic, "50mbit to 1".
+        link: every host's link to the others, in the syntax of `tc`: "100mbit delay 5ms jitter 1ms loss 1% stall 300ms
+            every 2s"; None: as fast as the machine can.
+        own: links of single hosts, by host.
+        seed: for all random draws: with the same seed, the k-th frame on a link meets the same fate.
+        background: traffic from neighbours, such as "50mbit to 1".
         shaper: what shapes the links: "auto", "tbf" or "switch".
-        scenario: a file of changes, played during each job, by its steps and its time.
+        scenario: a file of changes to play during each job, at its steps and times.
 
     Raises:
-        ArgumentError: a text cannot be read, a host is not there, or the links cannot be made at this rate.
-        FabricError: this machine cannot make hosts; `why_no_bad_network` says so before.
+        ArgumentError: a text cannot be parsed, a host does not exist, or the links cannot be made at this rate.
+        FabricError: this machine cannot make hosts; `why_no_bad_network` tells you beforehand.
     """
     if link is None and (own or shaper != AUTO or scenario):
         raise ArgumentError("own=, shaper= and scenario= are of links: give link= as well, what joins the other hosts")
@@ -159,7 +162,7 @@ def bad_network(
 
 
 def why_no_bad_network() -> str | None:
-    """What this machine lacks for hosts and bad links, and how to get it; None if it lacks nothing."""
+    """What this machine lacks to make hosts and bad links, and how to get it; None if it lacks nothing."""
     return why_not() or why_no_switch()
 
 

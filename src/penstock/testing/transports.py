@@ -1,68 +1,36 @@
-"""What every transport must do, as scripts: steps of two ranks in an order that respects dependencies.
+"""Checks that a transport does what every transport must do, by running the scripts of `transport_scripts.py`.
 
-A process runs the steps of the ranks that it drives: all of them in one process, or one in each of two. Scripts with
-collectives are for transports that have them.
+A process runs the steps of the ranks that it drives: both in one process, or one in each of two. Transports without
+collectives skip the scripts that need them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from multiprocessing.pool import ThreadPool
 from threading import Barrier
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from penstock.errors import ShapeError
-from penstock.runtime.transport.protocol import (
-    Channel,
-    Endpoint,
-    Pending,
-    PointToPoint,
-    Transport,
-    TransportFactory,
-    has_collectives,
-)
-from penstock.stages import Link
+from penstock.runtime.transport.protocol import Endpoint, PointToPoint, Transport, TransportFactory, has_collectives
+from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS, Rank
 
-LINK = Link(0, 1, ((0, "a"), (0, "b")))
-MICROBATCHES = 3
 WAIT_SECONDS = 60.0
-"""How long `check_factory` waits for a rank that is in a script, or for the other one."""
-
-
-@dataclass(slots=True)
-class _Rank:
-    transport: Transport
-    program: int
-    channels: dict[bool, Channel] = field(default_factory=dict)
-    pending: list[Pending] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-
-    def channel(self, *, backward: bool = False) -> Channel:
-        if backward not in self.channels:
-            source = int(backward)
-            self.channels[backward] = self.transport.channel(self.program, LINK, source, 1 - source, backward=backward)
-        return self.channels[backward]
-
-
-Step = tuple[int, Callable[[_Rank], None]]
-Script = Callable[[], Iterator[Step]]
+"""How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
 
 
 def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
-    """Runs every script on the ranks (of 0 and 1) whose transports are given. Both ranks must call it alike.
+    """Runs every script on those of ranks 0 and 1 whose transports are given. Both ranks must call it.
 
-    Returns the names of the scripts: those of `COLLECTIVE_SCRIPTS` are left out where the transports have no
-    collectives. Raises AssertionError where a transport does not keep its promise.
+    Returns the names of the scripts it ran; it skips `COLLECTIVE_SCRIPTS` if the transports have no collectives. Raises
+    AssertionError if a transport does not conform.
     """
     names = []
     both = all(map(has_collectives, transports.values()))
     for program, script in enumerate(SCRIPTS if both else POINT_TO_POINT_SCRIPTS):
-        ranks = {rank: _Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
+        ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
         try:
             for rank, step in script():
                 if rank in ranks:
@@ -75,9 +43,9 @@ def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
 
 
 def check_factory(factory: TransportFactory) -> list[str]:
-    """Runs every script on what a factory makes for two ranks on the CPU, each a thread of this process.
+    """Runs every script on the transports that a factory makes for two ranks on the CPU, each a thread of this process.
 
-    Returns the names of the scripts. Raises AssertionError where a transport does not keep its promise, or hangs.
+    Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """
     said: list[Any] = [None, None]
     barrier = Barrier(2)
@@ -111,336 +79,5 @@ def check_factory(factory: TransportFactory) -> list[str]:
                         "message that was sent and has not arrived"
                     )
                 if end.ready():
-                    end.get()  # what one raises need not wait for the other, which may wait forever
+                    end.get()  # raise its error now: the other rank may wait forever
         return ends[0].get()
-
-
-def message(step: int, microbatch: int) -> list[Tensor]:
-    """Two tensors that both ranks can make: a channels-last one, and one that starts off a cache line."""
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
-    return [image, torch.randn(8, generator=generator)[1:]]
-
-
-def _same(got: Tensor | None, expected: Tensor) -> None:
-    arrived = _looks_like(got, expected)
-    assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
-
-
-def _looks_like(got: Tensor | None, expected: Tensor) -> Tensor:
-    assert got is not None, "a tensor did not arrive"
-    assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
-    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
-    assert torch.equal(got.cpu(), expected), "a tensor arrived with other values"
-    assert got.stride() == expected.stride(), f"strides {expected.stride()} became {got.stride()}"
-    return got
-
-
-def ranks_connect_before_they_talk() -> Iterator[Step]:
-    for source in (0, 1):
-        for r in (0, 1):
-            yield r, lambda rank, source=source: rank.transport.connect(source, 1 - source)  # type: ignore[misc]
-
-
-def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
-    for step in range(3):
-        for k in range(MICROBATCHES):
-            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
-            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
-
-            def receive(rank: _Rank, step: int = step, k: int = k) -> None:
-                for got, expected in zip(rank.channel().receive(k), message(step, k), strict=True):
-                    _same(got, expected)
-
-            yield 1, receive
-        yield 0, lambda rank: rank.transport.end_step()
-        yield 1, lambda rank: rank.transport.end_step()
-
-
-def sends_run_ahead_of_receives() -> Iterator[Step]:
-    """As in GPipe's forwards: no send may wait for a receive in the first step, and two may be ahead from then on."""
-    for step in range(2):
-        for k in range(2):
-            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
-        for k in range(2):
-            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
-
-        def receive(rank: _Rank, step: int = step) -> None:
-            messages = [rank.channel().receive(k) for k in range(2)]
-            for k, tensors in enumerate(messages):  # the first is kept for its backward while the second arrives
-                for got, expected in zip(tensors, message(step, k), strict=True):
-                    _same(got, expected)
-
-        yield 1, receive
-        yield 0, lambda rank: rank.transport.end_step()
-        yield 1, lambda rank: rank.transport.end_step()
-
-
-def absent_tensors_arrive_as_none() -> Iterator[Step]:
-    for step in range(2):
-        for k in range(2):
-
-            def send(rank: _Rank, step: int = step, k: int = k) -> None:
-                tensors: list[Tensor | None] = list(message(step, k))
-                tensors[k] = None
-                rank.channel(backward=True).send(k, tensors)
-
-            def receive(rank: _Rank, step: int = step, k: int = k) -> None:
-                rank.channel(backward=True).post(k)
-                got = rank.channel(backward=True).receive(k)
-                assert got[k] is None, "a tensor came out of nothing"
-                _same(got[1 - k], message(step, k)[1 - k])
-
-            yield 1, send
-            yield 0, receive
-        yield 1, lambda rank: rank.transport.end_step()
-        yield 0, lambda rank: rank.transport.end_step()
-
-
-def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
-    def send(rank: _Rank) -> None:
-        rank.tensors = message(0, 0)
-        rank.channel().send(0, rank.tensors)
-
-    def receive(rank: _Rank) -> None:
-        rank.channel().post(0)
-        for tensor in rank.channel().receive(0):
-            assert tensor is not None
-            tensor.add_(1)
-
-    def look(rank: _Rank) -> None:
-        for mine, expected in zip(rank.tensors, message(0, 0), strict=True):
-            assert torch.equal(mine, expected), "an update of what arrived changed what was sent"
-
-    yield 0, send
-    yield 1, receive
-    yield 0, look
-    yield 0, lambda rank: rank.transport.end_step()
-    yield 1, lambda rank: rank.transport.end_step()
-
-
-def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
-    yield 0, lambda rank: rank.channel().send(0, message(0, 0))
-    yield 1, lambda rank: rank.channel().post(0)
-    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(0, 0)[0])
-    yield 0, lambda rank: rank.transport.end_step()
-    yield 1, lambda rank: rank.transport.end_step()
-
-    def send(rank: _Rank) -> None:
-        image, row = message(1, 0)
-        for wrong in ([image, row.double()], [image.contiguous(), row], [image[:1], row], [image, None]):
-            text = ""
-            try:
-                rank.channel().send(0, wrong)
-            except ShapeError as error:
-                text = str(error)
-            assert text, "a tensor of another layout was sent"
-            assert "'a'" in text or "'b'" in text, f"the error does not name the value: {text}"
-        rank.channel().send(0, message(1, 0))
-
-    yield 0, send
-    yield 1, lambda rank: rank.channel().post(0)
-    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(1, 0)[0])
-    yield 0, lambda rank: rank.transport.end_step()
-    yield 1, lambda rank: rank.transport.end_step()
-
-
-def a_released_program_makes_room_for_another() -> Iterator[Step]:
-    """As for batches of new shapes: another program, with another layout, over the same link."""
-    for turn in range(3):
-        for step in range(2):
-
-            def send(rank: _Rank, step: int = step, turn: int = turn) -> None:
-                rank.channel().send(0, [tensor[: turn + 1] for tensor in message(step, 0)])
-
-            def receive(rank: _Rank, step: int = step, turn: int = turn) -> None:
-                rank.channel().post(0)
-                for got, expected in zip(rank.channel().receive(0), message(step, 0), strict=True):
-                    assert got is not None, "a tensor did not arrive"
-                    assert torch.equal(got.cpu(), expected[: turn + 1]), "a tensor arrived with other values"
-
-            yield 0, send
-            yield 1, receive
-            yield 0, lambda rank: rank.transport.end_step()
-            yield 1, lambda rank: rank.transport.end_step()
-
-        def release(rank: _Rank) -> None:
-            rank.transport.release(rank.program)
-            rank.program += len(SCRIPTS)
-            rank.channels.clear()
-
-        yield 1, release
-        yield 0, release
-
-
-def a_loss_reaches_every_rank() -> Iterator[Step]:
-    for step in range(3):
-        for r in (0, 1):
-
-            def start(rank: _Rank, r: int = r, step: int = step) -> None:
-                buffer = torch.tensor([1.5 + step, 0.0] if r == 1 else [0.0, 7.0], dtype=torch.float64)
-                rank.tensors = [buffer]
-                rank.pending = [rank.transport.broadcast(buffer, 1)]
-
-            yield r, start
-        for r in (0, 1):
-
-            def read(rank: _Rank, step: int = step) -> None:
-                rank.pending[0].wait()
-                assert rank.tensors[0].tolist() == [1.5 + step, 0.0], "the shared value is not the source's"
-
-            yield r, read
-
-
-def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
-    """Announcements of one rank and losses of the other, some never read, some read late."""
-    for turn in range(6):
-        for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
-
-            def start(rank: _Rank, source: int = source, r: int = r, turn: int = turn) -> None:
-                if source == 0:
-                    rank.tensors, rank.pending = [], []
-                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
-                rank.tensors.append(torch.tensor(values, dtype=torch.float64))
-                rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
-
-            yield r, start
-        for r in (0, 1) if turn % 2 else ():
-
-            def read(rank: _Rank, turn: int = turn) -> None:
-                for source in (1, 0):
-                    rank.pending[source].wait()
-                    assert rank.tensors[source].tolist() == [10.0 * turn + source, 2.0, 3.0], "not the source's value"
-
-            yield r, read
-
-
-def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
-    """Messages of two links with the same layouts, received in another order than they are sent and posted in."""
-    other = Link(0, 3, LINK.values)
-
-    def channel(rank: _Rank, link: Link) -> Channel:
-        if link == LINK:
-            return rank.channel()
-        if True not in rank.channels:
-            rank.channels[True] = rank.transport.channel(rank.program, link, 0, 1, backward=False)
-        return rank.channels[True]
-
-    def number(step: int, link: Link, k: int) -> int:
-        return 4 * step + 2 * (link == other) + k
-
-    for step in range(3):
-
-        def send(rank: _Rank, step: int = step) -> None:
-            for k in range(2):
-                for link in (LINK, other):
-                    channel(rank, link).send(k, message(0, number(step, link, k)))
-
-        def receive(rank: _Rank, step: int = step) -> None:
-            for k in range(2):
-                for link in (LINK, other):
-                    channel(rank, link).post(k)
-            for link in (other, LINK):
-                for k in (1, 0):
-                    _same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
-
-        yield 0, send
-        yield 1, receive
-        yield 0, lambda rank: rank.transport.end_step()
-        yield 1, lambda rank: rank.transport.end_step()
-
-
-def every_dtype_travels() -> Iterator[Step]:
-    """Also those that some back ends have no type for."""
-    pairs = (
-        (torch.int16, torch.uint16),
-        (torch.bool, torch.uint32),
-        (torch.complex64, torch.bfloat16),
-        (torch.float8_e4m3fn, torch.uint64),
-    )
-
-    def tensors(k: int) -> list[Tensor]:
-        return [torch.arange(5).to(dtype) for dtype in pairs[k]]
-
-    for _ in range(2):
-        for k in range(len(pairs)):
-            yield 0, lambda rank, k=k: rank.channel().send(k, tensors(k))  # type: ignore[misc]
-
-            def receive(rank: _Rank, k: int = k) -> None:
-                rank.channel().post(k)
-                for got, expected in zip(rank.channel().receive(k), tensors(k), strict=True):
-                    assert got is not None, "a tensor did not arrive"
-                    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
-                    same = torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
-                    assert same, f"a tensor of {expected.dtype} arrived with other values"
-
-            yield 1, receive
-        yield 0, lambda rank: rank.transport.end_step()
-        yield 1, lambda rank: rank.transport.end_step()
-
-
-def every_shape_travels() -> Iterator[Step]:
-    """Numbers, empty tensors, and tensors whose elements share memory."""
-    pairs = (
-        (torch.tensor(1.5), torch.tensor(7)),
-        (torch.empty(0), torch.empty(2, 0, 3)),
-        (torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)),
-    )
-    for _ in range(3):
-        for k, tensors in enumerate(pairs):
-            yield 0, lambda rank, k=k, tensors=tensors: rank.channel().send(k, tensors)  # type: ignore[misc]
-
-            def receive(rank: _Rank, k: int = k, tensors: Sequence[Tensor] = tensors) -> None:
-                rank.channel().post(k)
-                for got, expected in zip(rank.channel().receive(k), tensors, strict=True):
-                    _looks_like(got, expected)
-
-            yield 1, receive
-        yield 0, lambda rank: rank.transport.end_step()
-        yield 1, lambda rank: rank.transport.end_step()
-
-
-def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
-    """Even if a second one starts before the first is waited for."""
-    for _ in range(2):
-        for group in (0, 1):
-            for r in (0, 1):
-
-                def start(rank: _Rank, r: int = r, group: int = group) -> None:
-                    if group == 0:
-                        rank.tensors, rank.pending = [], []
-                    tensors = [tensor + r for tensor in message(group, 0)]
-                    rank.tensors += tensors
-                    rank.pending.append(rank.transport.reduce(group, (0, 1), tensors))
-
-                yield r, start
-        for r in (0, 1):
-
-            def read(rank: _Rank) -> None:
-                for pending in rank.pending:
-                    pending.wait()
-                terms = [tensor for group in (0, 1) for tensor in message(group, 0)]
-                for got, term in zip(rank.tensors, terms, strict=True):
-                    assert torch.equal(got, term + (term + 1)), "a sum is not that of both ranks' terms"
-
-            yield r, read
-
-
-POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
-    ranks_connect_before_they_talk,
-    values_keep_bits_strides_and_alignment,
-    sends_run_ahead_of_receives,
-    absent_tensors_arrive_as_none,
-    what_arrives_is_memory_of_its_own,
-    another_layout_is_refused_by_the_sender,
-    a_released_program_makes_room_for_another,
-    links_of_two_ranks_do_not_mix,
-    every_dtype_travels,
-    every_shape_travels,
-)
-COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
-    a_loss_reaches_every_rank,
-    values_of_several_ranks_cross_each_other,
-    sums_have_the_same_bits_everywhere,
-)
-SCRIPTS = (*POINT_TO_POINT_SCRIPTS, *COLLECTIVE_SCRIPTS)

@@ -198,7 +198,7 @@ def _timed(
         forward = float(compute) * job.placement.depth
         backward = tuple(gradients.shares(job, 2 * forward))
     before = microbatches * forward + (microbatches - 1) * sum(backward)  # the last microbatch's gradients are sent
-    return gradients.with_compute(job, made, before, backward)
+    return gradients.with_compute(made, before, backward)
 
 
 def _workload(

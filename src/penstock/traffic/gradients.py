@@ -51,7 +51,7 @@ def transfers(job: Replicated) -> list[Ready]:
     return _sharded(job) if job.sharded else sorted(_summed(job), key=lambda ready: ready.layers)
 
 
-def with_compute(job: Replicated, made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
+def with_compute(made: Sequence[Ready], forward: float, backward: Sequence[float]) -> list[Transfer]:
     """The transfers with the computation between them.
 
     Args:

@@ -20,7 +20,7 @@ from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
-from penstock.testing.transports import SCRIPTS
+from penstock.testing.transport_scripts import SCRIPTS
 from scaffolding.models import GPT, squared_error, token_error
 from scaffolding.small import ONE_STAGE
 

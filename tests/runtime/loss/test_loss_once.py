@@ -133,6 +133,16 @@ class KeepsAverage(Kept):
         return self.kept
 
 
+class KeepsFirst(Kept):
+    """Only its first call sets anything, and returns the same whether or not that was set before."""
+
+    def factor(self, output: Tensor) -> Any:
+        mean = output.detach().mean()
+        if self.kept is None:
+            self.kept = mean
+        return mean / self.kept
+
+
 class KeepsTensor(Kept):
     def factor(self, output: Tensor) -> Any:
         mean = output.detach().mean()
@@ -199,7 +209,9 @@ def on_function() -> Any:
     return loss
 
 
-KEEPING = [KeepsCount, KeepsAverage, KeepsTensor, KeepsList, KeepsModule, KeepsArray, KeepsInClass, KeepsQueue]
+KEEPING = [
+    *(KeepsCount, KeepsAverage, KeepsFirst, KeepsTensor, KeepsList, KeepsModule, KeepsArray, KeepsInClass, KeepsQueue)
+]
 
 
 @pytest.mark.parametrize("make", [*KEEPING, in_closure, on_function, lambda: KeepsCount().__call__])
@@ -232,12 +244,13 @@ def test_what_a_loss_notes_for_others_is_no_state_of_its_own() -> None:
         pipe.step(x, target=y)
 
 
-def test_a_schedule_of_ones_own_may_call_it_in_any_order() -> None:
+@pytest.mark.parametrize(("kind", "name"), [(Centred, "center"), (KeepsFirst, "kept")])
+def test_a_schedule_of_ones_own_may_call_it_in_any_order(kind: Callable[[], Any], name: str) -> None:
     x, y = batch()
     schedule = from_csv("0F1,0F0,0B1,0B0\n1F1,1B1,1F0,1B0\n")
     with (
-        penstock.pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=Centred()) as pipe,
-        pytest.raises(penstock.ArgumentError, match=r"'center'.* does not call it in order of microbatch"),
+        penstock.pipeline(mlp(), (x,), ranks=2, microbatches=2, schedule=schedule, loss=kind()) as pipe,
+        pytest.raises(penstock.ArgumentError, match=f"'{name}'.* does not call it in order of microbatch"),
     ):
         pipe.step(x, target=y)
 

@@ -1,6 +1,6 @@
-"""Each collective algorithm as a function of the number of ranks: a family a file, and the registry of names here.
+"""Collective algorithms as functions of the number of ranks: one family per file, and the registry of their names.
 
-What each collective starts from and ends with is the table of tests/fabric/step_proof.py.
+The table in tests/fabric/step_proof.py defines what each collective starts from and ends with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tre
 from penstock.fabric.steps import Collective, StepList
 
 ENGINE = "engine"
-"""The algorithm that stands for torch.distributed's own collectives: no step list."""
+"""The algorithm name for torch.distributed's own collectives, which have no step list."""
 
 _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
     "all_reduce": {
@@ -56,7 +56,7 @@ _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """The names of those that do a collective, the one to take without a wish first.
+    """Returns the names of the algorithms for a collective, the default first.
 
     Raises:
         ArgumentError: the collective is unknown.
@@ -68,15 +68,16 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """The steps by which `ranks` ranks do a collective.
+    """Generates the steps of a collective among `ranks` ranks.
 
     Args:
-        collective, algorithm: by name; see `algorithms`.
+        collective, algorithm: names; see `algorithms`.
         ranks: 2 or more.
-        options: of the algorithm; see its function.
+        options: the algorithm's options; see its function.
 
     Raises:
-        ArgumentError: no such collective or algorithm, fewer than 2 ranks, or an option that the algorithm lacks.
+        ArgumentError: the collective or algorithm is unknown, there are fewer than 2 ranks, or the algorithm has no
+            such option.
     """
     known = algorithms(collective)
     if algorithm not in known:

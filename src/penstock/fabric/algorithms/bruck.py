@@ -1,8 +1,8 @@
-"""Bruck's algorithms: ceil(log2 n) rounds for any n, in round k with the rank at distance 2^k.
+"""Bruck's algorithms: ceil(log2 n) rounds for any n; in round k, ranks at distance 2^k exchange data.
 
 (Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in multiport
-message-passing systems", 1997.) Theirs turn each rank's data so that messages are in one piece, and turn it back in
-the end. Here slots stay where they are, and a message may consist of several moves.
+message-passing systems", 1997.) The original rotates each rank's data so that messages are contiguous, and rotates it
+back at the end. Here, slots stay where they are, and a message may consist of several moves.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from penstock.fabric.steps import Move, StepList
 
 
 def all_gather(ranks: int) -> StepList:
-    """Rank r has the parts r, r+1, ... r+2^k-1 and sends them to r-2^k: (n-1)/n of the size."""
+    """Rank r holds the parts r, r+1, ... r+2^k-1 and sends them to r-2^k: (n-1)/n of the size."""
     rounds, distance = [], 1
     while distance < ranks:
-        held = min(distance, ranks - distance)  # in the last round, what is still missing
+        held = min(distance, ranks - distance)  # the last round sends only what is still missing
         slots = [(rank, (rank + ahead) % ranks) for rank in range(ranks) for ahead in range(held)]
         rounds.append(joined(Move(rank, (rank - distance) % ranks, slot, 1, slot) for rank, slot in slots))
         distance *= 2
@@ -23,9 +23,9 @@ def all_gather(ranks: int) -> StepList:
 
 
 def all_to_all(ranks: int) -> StepList:
-    """A part that has i ranks to go takes the steps of i's bits, lowest first: about half of the size a round.
+    """A part with i ranks to go moves by one set bit of i at a time, lowest first: about half of the size per round.
 
-    On its way a part waits in the slot of its i, behind input and output.
+    On its way, a part waits in slot i of the area after input and output.
     """
     output, waiting = ranks, 2 * ranks
     rounds, distance = [], 1

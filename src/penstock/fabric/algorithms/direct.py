@@ -1,4 +1,4 @@
-"""Straight to whom it is for: no byte is sent twice, and every rank may have to do with every other one."""
+"""Direct algorithms: no byte is sent twice, but a rank may have to communicate with every other one."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from penstock.fabric.steps import Move, StepList
 
 
 def send(ranks: int) -> StepList:
-    """From rank 0 to rank 1; other ranks look on."""
+    """From rank 0 to rank 1; other ranks do nothing."""
     return StepList("send", "direct", ranks, 1, 1, ((Move(0, 1, 0, 1, 0),),))
 
 
 def sendrecv(ranks: int) -> StepList:
-    """To the next rank, and from the one before: one round, the size out of every port and into it."""
+    """To the next rank and from the previous one: one round, with the whole size out of every port and into it."""
     moves = tuple(Move(rank, (rank + 1) % ranks, 0, 1, 1) for rank in range(ranks))
     return StepList("sendrecv", "direct", ranks, 1, 2, (moves,), 1)
 
 
 def scatter(ranks: int) -> StepList:
-    """The root to all at once: one round, (n-1)/n of the size out of one port."""
+    """From the root to all at once: one round, (n-1)/n of the size out of one port."""
     moves = tuple(Move(0, rank, rank, 1, rank) for rank in range(1, ranks))
     return StepList("scatter", "direct", ranks, ranks, ranks, (moves,))
 
 
 def gather(ranks: int) -> StepList:
-    """All to the root at once: one round, (n-1)/n of the size into one port (incast)."""
+    """From all to the root at once: one round, (n-1)/n of the size into one port (incast)."""
     moves = tuple(Move(rank, 0, rank, 1, rank) for rank in range(1, ranks))
     return StepList("gather", "direct", ranks, ranks, ranks, (moves,))
 
 
 def all_to_all(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
-    """All at once: one round, (n-1)/n of the size.
+    """All exchanges at once: one round, (n-1)/n of the size.
 
     Args:
         ranks: any number.
-        shares: how many pieces each rank gets from every one; empty: one. A mixture of experts sends so.
+        shares: how many pieces each rank gets from every rank; empty for one each. A mixture of experts sends uneven
+            shares.
     """
     shares = _checked_shares(ranks, shares)
     moves = tuple(move for distance in range(1, ranks) for move in _exchange(shares, distance))
@@ -43,7 +44,7 @@ def all_to_all(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
 
 
 def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
-    """To the rank at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two into one port.
+    """Ranks at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size, and never two senders into one port.
 
     Args:
         ranks: any number.
@@ -54,7 +55,7 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
 
 
 def reduce_scatter_pairwise(ranks: int) -> StepList:
-    """Each part to its rank, from the one at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
+    """Sends each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
     rounds = []
     for distance in range(1, ranks):
         targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
@@ -64,12 +65,12 @@ def reduce_scatter_pairwise(ranks: int) -> StepList:
 
 def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
-        raise ArgumentError(f"shares are {shares}: give {ranks} whole numbers, one a rank, of 0 or more and not all 0")
+        raise ArgumentError(f"shares={shares}: give {ranks} whole numbers, one for each rank, 0 or more and not all 0")
     return shares or (1,) * ranks
 
 
 def _exchange(shares: tuple[int, ...], distance: int) -> tuple[Move, ...]:
-    """Each rank's part for the one at a distance, into the slots of the sender in the output."""
+    """Sends each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
     ranks, chunks = len(shares), sum(shares)
     targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
     return tuple(

@@ -1,8 +1,8 @@
-"""Recursive halving and doubling: pairs at distance n/2, n/4, ... 1 exchange what the other one needs.
+"""Recursive halving and doubling: partners at distance n/2, n/4, ... 1 exchange what the other needs.
 
-log2 n rounds each way. A number of ranks that is not a power of two is folded: of the first pairs, the even rank gives
-all it has to the odd one, looks on, and gets the result in the end (Thakur, Rabenseifner and Gropp, "Optimization of
-collective communication operations in MPICH", 2005).
+This takes log2 n rounds each way. A number of ranks that is not a power of two is folded: in each of the first pairs,
+the even rank gives all of its data to the odd one, sits out the exchange, and receives the result at the end (Thakur,
+Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from penstock.fabric.steps import Move, StepList
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """The ranks that take part in the exchange, 2^k of them.
+    """The 2^k ranks that take part in the exchange.
 
     Attributes:
-        core: their ranks.
-        pairs: (rank that looks on, its partner in the core).
+        core: the participating ranks.
+        pairs: (rank that sits out, its partner in the core).
     """
 
     core: tuple[int, ...]
@@ -32,22 +32,24 @@ class _Fold:
         return cls(tuple(odd for _, odd in pairs) + tuple(range(2 * extra, ranks)), pairs)
 
     def bounds(self) -> tuple[int, ...]:
-        """Where the parts of each member of the core begin, and where the last ends: a pair's are two."""
+        """Returns where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
         extra = len(self.pairs)
         return tuple(2 * place if place < extra else place + extra for place in range(len(self.core) + 1))
 
     def enter(self, chunks: int) -> Rounds:
-        """All that the ranks outside have is added to what their partners have."""
+        """Returns the round that adds the data of the ranks outside the core to that of their partners."""
         return _once(tuple(Move(out, core, 0, chunks, 0, adds=True) for out, core in self.pairs))
 
     def leave(self, chunks: int) -> Rounds:
-        """The whole result goes to the ranks outside."""
+        """Returns the round that sends the whole result to the ranks outside the core."""
         return _once(tuple(Move(core, out, 0, chunks, 0) for out, core in self.pairs))
 
 
 def all_reduce(ranks: int) -> StepList:
-    """Halving, then doubling: 2 log2 n rounds, 2(n-1)/n of the size; for no power of two, 2 rounds and twice the size
-    on top."""
+    """Halving, then doubling: 2 log2 n rounds, 2(n-1)/n of the size.
+
+    If n is not a power of two, folding adds 2 rounds and twice the size.
+    """
     fold = _Fold.of(ranks)
     chunks = len(fold.core)
     bounds = tuple(range(chunks + 1))
@@ -56,7 +58,7 @@ def all_reduce(ranks: int) -> StepList:
 
 
 def all_reduce_whole(ranks: int) -> StepList:
-    """Pairs exchange all they have: log2 n rounds, each of the whole size. For sizes that latency rules."""
+    """Partners exchange all their data: log2 n rounds of the whole size each, for sizes at which latency dominates."""
     fold = _Fold.of(ranks)
     rounds, distance = fold.enter(1), 1
     while distance < len(fold.core):
@@ -68,7 +70,10 @@ def all_reduce_whole(ranks: int) -> StepList:
 
 
 def reduce_scatter(ranks: int) -> StepList:
-    """log2 n rounds, (n-1)/n of the size; for no power of two, 2 rounds and (n+1)/n of the size on top, or so."""
+    """Halving: log2 n rounds, (n-1)/n of the size.
+
+    If n is not a power of two, folding adds 2 rounds and about (n+1)/n of the size.
+    """
     fold = _Fold.of(ranks)
     last = _once(tuple(Move(core, out, out, 1, out) for out, core in fold.pairs))
     rounds = fold.enter(ranks) + _halved(fold.core, fold.bounds()) + last
@@ -76,7 +81,7 @@ def reduce_scatter(ranks: int) -> StepList:
 
 
 def all_gather(ranks: int) -> StepList:
-    """Halving the other way round."""
+    """The reverse of halving."""
     fold = _Fold.of(ranks)
     first = _once(tuple(Move(out, core, out, 1, out) for out, core in fold.pairs))
     rounds = first + _doubled(fold.core, fold.bounds()) + fold.leave(ranks)
@@ -84,13 +89,13 @@ def all_gather(ranks: int) -> StepList:
 
 
 def _halved(core: tuple[int, ...], bounds: tuple[int, ...]) -> Rounds:
-    """Each member ends with the sums of its own parts: [bounds[place], bounds[place + 1])."""
+    """Each core member ends with the sums of its own parts: [bounds[place], bounds[place + 1])."""
     rounds, distance = [], len(core) // 2
     while distance:
         moves = []
         for place, rank in enumerate(core):
             other = place ^ distance
-            begin = other - other % distance  # of those that will be on the other's side from now on
+            begin = other - other % distance  # the first member on the partner's side from now on
             first, count = bounds[begin], bounds[begin + distance] - bounds[begin]
             moves.append(Move(rank, core[other], first, count, first, adds=True))
         rounds.append(tuple(moves))
@@ -99,7 +104,7 @@ def _halved(core: tuple[int, ...], bounds: tuple[int, ...]) -> Rounds:
 
 
 def _doubled(core: tuple[int, ...], bounds: tuple[int, ...]) -> Rounds:
-    """Each member starts with its own parts and ends with all."""
+    """Each core member starts with its own parts and ends with all parts."""
     return mirrored(_halved(core, bounds))
 
 

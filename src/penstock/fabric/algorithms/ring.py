@@ -1,7 +1,7 @@
-"""Rings: every rank sends only to the next one, so each link carries the same, however many ranks there are.
+"""Ring algorithms: every rank sends only to the next one, so the load per link hardly depends on the number of ranks.
 
-Each part goes once around, and gathers the sums on its way; then the sums go around once more. Best for large sizes
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+Each part travels once around the ring to collect its sum, and the sums travel around once more. This is best for large
+sizes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
 """
 
 from __future__ import annotations
@@ -16,43 +16,45 @@ def all_reduce(ranks: int) -> StepList:
 
 
 def reduce_scatter(ranks: int) -> StepList:
-    """n-1 rounds, (n-1)/n of the size."""
+    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
     return StepList("reduce_scatter", "ring", ranks, ranks, ranks, reduced(ranks))
 
 
 def all_gather(ranks: int) -> StepList:
-    """n-1 rounds, (n-1)/n of the size."""
+    """One trip around the ring: n-1 rounds, (n-1)/n of the size."""
     return StepList("all_gather", "ring", ranks, ranks, ranks, gathered(ranks))
 
 
 def all_reduce_2(ranks: int) -> StepList:
-    """Half of each part goes around one way, half the other. Full-duplex ports carry what one ring asks for; links
-    between neighbours, as on a torus, carry half of it."""
+    """Two rings: half of each part travels one way, half the other.
+
+    Full-duplex ports carry as much as with one ring. Links between neighbours, as on a torus, carry half as much.
+    """
     return StepList("all_reduce", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2) + gathered(ranks, 2))
 
 
 def reduce_scatter_2(ranks: int) -> StepList:
-    """Both ways at once; see `all_reduce_2`."""
+    """Both directions at once; see `all_reduce_2`."""
     return StepList("reduce_scatter", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2))
 
 
 def all_gather_2(ranks: int) -> StepList:
-    """Both ways at once; see `all_reduce_2`."""
+    """Both directions at once; see `all_reduce_2`."""
     return StepList("all_gather", "ring2", ranks, 2 * ranks, 2 * ranks, gathered(ranks, 2))
 
 
 def reduced(ranks: int, ways: int = 1) -> Rounds:
-    """Part p starts at the rank behind p and ends at p; with two ways, its second half comes from the other side."""
+    """Part p starts at the rank after p and ends at p; with two ways, its second half starts on the other side."""
     return tuple(_shift(ranks, ways, 1 + number, adds=True) for number in range(ranks - 1))
 
 
 def gathered(ranks: int, ways: int = 1) -> Rounds:
-    """Part p starts at rank p and goes to all others."""
+    """Part p starts at rank p and reaches all others."""
     return tuple(_shift(ranks, ways, number, adds=False) for number in range(ranks - 1))
 
 
 def _shift(ranks: int, ways: int, behind: int, adds: bool) -> tuple[Move, ...]:
-    """Each rank sends on the part of the rank that is `behind` it, seen in the direction of the ring."""
+    """Each rank passes on the part of the rank `behind` places before it in the ring's direction."""
     moves = []
     for way, step in enumerate((1, -1)[:ways]):
         for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""From the root to all, and from all to the root: binomial trees, a pipelined chain, van de Geijn's scatter first."""
+"""From the root to all, or from all to the root: binomial trees, pipelined chains, van de Geijn's scatter-allgather."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from penstock.fabric.steps import Move, StepList
 
 
 def broadcast_binomial(ranks: int) -> StepList:
-    """Whoever has it passes it on: ceil(log2 n) rounds, each of the whole size."""
+    """Every rank that has the data passes it on: ceil(log2 n) rounds of the whole size each."""
     rounds = tuple(tuple(Move(move.source, move.target, 0, 1, 0) for move in moves) for moves in _scattered(ranks))
     return StepList("broadcast", "binomial", ranks, 1, 1, rounds)
 
 
 def broadcast_scattered(ranks: int) -> StepList:
-    """A binomial scatter, then a ring of all-gather: ceil(log2 n) + n-1 rounds, about twice the size
+    """A binomial scatter, then a ring all-gather: ceil(log2 n) + n-1 rounds, about twice the size.
+
     (Barnett, Shuler, Gupta, Payne, van de Geijn and Watts, "Building a high-performance collective communication
-    library", 1994)."""
+    library", 1994.)
+    """
     return StepList("broadcast", "scatter-allgather", ranks, ranks, ranks, _scattered(ranks) + gathered(ranks))
 
 
 def broadcast_chain(ranks: int, pieces: int = 8) -> StepList:
-    """From rank to rank, piece by piece: n-2 + pieces rounds, of 1/pieces of the size each.
+    """From rank to rank, piece by piece: n-2 + pieces rounds of 1/pieces of the size each.
 
     Args:
         ranks: any number.
-        pieces: more fill the chain better, and take more rounds.
+        pieces: more pieces fill the chain better, but take more rounds.
     """
     rounds = tuple(tuple(Move(hop, hop + 1, piece, 1, piece) for hop, piece in hops) for hops in _chain(ranks, pieces))
     return StepList("broadcast", "chain", ranks, pieces, pieces, rounds)
 
 
 def reduce_binomial(ranks: int) -> StepList:
-    """The other way, adding: ceil(log2 n) rounds, each of the whole size."""
+    """A binomial broadcast in reverse, adding: ceil(log2 n) rounds of the whole size each."""
     rounds = tuple(
         tuple(Move(move.source, move.target, 0, 1, 0, adds=True) for move in moves)
         for moves in mirrored(_scattered(ranks))
@@ -41,11 +43,11 @@ def reduce_binomial(ranks: int) -> StepList:
 
 
 def reduce_chain(ranks: int, pieces: int = 8) -> StepList:
-    """From the last rank to the root, piece by piece, each adding its own: n-2 + pieces rounds, of 1/pieces each.
+    """From the last rank to the root, piece by piece, each rank adding its own: n-2 + pieces rounds of 1/pieces each.
 
     Args:
         ranks: any number.
-        pieces: more fill the chain better, and take more rounds.
+        pieces: more pieces fill the chain better, but take more rounds.
     """
     last = ranks - 1
     rounds = tuple(
@@ -56,7 +58,7 @@ def reduce_chain(ranks: int, pieces: int = 8) -> StepList:
 
 
 def scatter_binomial(ranks: int) -> StepList:
-    """Half of what is left goes on each round: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
+    """Each round passes on half of what a rank holds: ceil(log2 n) rounds, (n-1)/n of the size out of the root."""
     return StepList("scatter", "binomial", ranks, ranks, ranks, _scattered(ranks))
 
 
@@ -66,7 +68,7 @@ def gather_binomial(ranks: int) -> StepList:
 
 
 def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
-    """For each round the hops of the chain that are in use, and the piece that each of them carries."""
+    """Returns, for each round, the hops of the chain that are in use and the piece that each one carries."""
     checked_pieces(pieces)
     return [
         [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < pieces]
@@ -75,7 +77,7 @@ def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
 
 
 def _scattered(ranks: int) -> Rounds:
-    """Rank r gets the parts of r and of those below it in the tree."""
+    """Rank r receives its own part and those of the ranks below it in the tree."""
     rounds, reach = [], 1 << (ranks - 1).bit_length()
     while reach > 1:
         half = reach // 2

@@ -1,4 +1,4 @@
-"""What the families share: rounds, put together tidily, and the checks of their options."""
+"""Helpers shared by the algorithm families: tidy rounds, and checks of options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Rounds = tuple[tuple[Move, ...], ...]
 
 
 def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """A round's moves in order; those whose slots follow one another on both sides become one."""
+    """Returns a round's moves in order, merging moves whose slots are contiguous on both sides."""
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
@@ -29,14 +29,14 @@ def _follows(last: Move, move: Move) -> bool:
 
 
 def checked_pieces(pieces: int) -> int:
-    """Into how many pieces the data of a pipeline is cut. Raises ArgumentError unless it is 1 or more."""
+    """Returns the number of pieces of a pipelined algorithm. Raises ArgumentError unless it is 1 or more."""
     if pieces < 1:
         raise ArgumentError(f"pieces is {pieces}: cut the data into 1 or more")
     return pieces
 
 
 def mirrored(rounds: Rounds) -> Rounds:
-    """Last round first, each message the other way: how data was spread is how it is gathered."""
+    """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
         tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
         for moves in reversed(rounds)

@@ -1,6 +1,6 @@
-"""Two binary trees at once, each with half the data: a rank that passes data on in one is a leaf of the other.
+"""A double binary tree, each tree carrying half of the data: an inner rank of one tree is a leaf of the other.
 
-So no rank's port lies idle, as those of half of the ranks do in a single tree, and a round's distance grows with log n
+This way no port is idle, whereas half of the ports are idle in a single tree, and the latency grows only with log n
 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009).
 
     n = 6, first tree      4th rank is its root      the second is its mirror image, or, for an odd n, the same
@@ -17,15 +17,15 @@ from penstock.fabric.algorithms.rounds import checked_pieces
 from penstock.fabric.steps import Move, StepList
 
 Parents = tuple[int, ...]
-"""The parent of each rank; the root is its own."""
+"""The parent of each rank; the root is its own parent."""
 
 
 def all_reduce(ranks: int, pieces: int = 8) -> StepList:
-    """Sums go up and results come down, piece by piece: 2h + pieces - 1 rounds, of trees with the height h.
+    """Sums go up and results come down, piece by piece: 2h + pieces - 1 rounds for trees of height h.
 
     Args:
         ranks: any number.
-        pieces: into how many each half is cut. More fill the ports better, and take more rounds.
+        pieces: the number of pieces into which each half is cut. More fill the ports better, but take more rounds.
     """
     checked_pieces(pieces)
     trees = double_tree(ranks)
@@ -45,7 +45,7 @@ def all_reduce(ranks: int, pieces: int = 8) -> StepList:
 
 
 def double_tree(ranks: int) -> tuple[Parents, Parents]:
-    """Both trees."""
+    """Returns both trees."""
     tree = tuple(_parent(place + 1, ranks) - 1 for place in range(ranks))
     last = ranks - 1
     if ranks % 2:
@@ -56,7 +56,10 @@ def double_tree(ranks: int) -> tuple[Parents, Parents]:
 
 
 def _parent(place: int, places: int) -> int:
-    """In the tree of 1..places in order: a number's lowest bit is its height, and all odd ones are leaves."""
+    """Returns the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
+
+    All odd numbers are therefore leaves.
+    """
     bit = place & -place
     above = (place ^ bit) | (bit << 1)
     return above if above <= places else (place ^ bit) or place

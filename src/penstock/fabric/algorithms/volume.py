@@ -1,4 +1,4 @@
-"""What a list of steps asks of a rank: its own part of each round, and how many bytes it sends."""
+"""What a list of steps requires of a rank: its moves in each round, and how many bytes it sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.fabric.steps import Move, StepList
 
 
 class RankRound(NamedTuple):
-    """What one rank does in one round: it posts all of both, and goes on when all have been done.
+    """What one rank does in one round: it posts all sends and receives, and continues when all are complete.
 
     Messages between the same two ranks in a round are in the same order on both sides.
     """
@@ -20,17 +20,17 @@ class RankRound(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of the alpha-beta model: seconds = rounds * alpha + bytes_factor * size * beta."""
+    """A cost in the alpha-beta model: seconds = rounds * alpha + bytes_factor * size * beta."""
 
     rounds: int
     bytes_factor: float
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
-    """The rounds in which the rank does something, by their numbers in the list.
+    """Returns the rounds in which a rank does something, with their numbers in the list.
 
-    No barrier is needed between rounds: what a rank holds changes by what it receives only, and two ranks meet in the
-    same order on both sides, so a rank that is ahead waits for the messages that it needs, and for nothing else.
+    No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
+    process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
     """
     own = []
     for number, moves in enumerate(steps.rounds):
@@ -42,9 +42,9 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def cost(steps: StepList) -> Cost:
-    """Rounds, and the part of the size that passes the busiest rank of each round, all added up.
+    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
-    Links are full duplex: of what a rank sends and what it receives in a round, the larger counts.
+    Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """
     slots = 0
     for moves in steps.rounds:
@@ -57,23 +57,14 @@ def cost(steps: StepList) -> Cost:
 
 
 def is_even(steps: StepList) -> bool:
-    """Whether each rank's port carries as much in all as the busiest ones of its rounds together."""
-    sent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    for move in (move for moves in steps.rounds for move in moves):
-        sent[move.source] += move.count
-        received[move.target] += move.count
+    """Whether each rank's port carries as much in total as the busiest ports of all rounds together."""
+    sent, received = sent_slots(steps), received_slots(steps)
     busiest = round(cost(steps).bytes_factor * steps.chunks)
     return all(max(sent[rank], received[rank]) == busiest for rank in range(steps.ranks))
 
 
-def sent_bytes(steps: StepList, size_bytes: int, rank: int, element_bytes: int = 1) -> int:
-    """What a rank sends in all, padding included."""
-    return sent_slots(steps)[rank] * steps.slot_bytes(size_bytes, element_bytes)
-
-
 def sent_slots(steps: StepList) -> Counter[int]:
-    """How many of the pieces that a buffer is cut into each rank sends."""
+    """Returns how many slots each rank sends."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.source] += move.count
@@ -81,7 +72,7 @@ def sent_slots(steps: StepList) -> Counter[int]:
 
 
 def received_slots(steps: StepList) -> Counter[int]:
-    """How many of these pieces each rank receives."""
+    """Returns how many slots each rank receives."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.target] += move.count

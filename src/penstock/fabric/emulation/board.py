@@ -1,7 +1,7 @@
-"""Where host 0 says when a trial begins, if all hosts are of one machine: a few numbers of memory that they share.
+"""Shared memory in which host 0 announces when a trial begins, if all hosts are on one machine.
 
-A word that went over the network under test would be delayed and lost as that network has it, and hosts would begin at
-different moments. Hosts look for it some thousand times a second while they wait.
+An announcement over the network under test would be delayed or lost like any other message, and hosts would start at
+different moments. Waiting hosts poll the memory several thousand times per second.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Self
 from penstock.errors import FabricError
 
 VARIABLE = "PENSTOCK_START_BOARD"
-"""Of the environment: the file, which is empty at first."""
+"""The environment variable that names the file, which is empty at first."""
 
 _NUMBERS = 5
 _LOOK_SECONDS, _LIFE_SECONDS = 1e-4, 0.1
 
 
 class Board:
-    """One host's view of it.
+    """One host's view of the board.
 
     Args:
-        path: of the file.
-        writes: this is host 0.
-        stall_seconds: after which a word is waited for no longer.
+        path: the file.
+        writes: True on host 0.
+        stall_seconds: how long to wait for an announcement before giving up.
     """
 
     def __init__(self, path: str, *, writes: bool, stall_seconds: float) -> None:
@@ -43,21 +43,21 @@ class Board:
 
     @classmethod
     def of_environment(cls, rank: int, stall_seconds: float) -> Self | None:
-        """Where whoever started the hosts has made one; None elsewhere."""
+        """Opens the board that the launcher of the hosts created; None if there is none."""
         path = os.environ.get(VARIABLE)
         return cls(path, writes=rank == 0, stall_seconds=stall_seconds) if path else None
 
     def say(self, sent_ns: int, due_ns: int, flags: int) -> None:
-        """By host 0, once every host has heard the word before."""
+        """Announces a trial. Called on host 0, once every host has heard the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
-        self._numbers[0] = self._seen  # last: it is looked at first
+        self._numbers[0] = self._seen  # last, because readers poll it
 
     def hear(self) -> tuple[int, int, int]:
-        """The next word, by the others: what `say` was given.
+        """Waits for the next announcement, and returns what `say` was given. Called on the other hosts.
 
         Raises:
-            FabricError: host 0 has ended, or says nothing in time.
+            FabricError: host 0 has ended, or made no announcement in time.
         """
         began = looked = time.monotonic()
         while self._numbers[0] == self._seen:
@@ -68,7 +68,7 @@ class Board:
                 if self._numbers[4] and not _lives(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
-                    raise FabricError(f"host 0 has said nothing for {self._stall_seconds:g} s")
+                    raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")
         self._seen += 1
         return self._numbers[1], self._numbers[2], self._numbers[3]
 

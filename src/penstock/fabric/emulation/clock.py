@@ -1,6 +1,6 @@
-"""Offsets between the clocks of hosts, from exchanges of messages: what makes one-way delays mean something.
+"""Estimate the offsets between hosts' clocks from message exchanges, so that one-way delays are meaningful.
 
-As NTP has it (RFC 5905): of many exchanges the one with the shortest round trip counts; half of that bounds the error.
+As in NTP (RFC 5905), the exchange with the shortest round trip counts, and half of that round trip bounds the error.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import torch.distributed as dist
 
 FEWEST_EXCHANGES, MOST_EXCHANGES = 8, 40
 EXCHANGE_SECONDS = 0.2
-"""After which no other exchange with a host is begun, if there were the fewest: far hosts do not hold up the run."""
+"""After this time, only the minimum of exchanges with a host is made, so that distant hosts do not delay the run."""
 DRIFT = 50e-6
-"""By how much of the time that goes by a clock may go wrong against another: what quartz is good for."""
+"""How fast a clock may drift against another, as a fraction of the elapsed time; quartz is this good."""
 CLOCK_SECONDS = 20.0
-"""How often the offsets of clocks that differ are estimated anew."""
+"""The interval at which the offsets of separate clocks are estimated again."""
 
 _ENOUGH = -1
-"""Sent instead of a stamp: no more exchanges."""
+"""Sent in place of a timestamp to end the exchanges."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """What is added to a host's clock to get rank 0's.
+    """What to add to a host's clock to get rank 0's.
 
     Attributes:
-        offset_ns: zero where both read the same kernel's clock.
-        uncertainty_ns: the largest error that is possible until the next estimate, drift included.
-        estimated_ns: what the exchange of messages has shown; zero if none was needed.
-        shared: whether both read the same clock.
+        offset_ns: zero if both hosts read the same kernel's clock.
+        uncertainty_ns: the largest possible error until the next estimate, including drift.
+        estimated_ns: the estimate from message exchanges; zero if none was needed.
+        shared: True if both hosts read the same clock.
     """
 
     offset_ns: int
@@ -42,13 +42,13 @@ class Offset:
 
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
-    """This host's offset. A collective: every rank calls it; they are served one after the other."""
+    """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     boots = _kernels(group)
     best = Offset(0, 0, 0, True)
     for other in range(1, size):
         if boots[other] == boots[0] != "":
-            continue  # one clock
+            continue  # both read the same clock
         if rank == 0:
             _serve(other)
         elif rank == other:
@@ -57,7 +57,7 @@ def estimate(group: dist.ProcessGroup | None = None) -> Offset:
 
 
 def is_one(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks read the same clock. A collective."""
+    """Whether all ranks read the same clock. Collective."""
     kernels = set(_kernels(group))
     return len(kernels) == 1 and "" not in kernels
 
@@ -69,7 +69,7 @@ def _kernels(group: dist.ProcessGroup | None) -> list[str]:
 
 
 def kernel() -> str:
-    """What names the running kernel of this host, and so its clock; empty if there is no telling."""
+    """Returns an identifier of this host's running kernel, and so of its clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

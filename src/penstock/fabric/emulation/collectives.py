@@ -1,4 +1,4 @@
-"""One rank's part in a transfer: by the engine's own collective, or by a step list over messages between two hosts."""
+"""One rank's part in a transfer: the engine's own collective, or a step list over messages between two hosts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.fabric.steps import Collective, Move, StepList
 from penstock.fabric.workload import Transfer
 
 Stamp = tuple[int, int, int]
-"""Round, start and end in nanoseconds of this host's clock."""
+"""A round, and its start and end in nanoseconds on this host's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,10 @@ class Participant:
 
     Attributes:
         transfer: what is done.
-        members: the ranks of the job that take part; this one's number among them is `rank`.
-        elements: of the largest buffer, before any padding.
-        seed, dtype, op: of the payload.
+        members: the job's ranks that take part.
+        rank: this rank's index in `members`.
+        elements: the size of the largest buffer, before any padding.
+        seed, dtype, op: the payload's seed, type and reduction.
     """
 
     transfer: Transfer
@@ -48,12 +49,12 @@ class Participant:
         return self.transfer.collective
 
     def expected(self, elements: int) -> Tensor | None:
-        """The result of this rank for a payload of as many elements."""
+        """Returns this rank's result for a payload of `elements` elements; None if it has none."""
         payload_of = (self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
         return payload.expected(self.collective, *payload_of, self.transfer.shares)
 
     def given(self, elements: int) -> Tensor:
-        """Its payload."""
+        """Returns this rank's payload."""
         return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
 
 
@@ -72,7 +73,7 @@ class _Round(NamedTuple):
 
 
 class Stepwise:
-    """Follows a step list. What goes between the same two ranks in one round goes in one message."""
+    """Executes a step list. Everything between the same two ranks in one round goes in one message."""
 
     def __init__(self, place: Participant, steps: StepList, wire: Wire, device: torch.device) -> None:
         self._steps = steps
@@ -96,9 +97,9 @@ class Stepwise:
     def _round(
         self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int], busy: Set[int]
     ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
-        """What is sent and received, a message a peer; and what is copied before and put down after.
+        """Returns the messages of a round, one per peer, and the copies to make before sending and after receiving.
 
-        Receives are posted when the round before begins: `busy` are the slots that are not free since then.
+        Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
         leaving: list[Message] = []
         arriving: list[Message] = []
@@ -132,7 +133,7 @@ class Stepwise:
 
     def reset(self) -> None:
         self._memory[: len(self._given)].copy_(self._given)
-        if self._steps.collective == "all_to_all":  # what a rank gives to itself goes over no network
+        if self._steps.collective == "all_to_all":  # a rank's part for itself never crosses the network
             own = self._given[payload.own_part(self._rank, self._steps.ranks, self.elements, self._steps.shares)]
             self._output()[self._rank * len(own) : (self._rank + 1) * len(own)].copy_(own)
 
@@ -142,7 +143,7 @@ class Stepwise:
             self._wire.expect(self._rounds[0].arriving)
         for one, following in zip_longest(self._rounds, self._rounds[1:]):
             start = time.monotonic_ns()
-            if following is not None:  # gloo sends at once what is already waited for
+            if following is not None:  # gloo sends at once if the receive is already posted
                 self._wire.expect(following.arriving)
             for copy in one.before:
                 copy.target.copy_(copy.source)
@@ -181,14 +182,14 @@ class Stepwise:
 
 
 def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
-    """The moves by the rank at the other end; both sides have them in the same order."""
+    """Groups moves by the rank at the other end; both sides list them in the same order."""
     found: dict[int, list[Move]] = {}
     for move in moves:
         found.setdefault(getattr(move, end), []).append(move)
     return found
 
 
-# torch 2.13 has new names, and warns of the old ones.
+# torch 2.13 has renamed these, and warns about the old names.
 _ALL_GATHER: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Callable[..., object] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -203,7 +204,7 @@ _OPS: Mapping[Op, Any] = {
 
 
 class Engine:
-    """torch.distributed's own collective."""
+    """Calls torch.distributed's own collective."""
 
     def __init__(self, place: Participant, group: dist.ProcessGroup | None, device: torch.device) -> None:
         ranks = len(place.members)
@@ -282,9 +283,9 @@ class Engine:
 
 
 def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
-    """Runs a transfer once and says what is wrong with its result, if anything is."""
+    """Runs a transfer once and describes what is wrong with its result; None if it is right."""
     if (before := part.result()) is not None:
-        before.fill_(payload.NOTHING)  # a right result that an earlier run left must not count
+        before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
     part.reset()
     part.run()
     found, right = part.result(), place.expected(part.elements)
@@ -302,8 +303,8 @@ def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
 
 
 def check_backend(backend: str) -> None:
-    """Raises ArgumentError for a backend that torch does not have here."""
+    """Raises ArgumentError if torch does not have this backend here."""
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     if not have.get(backend, False):
         there = ", ".join(name for name, available in have.items() if available)
-        raise ArgumentError(f"backend {backend!r} is missing: torch has {there} here")
+        raise ArgumentError(f"backend {backend!r} is not available: this torch has {there}")

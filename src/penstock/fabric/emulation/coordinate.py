@@ -1,6 +1,6 @@
-"""Starts the hosts of one machine, namespaces or plain processes, follows the samples, and ends everything.
+"""Start the hosts of one machine (namespaces or plain processes), follow their samples, and stop everything.
 
-The hosts run as under a real torchrun: an agent and a worker each. What they print goes to `host-<n>.log`.
+The hosts run as under a real torchrun: an agent and a worker each. Their output goes to `host-<n>.log`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.nodes import QUIET, agent_commands
 from penstock.network.scenario import Event
+from penstock.words import counted
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
 _PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
-"""Once one host has failed, the others get so long to end by themselves and to say why. After a signal they get none:
-each trial is in its file, and what waits for another host may never see a signal."""
+"""How long to wait for hosts to end.
+
+After one host fails, the others get some time to end on their own and to report why. After a signal they get none:
+every trial is already in its file, and a host that waits for another may never see a signal.
+"""
 
 
 def emulate(
@@ -43,24 +47,20 @@ def emulate(
     module: str = EMULATION,
     events: Sequence[Event] = (),
 ) -> None:
-    """Runs a spec on hosts that are started here, and waits for its end.
+    """Runs a spec on hosts started here, and waits for it to end.
 
     Args:
-        folder: of the run; what an earlier run left in it is replaced.
-        machines: one for each host; None: the hosts are processes of this machine.
-        watch: looks on.
-        module: that the hosts run.
-        events: that change the machines' network; a step is a trial.
+        folder: the run's folder; anything left there by an earlier run is replaced.
+        machines: one per host; None if the hosts are plain processes on this machine.
+        watch: an observer of the run.
+        module: the module that the hosts run.
+        events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
-        FabricError: a host did not join, was lost, or failed. The samples until then are in the folder.
-        KeyboardInterrupt: a signal came, whose number it has; all hosts have ended.
+        FabricError: a host did not join, was lost, or failed. The samples up to then are in the folder.
+        KeyboardInterrupt: a signal arrived, whose number is its argument; all hosts have ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in (RUN, SAMPLES, STEPS):
-        (folder / stale).unlink(missing_ok=True)
-    for stale_log in folder.glob("host-*.log"):
-        stale_log.unlink()
+    _empty(folder)
     spec.write(folder)
     tail = _Tail(folder, spec)
 
@@ -101,9 +101,17 @@ def emulate(
         raise FabricError(text)
 
 
+def _empty(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (RUN, SAMPLES, STEPS):
+        (folder / stale).unlink(missing_ok=True)
+    for stale_log in folder.glob("host-*.log"):
+        stale_log.unlink()
+
+
 @contextlib.contextmanager
 def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) -> Iterator[list[dict[str, Any]]]:
-    """Plays it while the block runs; what has happened is in the list at the end."""
+    """Plays the events while the block runs; when it ends, the list holds those that took place."""
     happened: list[dict[str, Any]] = []
     if machines is None:
         yield happened
@@ -121,7 +129,7 @@ def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) 
 
 
 class _Tail:
-    """The trials of a samples file that grows."""
+    """Follow the trials in a growing samples file."""
 
     def __init__(self, folder: Path, spec: Spec) -> None:
         transfers = spec.workload.transfers
@@ -133,7 +141,7 @@ class _Tail:
         self._durations = [0] * len(transfers)
 
     def read(self) -> Iterator[tuple[int, list[int]]]:
-        """The trials that were completed since the last call, each with the durations of its transfers."""
+        """Yields each trial completed since the last call, with the durations of its transfers in nanoseconds."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -154,7 +162,7 @@ class _Tail:
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:
-    """Into run.json, what host 0 could not say, or does not know."""
+    """Adds to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
@@ -165,18 +173,18 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 
 
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:
-    """Why the run failed, from who was killed, or what host 0 or the first that failed has said."""
+    """Explains why the run failed: who was killed, or what host 0 or the first host to fail reported."""
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
         count = int(trials) + 1 if trials.isdigit() else 0
-        saved = f"{count} {'trial is' if count == 1 else 'trials are'} in {folder}" if count else "no trial had ended"
+        saved = f"{counted(count, 'trial')} saved in {folder}" if count else "no trial had finished"
     except (OSError, IndexError):
-        saved = "no trial had ended"
+        saved = "no trial had finished"
     host, status = ended.agent, ended.status
     lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
     if by_host and status > 128 and status - 128 in {*signal.Signals}:
-        text = f"host {host} was ended by {signal.Signals(status - 128).name}"
+        text = f"host {host} was killed by {signal.Signals(status - 128).name}"
     elif killed:
         text = str(min(killed, key=lambda failure: failure.at_ns))
     else:

@@ -1,6 +1,6 @@
-"""The job of one host: joins the others, checks the results, runs the trials, and, on host 0, writes every sample.
+"""The job of one host: join the others, check results, run the trials, and, on host 0, write every sample.
 
-Started by torchrun on each host: `python -m penstock.fabric.emulation.host FOLDER`, where FOLDER has the run's spec.
+torchrun starts it on each host: `python -m penstock.fabric.emulation.host FOLDER`, where FOLDER holds the run's spec.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from penstock.network.conditions import CpuUsage, cpu_usage
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """This host's part of a run. A collective: every host calls it with the same spec.
+    """Runs this host's part. Collective: every host calls it with the same spec.
 
     Args:
-        folder: where host 0 writes; made if it is not there.
+        folder: where host 0 writes; created if it does not exist.
 
     Raises:
         ArgumentError: the environment or the backend does not fit the spec.
-        FabricError: a host did not join, was lost, or got a wrong result. What was sampled so far is in the folder.
+        FabricError: a host did not join, was lost, or got a wrong result. The samples up to then are in the folder.
     """
     check_backend(spec.backend)
     torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, Stepwise | Engine] | None]:
-    """This host's part in each transfer; None if it has none."""
+    """Builds this host's part in each transfer; None where it takes no part."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -74,7 +74,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, 
     for number, transfer in enumerate(spec.workload.transfers):
         ranks = transfer.ranks or (everyone[:2] if transfer.collective == "send" else everyone)
         if spec.algorithm == ENGINE and ranks not in groups and transfer.collective != "send":
-            groups[ranks] = dist.new_group(list(ranks))  # every host makes every group
+            groups[ranks] = dist.new_group(list(ranks))  # every host must create every group
         if members.rank not in ranks:
             made.append(None)
             continue
@@ -98,7 +98,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, 
 
 
 def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None], members: Members) -> None:
-    """The first trials of the warm-up: every transfer's result is compared on every host."""
+    """Runs the first warm-up trials, in which every host checks the result of every transfer."""
     for _ in range(spec.checked):
         faults = [fault for part in parts if part is not None and (fault := wrong(*part))]
         found = [fault for one in gathered(faults, members) for fault in one]
@@ -107,7 +107,7 @@ def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None]
 
 
 def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
-    """By host 0: trials like those that count, until nothing says that times still change. What the record gets."""
+    """On host 0, runs unmeasured trials until times seem to have settled; returns entries for the record."""
     warm = WarmUp(spec.trials)
     while not warm.is_over:
         warm.add(trials.one(counts=False).longest_ns())
@@ -115,7 +115,7 @@ def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
 
 
 def _follow(spec: Spec, trials: Trials) -> CpuUsage:
-    """By the other hosts: all trials, and as many of warm-up as host 0 has. What had been used at the end of these."""
+    """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
         if trials.one().counts:
@@ -142,15 +142,15 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
 
 
 def main(job: Callable[[Spec, Path], None] = run) -> None:
-    """Called on every host by torchrun, with the run's folder as the only argument."""
+    """Entry point on every host, called by torchrun with the run's folder as the only argument."""
     folder = Path(sys.argv[1])
-    end_with_parent(os.getppid())  # an agent that is killed cannot take its hosts down
+    end_with_parent(os.getppid())  # a killed agent cannot stop its host
     try:
         job(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)
-        os._exit(2)  # a gloo that lost a host may wait for it in a destructor
+        os._exit(2)  # gloo's destructors may wait for a lost host
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How hosts find each other, and find out who is missing."""
+"""How hosts find each other, and how they find out who is missing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, though not 
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]
 
 _ANSWER_SECONDS = 3.0
-"""What the others get to say that they are still there, when one of them was lost."""
+"""How long hosts have to report that they are still there after one was lost."""
 
 
 class Started(NamedTuple):
-    """What torchrun tells a process: its number, how many there are, and where they meet."""
+    """What torchrun tells a process: its rank, the number of processes, and where they meet."""
 
     rank: int
     size: int
@@ -34,7 +34,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """What torchrun says in the environment. Raises ArgumentError if torchrun has not set it."""
+    """Reads torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
 
     def text(name: str) -> str:
         if name not in os.environ:
@@ -53,12 +53,12 @@ def started() -> Started:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The hosts of a run, as this one sees them.
+    """The hosts of a run, as seen by this one.
 
     Attributes:
-        rank, size: this host's number, and how many there are.
-        store: what they share besides the network under test.
-        control: a gloo group of all, for what is not part of a trial; None: the default group is one.
+        rank, size: this host's number, and the number of hosts.
+        store: a key-value store that all hosts share, apart from any process group.
+        control: a gloo group of all hosts, for whatever is not part of a trial; None if the default group is one.
     """
 
     rank: int
@@ -67,18 +67,18 @@ class Members:
     control: dist.ProcessGroup | None
 
     def first_error(self, said: str) -> str:
-        """Called by every host that met an error: what the first of them said."""
+        """Returns what the first host that met an error said. Called by every host that met one."""
         try:
             return bytes(self.store.compare_set("error", "", said)).decode()
-        except (RuntimeError, OSError):  # the store was on a lost host
+        except (RuntimeError, OSError):  # the store was on a host that is lost
             return said
 
     def who_is_lost(self) -> tuple[int, ...]:
-        """Called by every host that met an error: those that do not say so within a few seconds."""
+        """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
         try:
             self.store.set(f"still/{self.rank}", "here")
             return self._without("still", _ANSWER_SECONDS)
-        except (RuntimeError, OSError):  # the store was on the lost host
+        except (RuntimeError, OSError):  # the store was on host 0, which is lost
             return (0,) if self.rank else ()
 
     def _without(self, key: str, seconds: float) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Members:
 
 
 def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
-    """The ranks that have not set `key/rank` after this many seconds."""
+    """Waits until all ranks have set `key/rank`, for this many seconds at most; returns those that have not."""
     deadline = time.monotonic() + seconds
     left = list(range(size))
     while True:
@@ -98,28 +98,30 @@ def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Joins the other hosts, by the environment that torchrun sets, and leaves them at the end.
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
 
     Raises:
-        ArgumentError: the environment is not torchrun's, or another number of hosts was started.
+        ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
         FabricError: a host does not join in time.
     """
     rank, size, address, port = started()
     if size != spec.hosts:
-        raise ArgumentError(f"{size} processes were started for {spec.hosts} hosts: start as many, or change --hosts")
+        raise ArgumentError(
+            f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
+        )
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=spec.join_seconds)
     try:
         store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise FabricError(
-            f"host {rank} does not reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
+            f"host {rank} cannot reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
         ) from None
     try:
         store.set(f"here/{rank}", socket.gethostname())
         missing = without(store, "here", size, spec.join_seconds)
-    except (RuntimeError, OSError) as error:  # it is at host 0
-        raise FabricError(f"host 0 left while the hosts were joining, says host {rank}: {first_line(error)}") from None
+    except (RuntimeError, OSError) as error:  # the store is on host 0
+        raise FabricError(f"host {rank}: host 0 left while the hosts were joining: {first_line(error)}") from None
     if missing:
         raise FabricError(
             f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
@@ -137,7 +139,7 @@ def joined(spec: Spec) -> Iterator[Members]:
     except (RuntimeError, OSError) as error:
         raise FabricError(
             f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
-            "GLOO_SOCKET_IFNAME name the interface that they reach each other by?"
+            "GLOO_SOCKET_IFNAME name the interface through which they reach each other?"
         ) from None
     try:
         yield Members(rank, size, store, control)
@@ -146,7 +148,7 @@ def joined(spec: Spec) -> Iterator[Members]:
 
 
 def hosts_text(ranks: tuple[int, ...]) -> str:
-    """host 2; hosts 1, 2 and 3."""
+    """Returns "host 2", or "hosts 1, 2 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"host {names[0]}"
@@ -154,6 +156,6 @@ def hosts_text(ranks: tuple[int, ...]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line; of gloo's, without its place in the source and its good wishes."""
+    """Returns an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]

@@ -1,4 +1,4 @@
-"""The links of a run, measured before its trials, and checked against what shapes them."""
+"""Measure a run's links before its trials, and check them against their shapers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.ports import least_delay, topology_of
 
 TOLERANCE = 0.01
-"""By which share a measured rate may be above the shaper's: a bucket of bytes passes at once."""
+"""How far a measured rate may exceed the shaper's, as a fraction: a token bucket lets some bytes through at once."""
 TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Both directions of every pair of neighbours, one after the other; nothing where messages are not ours to send.
+    """Measures both directions between all neighbours, pair by pair.
+
+    Returns:
+        A dict per direction; none if links are not to be measured, or the backend is not gloo.
 
     Raises:
-        FabricError: a rate above the shaper's was measured again and again.
+        FabricError: a rate above the shaper's was measured repeatedly.
     """
     if not spec.measures_links or spec.backend != "gloo":
         return []
@@ -44,26 +47,26 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
 
 
 def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> str | None:
-    """What is wrong with a rate that no frame could have had; None where nothing is, or nobody knows the shaper's."""
+    """Describes a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
     rate = shaped_rate(spec, *ends)
     if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
-    said = "more than any" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f}"
+    said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
-        f"the link from host {ends[0]} to host {ends[1]} was measured at {said} Mbit/s, {TRIES} times above the "
-        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error in Penstock that would make every figure wrong. Run "
-        "it again on a machine that does less meanwhile"
+        f"Penstock measured the link from host {ends[0]} to host {ends[1]} {TRIES} times, at last as {said}, although "
+        f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
+        "wrong; run again on a machine with less other work"
     )
 
 
 def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
-    """Bytes per second that the shapers between two hosts let through; None if unknown."""
+    """Returns the bytes per second that the shapers between two hosts allow; None if unknown."""
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
-    """What shapes both directions between two hosts; None if unknown."""
+    """Returns what shapes each direction between two hosts; None if unknown."""
     topology = topology_of(spec.network)
     if topology is None:
         return None

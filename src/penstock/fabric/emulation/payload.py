@@ -1,4 +1,4 @@
-"""What is sent: small whole numbers, so that sums are exact in any order and type, and each result can be checked."""
+"""The payload: small integers, so that sums are exact in any order and type, and every result can be checked."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op
+from penstock.fabric.dtypes import BYTES, REDUCES, Op
 from penstock.fabric.steps import Collective
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
-"""By name."""
-
-DTYPES = {size: TYPES[name] for size, name in USUAL.items()}
-"""By the bytes of an element."""
+"""torch dtypes by name."""
 
 NOTHING = 77
-"""What no rank gives."""
+"""Fills buffers that hold no input; no rank contributes it to a sum."""
 
 _MOST = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 2048}
-"""Whole numbers up to here, and so all sums, are exact."""
+"""Integers up to this are exact, and so are all sums up to it."""
 
 
 def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum") -> Tensor:
-    """What a rank gives: numbers that look drawn, so that ranks and places differ, as far as sums stay exact.
+    """Returns what a rank contributes: pseudorandom integers that differ by rank and position, as exactness permits.
 
-    Of a sum no rank gives 0, if there is room. Of all else one rank decides about each place, each in its turn, in an
-    order that changes: it alone gives more than 1, or than 0, so that a product or an average is exact in any type; or
-    the smallest or the largest number.
+    For a sum, no rank contributes 0 if the type has room. For the other ops, one rank decides each position; ranks take
+    turns in a varying order. For a product or an average, only that rank contributes more than 1 or 0, so the result is
+    exact in any type; for a minimum or a maximum, it contributes the extreme value.
     """
     place = torch.arange(elements, dtype=torch.int64)
     room = _MOST.get(dtype, 2**24) // ranks
@@ -48,7 +45,7 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """Of each a number of 31 bits that tells nothing of it: a hash, with products that fit into 64 bits."""
+    """Hashes each number to an unrelated 31-bit number, with products that fit into 64 bits."""
     number = number & 0x7FFFFFFF
     for _ in range(2):
         number = ((number >> 16) ^ number) * 0x45D9F3B & 0x7FFFFFFF
@@ -58,9 +55,9 @@ def _mixed(number: Tensor) -> Tensor:
 def given(
     collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum"
 ) -> Tensor:
-    """The buffer of a rank before the collective; `elements` is a multiple of `ranks` where it is divided among them.
+    """Returns a rank's buffer before the collective; `elements` is a multiple of `ranks` if it is divided among them.
 
-    What a rank has no input for is `NOTHING`.
+    Positions for which the rank has no input are `NOTHING`.
     """
     nothing = torch.full((elements,), NOTHING, dtype=dtype)
     if collective in ("all_gather", "gather"):
@@ -82,7 +79,7 @@ def expected(
     op: Op = "sum",
     shares: Sequence[int] = (),
 ) -> Tensor | None:
-    """The result of a rank; None if it has none. `shares`: of an uneven all_to_all, see `Transfer`."""
+    """Returns a rank's result; None if it has none. `shares` are those of an uneven all_to_all; see `Transfer`."""
     part = elements // ranks
 
     def of(other: int, count: int = elements) -> Tensor:
@@ -110,10 +107,7 @@ def expected(
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
-    """Adds one rank's numbers to others', or multiplies, or takes the smaller or the larger ones; in place.
-
-    Of an average this is the sum.
-    """
+    """Reduces `more` into `total` in place. For an average, this adds only; the caller divides."""
     match op:
         case "sum" | "avg":
             total.add_(more)
@@ -126,15 +120,13 @@ def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
 
 
 def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -> slice:
-    """Where a rank's part is in a buffer that is divided among the ranks."""
+    """Returns the position of a rank's part in a buffer that is divided among the ranks."""
     shares = shares or (1,) * ranks
     unit = elements // sum(shares)
     return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
 
 
-def padded(collective: Collective, elements: int, ranks: int, chunks: int = 1) -> int:
-    """Elements that divide among the ranks, where they have to, and into chunks: no fewer than given."""
-    unit = chunks
-    if collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all") and chunks % ranks:
-        unit = chunks * ranks
-    return -(-elements // unit) * unit
+def padded(collective: Collective, elements: int, ranks: int) -> int:
+    """Rounds `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
+    divides = collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+    return -(-elements // ranks) * ranks if divides else elements

@@ -1,13 +1,13 @@
-"""What the links between neighbours can do, before the trials: a message's way there and back, and a steady stream.
+"""Measure a link between two neighbours before the trials: the round trip of a small message, and a steady stream.
 
-Latency is half of the shortest of several round trips of a small message: whatever else goes on only adds to it. The
-time that its bytes take at each end's rate is taken off, and where the shapers' delays are known, so is their part. A
-collective's receives are posted ahead, so they are here; otherwise the receiver's word that it is ready would have
-been counted as well.
+Latency is half of the shortest of several round trips of a small message, because any other activity only adds to it.
+The time that the message's bytes take at each end's rate is subtracted, and so is the shapers' delay, if it is known;
+the latter is then added back to its own direction. Receives are posted ahead, as in collectives. Otherwise, the
+receiver's signal that it is ready would be included.
 
-Bandwidth is that of a stream that grows until it is steady. Single messages would tell how fast TCP starts: it sends
-little at first, and more with each round trip, so that of two messages the larger one seems to take almost no longer.
-The receiver alone looks at its clock, once a chunk, and only the later half of a stream counts.
+Bandwidth is measured with a stream that is lengthened until it is steady. Single messages would measure TCP slow start:
+TCP sends little at first and more with each round trip, so the larger of two messages seems to take hardly any longer.
+Only the receiver reads its clock, once per chunk, and only the later half of a stream counts.
 """
 
 from __future__ import annotations
@@ -24,35 +24,40 @@ from penstock.fabric.emulation.wires import Message, Wire
 
 PING_BYTES = 4
 PING_PACKETS = (118, 84)
-"""Bytes on the wire of such a message: gloo's header and the payload go as two packets with headers of their own, and
-pass the sender's and the receiver's end of the link one after the other. As measured at 1 Mbit/s: 202 bytes where one
-end is as slow, 320 where both are."""
+"""Bytes on the wire of the small message's two packets, headers included: gloo's own header, and the payload.
+
+They pass the sender's and the receiver's end of the link in turn. Measured at 1 Mbit/s: 202 bytes if one end is that
+slow, 320 if both are.
+"""
 FEWEST_TRIPS, MOST_TRIPS = 4, 30
 TRIPS_SECONDS = 0.3
-"""After the fewest, so many more as go into this time."""
+"""After the minimum, as many more trips follow as fit into this time."""
 
 CHUNKS = 32
-"""Of a stream, whatever its size: one look at the clock each. More would spend more of the link on gloo's headers."""
+"""The number of chunks in a stream of any size, each with one reading of the clock.
+
+With more chunks, gloo's headers would take up more of the link.
+"""
 FIRST_BYTES = 32 * 1024
 MOST_BYTES = 256 * 1024 * 1024
-"""Of a stream; a second of 2 Gbit/s. What is faster is limited by processors, and steady at once."""
+"""The largest stream: a second at 2 Gbit/s. Anything faster is limited by processors, and steady at once."""
 HALF_SECONDS, HALF_TRIPS = 0.4, 4
-"""The later half of a stream takes as long, and as many round trips: a TCP that looks for more comes round in some."""
+"""The least duration of a stream's later half, in seconds and in round trips: TCP probes for bandwidth in cycles."""
 STEADY = 0.03
-"""By which share the last two quarters of a stream may differ."""
+"""The largest difference between the last two quarters of a steady stream, as a fraction."""
 UNSTEADY_STREAMS = 3
-"""Of full length, after which the last one has to do: a link that loses frames is never steady."""
+"""The number of full-length streams after which the last one is accepted: a lossy link is never steady."""
 BUDGET_SECONDS = 12.0
-"""Of one direction, after which no other stream is begun."""
+"""After this time, no further stream begins in the same direction."""
 
 
 class Pace(NamedTuple):
-    """What the later half of a stream has shown.
+    """What the later half of a stream shows.
 
     Attributes:
-        bytes_per_second: infinite where it is faster than the clock tells.
-        seconds: that it took.
-        steady: its two halves went alike.
+        bytes_per_second: infinite if the clock cannot resolve it.
+        seconds: how long it took.
+        steady: True if its two halves took about equally long.
     """
 
     bytes_per_second: float
@@ -61,13 +66,13 @@ class Pace(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one direction of a link.
+    """The measurement of one direction of a link.
 
     Attributes:
-        latency_seconds: one way, without the time that the rate takes for the bytes.
-        bytes_per_second: of what messages carry, so without headers; None where it is faster than the clock tells.
-        missing_seconds: by which the message came sooner than its bytes alone take by what is known of the link: then
-            the latency is given as 0, and is not known any better than that.
+        latency_seconds: one way, without the time that the bytes take at the link's rate.
+        bytes_per_second: of message bytes, so without headers; None if the clock cannot resolve it.
+        missing_seconds: how much sooner the message arrived than its bytes alone allow, judging by what is known about
+            the link. If it is positive, the latency is reported as 0, and is uncertain by this much.
     """
 
     latency_seconds: float
@@ -76,11 +81,11 @@ class Measured(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What shapes one direction, where that is known.
+    """What shapes one direction of a link, where known.
 
     Attributes:
-        up, down: bytes a second of the sender's end and of the receiver's, headers counted.
-        delay_seconds: of every frame.
+        up, down: bytes per second at the sender's end and at the receiver's, headers included.
+        delay_seconds: the delay of every frame.
     """
 
     up: float
@@ -89,7 +94,7 @@ class Ends(NamedTuple):
 
     @property
     def ping_seconds(self) -> float:
-        """From the first byte's leaving to the last one's coming through both ends, delay aside."""
+        """How long the small message takes to pass both ends, from its first byte to its last, without the delay."""
         left = came = 0.0
         for size in PING_PACKETS:
             left += size / self.up
@@ -98,16 +103,17 @@ class Ends(NamedTuple):
 
 
 def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
-    """The pairs that are measured: those of a ring."""
+    """Returns the pairs to measure: neighbours on a ring."""
     return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
 
 
 def measure(
     pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
 ) -> dict[tuple[int, int], Measured]:
-    """Both directions, on both of the pair, which both call it; nothing on others.
+    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing.
 
-    `ends`: of both directions; None: nobody knows, and both ends of each are taken for as fast as the stream.
+    Args:
+        ends: what shapes each direction; if None, both ends are assumed to be as fast as the stream.
     """
     rank = dist.get_rank()
     if rank not in pair:
@@ -121,7 +127,7 @@ def measure(
 def one_way(
     trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
 ) -> dict[tuple[int, int], Measured]:
-    """Of a round trip both ways: what is left without the bytes of both messages and both delays is in halves."""
+    """Splits a round trip into two latencies, halving what remains without both messages' bytes and delays."""
     left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
     found = {}
     for way, rate in rates.items():
@@ -132,10 +138,10 @@ def one_way(
 
 
 def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
-    """Of a stream, from when each of its chunks was there, in seconds.
+    """Computes the pace of a stream from the arrival time of each chunk in seconds.
 
-    Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so that a
-    receiver that is woken late now and then changes nothing.
+    Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so an
+    occasional late wake-up of the receiver changes nothing.
     """
     later = np.asarray(stamps)[len(stamps) // 2 - 1 :]
     half = len(later) // 2
@@ -147,14 +153,14 @@ def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
 
 
 def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
-    """The chunk of the next stream, which must be long enough for its later half to be steady."""
+    """Returns the chunk size of the next stream, which must be long enough for its later half to become steady."""
     wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MOST_BYTES // CHUNKS)
 
 
 def is_long(found: Pace, trip_seconds: float) -> bool:
-    """Whether the later half of a stream took as long as it has to."""
+    """Whether the later half of a stream took long enough."""
     return found.seconds >= max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
 
 
@@ -165,13 +171,13 @@ def _shortest_trip(first: bool, other: int, wire: Wire) -> float:
 
 
 def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
-    """Seconds of some round trips, seen by the one that begins them."""
+    """Returns the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
     sends = [Message(buffer, other)]
     ready, *receives = [[Message(torch.empty_like(buffer), other)] for _ in range(count + 1)]
     for message in (ready, *receives):
         wire.expect(message)
-    wire.exchange(sends, ready)  # what the other has posted is known here now
+    wire.exchange(sends, ready)  # from here on, the other rank's receives are known to be posted
     seconds = []
     for message in receives:
         start = time.monotonic()
@@ -186,7 +192,7 @@ def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
 
 
 def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
-    """Bytes a second of a steady stream, on both ends. The receiver decides how it goes on."""
+    """Returns the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
     began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
     while True:
         stamps = _stream(sends, other, wire, chunk)
@@ -206,7 +212,7 @@ def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
 
 
 def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float]:
-    """When each chunk was there, on the receiver; empty on the sender."""
+    """Returns when each chunk arrived, on the receiver; empty on the sender."""
     buffer, go = torch.zeros(chunk_bytes, dtype=torch.uint8), torch.zeros(1)
     if sends:
         wire.exchange([], [Message(go, other)])
@@ -225,7 +231,7 @@ def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float
 
 
 def _agreed(value: float, other: int, *, decides: bool) -> float:
-    """What the one that decides has, on both."""
+    """Returns the deciding rank's value, on both ranks."""
     word = torch.tensor([value], dtype=torch.float64)
     if decides:
         dist.send(word, other)

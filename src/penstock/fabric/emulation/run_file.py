@@ -1,4 +1,4 @@
-"""run.json: what is known of a run from its first moment on, and how it ended."""
+"""run.json: what is known about a run from its first moment, and how it ended."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock.network.conditions import environment
 
 @contextmanager
 def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
-    """Joins the other hosts, and writes down how it ended.
+    """Joins the other hosts, yields the members and the record, and records how the run ended.
 
     Raises:
         ArgumentError: the environment is not torchrun's.
-        FabricError: a host did not join, or was lost; or the block raised something.
+        FabricError: a host did not join or was lost, or the block raised an error.
     """
     with joined(spec) as members:
         record: Record | None = None
@@ -41,8 +41,10 @@ def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
 
 
 def cause(members: Members, said: str) -> str:
-    """Why the run ends, by a host that met an error: who is silent since, or what the first host met that failed; the
-    others lost their connection to it."""
+    """Explains why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
+
+    Later errors are often just lost connections to the host that failed first.
+    """
     own = f"host {members.rank}: {said}"
     first = members.first_error(own)
     silent = members.who_is_lost()
@@ -53,7 +55,7 @@ def cause(members: Members, said: str) -> str:
 
 
 class Record:
-    """On host 0 the file, whole at any moment; on others nothing. Its calls are made by every host."""
+    """On host 0, the file, which is always complete JSON; on other hosts, nothing. Every host makes the same calls."""
 
     def __init__(self, spec: Spec, folder: Path, members: Members) -> None:
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -76,14 +78,14 @@ class Record:
         self.add()
 
     def add(self, **found: Any) -> None:
-        """More of what is known."""
+        """Adds entries to the record."""
         self._found.update(found)
         if self._path is not None:
             write_whole(self._path, self._found)
 
 
 def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Hosts of one machine, which all go by its name, are called by their numbers; `machine` has the name."""
+    """Renames hosts that share their machine's name to their numbers, and keeps the name as `machine`."""
     names = [host["host"] for host in hosts]
     return [
         {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
@@ -92,7 +94,7 @@ def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gathered(mine: Any, members: Members) -> list[Any]:
-    """What every host gives, on all of them."""
+    """Gathers a value from every host, on all hosts."""
     values: list[Any] = [None] * members.size
     dist.all_gather_object(values, mine, group=members.control)
     return values

@@ -1,9 +1,9 @@
-"""How hosts begin at one moment: host 0 hears from every host how its trial went, and says when the next one begins.
+"""Start trials at the same moment on all hosts: hosts report to host 0, which announces when the next trial begins.
 
-Two messages a host and trial, where a barrier and a gather of the backend's own would take many: less of the processors
-and of the network goes on what is not measured. Hosts of one machine hear host 0 by its memory (`Board`). Between
-machines its word takes as long as the network has it, so the moment lies so far ahead that nearly all words of late
-would have been in time; how far apart hosts did begin is in the samples.
+This takes two messages per host and trial. A barrier and a gather from the backend would take many, and waste processor
+and network time on work that is not measured. Hosts of one machine read host 0's announcements from shared memory
+(`Board`). Between machines, announcements travel over the network, so the start is set far enough ahead that nearly all
+recent announcements would have arrived in time. The samples show how far apart the hosts actually started.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from penstock.fabric.emulation.board import Board
 from penstock.fabric.emulation.joining import Members
 
 _FIRST_NS = 2_000_000
-"""What hosts get to hear the first word; later what they took, and some more."""
+"""The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
 _WORDS, _IN_TIME = 100, 0.95
-"""How many words of late are looked at, and which share of them would have been heard in time by all hosts."""
+"""How many recent announcements count, and the fraction of them that must have reached all hosts in time."""
 
 _MARGIN_NS = 150_000
 
 
 class Word(NamedTuple):
-    """What host 0 says to all.
+    """Host 0's announcement to all hosts.
 
     Attributes:
         due_ns: when the next trial begins, on this host's clock.
@@ -42,22 +42,23 @@ class Word(NamedTuple):
 
 
 class Signals:
-    """One host's side; all hosts make the same calls."""
+    """One host's side of the signalling; all hosts make the same calls."""
 
     def __init__(self, members: Members, board: Board | None = None) -> None:
-        """
+        """Creates this host's side.
+
         Args:
             members: the hosts.
-            board: that they share; None: host 0's word goes over the network.
+            board: the board that they share; if None, announcements go over the network.
         """
         self._members = members
         self._board = board
         self._others = range(1, members.size) if members.rank == 0 else ()
         self._heard_after_ns: deque[int] = deque([_FIRST_NS], maxlen=_WORDS)
-        """Of the last words: how long after it was said this host heard it; on host 0, the last of the hosts."""
+        """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
-        """To host 0. Returns there what every host gave, a row each; on others this host's alone."""
+        """Sends stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
         mine = torch.cat([torch.tensor([self._heard_after_ns[-1]]), stamps.flatten()])
         group = self._members.control
         if self._members.rank != 0:
@@ -72,11 +73,11 @@ class Signals:
         return everyone[:, 1:].view(-1, *stamps.shape)
 
     def word(self, flags: int, offset_ns: int) -> Word:
-        """Host 0's word, on every host.
+        """Returns host 0's announcement, on every host.
 
         Args:
-            flags: what host 0 says; of others it does not matter.
-            offset_ns: from this host's clock to host 0's.
+            flags: what host 0 announces; ignored on other hosts.
+            offset_ns: what to add to this host's clock to get host 0's.
         """
         if self._members.rank != 0:
             sent_ns, due_ns, flags = self._hear()
@@ -106,5 +107,5 @@ class Signals:
 
 
 def enough(heard_after_ns: Sequence[int]) -> int:
-    """Nanoseconds in which nearly all words were heard by all hosts; the smallest would be too early for most."""
+    """Returns the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
     return sorted(heard_after_ns)[math.ceil(_IN_TIME * len(heard_after_ns)) - 1]

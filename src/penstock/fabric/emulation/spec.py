@@ -1,4 +1,4 @@
-"""What to run, as a file that every host reads."""
+"""The specification of a run, as a file that every host reads."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
 
 BACKENDS = ("gloo", "nccl")
-"""Of torch.distributed."""
+"""Backends of torch.distributed."""
 
 CHECKED = 3
-"""Trials of the warm-up whose results are checked, unless a number is given."""
+"""The default number of warm-up trials whose results are checked."""
 
 
 def usual_algorithm(workload: Workload) -> str:
-    """Without a wish: the ring, and for collectives that have none, the first of those of the first transfer."""
+    """Returns the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
 
 _UNEVEN = ("pairwise", "direct")
-"""Step lists of all_to_all that take shares."""
+"""Step lists of all_to_all that support shares."""
 
 
 def _computes(workload: Workload) -> bool:
@@ -40,24 +40,25 @@ class Spec:
 
     Attributes:
         workload: the transfers of a trial.
-        hosts: how many.
-        algorithm: of the step lists, for every collective that knows it; others take their first. "engine": the
-            backend's own.
-        trials: how many are measured.
-        warmup: how many go before them, checked for right results; None: `CHECKED`, and then as many as it takes until
-            times are steady.
-        iterations: how often each transfer is done in a row within a trial, as nccl-tests does it; times are of one.
-        overlap: communication goes on while the next layer is computed, one transfer after the other.
-        seed: of the payload.
-        join_seconds: in which every host has to be there.
-        stall_seconds: after which a wait for another host is given up.
+        hosts: the number of hosts.
+        algorithm: a step-list algorithm, used for every collective that has it; other collectives use their first.
+            "engine" means the backend's own collectives.
+        trials: the number of measured trials.
+        warmup: the number of trials before them, all checked for correct results; None for `CHECKED` trials, and then
+            as many as it takes until times are steady.
+        iterations: how many times in a row a trial runs each transfer, as in nccl-tests; times are per iteration.
+        overlap: whether communication overlaps with computing the next layer, one transfer after another.
+        seed: the payload's seed.
+        join_seconds: how long hosts have to join.
+        stall_seconds: how long to wait for another host before giving up.
         backend: one of `BACKENDS`.
-        measures_links: whether pairs of neighbours are measured before the trials.
-        link: of the hosts, as it was asked for.
-        network: what `Machines.described` says about the hosts' network; None: they have their own.
+        measures_links: whether to measure pairs of neighbours before the trials.
+        link: the hosts' link, as requested.
+        network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.
 
     Raises:
-        ArgumentError: a number is out of range, the workload needs other hosts, or no collective knows the algorithm.
+        ArgumentError: a number is out of range, the workload needs another number of hosts, or no collective has the
+            algorithm.
     """
 
     workload: Workload
@@ -91,8 +92,8 @@ class Spec:
             raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
-                f"iterations={self.iterations}: what is done in a row has nothing computed in front of it, and this "
-                "workload computes: give --sizes or a sweep, or --compute none"
+                f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
+                "computes: give --sizes or a sweep, or --compute none"
             )
         if self.warmup is not None and self.warmup < 1:
             raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
@@ -107,18 +108,18 @@ class Spec:
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: give --algorithm ring, for example, or --op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
             try:
                 generate(min(kinds), self.algorithm, 2)
-            except ArgumentError as error:  # says which step lists there are
+            except ArgumentError as error:  # the message lists the available step lists
                 raise ArgumentError(f"{error}; {ENGINE} is torch.distributed's own") from None
 
     @property
     def checked(self) -> int:
-        """Trials of the warm-up whose results are checked."""
+        """The number of warm-up trials whose results are checked."""
         return CHECKED if self.warmup is None else self.warmup
 
     @property
@@ -127,20 +128,20 @@ class Spec:
         return self.workload.is_by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
-        """By which a transfer is done."""
+        """Returns the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
         known = algorithms(self.workload.transfers[place].collective)
         return self.algorithm if self.algorithm in known else known[0]
 
     def write(self, folder: Path) -> Path:
-        """Into the run's folder."""
+        """Writes the spec into the run's folder and returns its path."""
         path = folder / SPEC
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What `write` wrote."""
+        """Reads what `write` wrote."""
         given: dict[str, Any] = json.loads(path.read_text())
         return cls(**{**given, "workload": Workload.from_dict(given["workload"])})

@@ -1,4 +1,4 @@
-"""Trials: all hosts begin at one moment, and host 0 gets everyone's stamps when the last transfer is done."""
+"""Run trials: all hosts begin at the same moment, and host 0 receives everyone's stamps after the last transfer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.launch.step_file import announcer
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
-"""What host 0 asks for before a trial: the steps of the last one; new estimates of the clocks. And what it says of it:
-that it is one of the warm-up."""
+"""Flags that host 0 announces before a trial: send the last trial's steps; re-estimate the clocks; warm-up."""
 _NOTHING = torch.zeros(1, dtype=torch.int64)
-"""What hosts report that only meet."""
+"""What hosts report when they only meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,10 @@ class Trial:
     """One trial, on host 0.
 
     Attributes:
-        stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock;
-            -1 where a rank takes no part.
-        step_rows: as in steps.csv, of the trial before this one if it was the slowest so far, or the first.
-        counts: it is not part of the warm-up.
+        stamps: start and end by transfer and rank, shape (ranks, transfers, 2), in nanoseconds on rank 0's clock; -1
+            where a rank takes no part.
+        step_rows: rows of steps.csv for the previous trial, if it was the first or the slowest so far; otherwise empty.
+        counts: False for a warm-up trial.
     """
 
     stamps: Tensor
@@ -41,20 +40,20 @@ class Trial:
     counts: bool = True
 
     def rows(self, number: int) -> Iterable[tuple[int, ...]]:
-        """As in samples.csv."""
+        """Yields rows of samples.csv."""
         for rank, transfers in enumerate(self.stamps.tolist()):
             for transfer, (start, end) in enumerate(transfers):
                 if start >= 0:
                     yield number, transfer, rank, start, end
 
     def longest_ns(self) -> list[int]:
-        """By transfer, the longest that a rank took."""
+        """Returns, for each transfer, the longest time that a rank took, in nanoseconds."""
         durations: Tensor = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0)
         return [int(value) for value in durations.tolist()]
 
 
 class Trials:
-    """Runs them one by one. Its calls are collectives: every host makes the same ones."""
+    """Runs trials one by one. Its calls are collective: every host makes the same ones."""
 
     def __init__(
         self, spec: Spec, parts: Sequence[tuple[Participant, Stepwise | Engine] | None], members: Members
@@ -71,13 +70,13 @@ class Trials:
         self._number = -1
         self._announce = announcer()
         self._keeps = False
-        """Whether the steps of the last trial are worth keeping; host 0 decides."""
+        """Whether the last trial's steps are worth keeping; host 0 decides."""
 
     def one(self, *, counts: bool = True) -> Trial:
-        """The next trial; on hosts other than 0 its stamps are this host's only.
+        """Runs the next trial; on hosts other than 0, its stamps are only this host's.
 
         Args:
-            counts: False on host 0: it is one of the warm-up, and so the others are told. Of theirs it does not matter.
+            counts: False on host 0 for a warm-up trial, which host 0 announces; ignored on other hosts.
         """
         for part in self._parts:
             if part is not None:
@@ -91,11 +90,11 @@ class Trials:
         return Trial(self._gather(stamps, counts), kept, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
-        """The step rows of the last trial, where they are kept."""
+        """Returns the step rows of the last trial, if they are kept."""
         return self._agree()[1]
 
     def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
-        """When the next trial begins, on this host's clock, the steps of the last one, and whether the next counts."""
+        """Agrees on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
@@ -110,7 +109,7 @@ class Trials:
                 self._estimated_at = time.monotonic()
 
     def _run(self, due_ns: int) -> Tensor:
-        """Start and end of every transfer, on this host's clock."""
+        """Returns the start and end of every transfer, on this host's clock."""
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
@@ -119,7 +118,7 @@ class Trials:
             if part is None:
                 continue
             compute_ns = int(part[0].transfer.compute_of(self._members.rank) * 1e9)
-            # With overlap computing goes on during a transfer; without, it begins when the transfer has ended.
+            # With overlap, computing continues during a transfer; without, it starts when the transfer has ended.
             ready_ns = (ready_ns if self._spec.overlap else done_ns) + compute_ns
             if compute_ns:
                 _sleep_until(ready_ns)
@@ -131,10 +130,10 @@ class Trials:
         return stamps
 
     def _meet(self) -> int:
-        """Waits until all hosts have ended the transfer before: the next begins at one moment, as a trial does.
+        """Waits until all hosts have finished the previous transfer; returns when the next starts on this host's clock.
 
-        A root would begin it while the network still has bytes of the one before, and time of one would be the other's.
-        nccl-tests has a barrier between two sizes, too. Returns the moment, on this host's clock.
+        Otherwise a root would start the next transfer while the network still carries the previous one's data, and time
+        of one transfer would be counted in the other. nccl-tests also has a barrier between two sizes.
         """
         self._signals.report(_NOTHING)
         due_ns = self._signals.word(0, self._offset_ns).due_ns
@@ -142,9 +141,9 @@ class Trials:
         return due_ns
 
     def _gather(self, stamps: Tensor, counts: bool) -> Tensor:
-        """Those of all ranks, on rank 0's clock."""
+        """Gathers all ranks' stamps, on rank 0's clock."""
         whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
-        if not counts or self._members.rank != 0:  # others have their own, which may be none
+        if not counts or self._members.rank != 0:  # other hosts have only their own, or none at all
             return whole
         took_ns = int(whole[:, :, 1].max() - whole[whole >= 0].min())
         self._keeps = took_ns > self._slowest_ns
@@ -152,7 +151,7 @@ class Trials:
         return whole
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
-        """The rounds of the last trial, as rows of steps.csv."""
+        """Gathers the rounds of the last trial, as rows of steps.csv."""
         mine = [
             (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
             for number, part in enumerate(self._parts)

@@ -1,4 +1,4 @@
-"""Who looks at a run while it goes on."""
+"""An observer of a run in progress."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol
 
 
 class Watch(Protocol):
-    """Told on host 0, or where the hosts are started."""
+    """Is notified on host 0, or wherever the hosts are started."""
 
     def trial(self, number: int, longest_ns: Sequence[int]) -> None:
-        """A trial has ended; for each transfer the largest duration of a rank, in nanoseconds."""
+        """A trial has ended; `longest_ns` has the longest duration of any rank for each transfer, in nanoseconds."""
 
     def tick(self) -> None:
-        """Time goes by."""
+        """Called regularly while the run goes on."""

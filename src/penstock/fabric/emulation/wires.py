@@ -11,29 +11,29 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """A contiguous tensor to or from another rank; one at a time in each direction between the same two."""
+    """A contiguous tensor to or from another rank; one at a time in each direction between the same two ranks."""
 
     tensor: Tensor
     peer: int
 
 
 class Wire:
-    """Exchanges one round's messages."""
+    """Exchanges the messages of one round."""
 
     def __init__(self) -> None:
         self._early: dict[int, list[dist.Work | None]] = {}
 
     def expect(self, receives: Sequence[Message]) -> None:
-        """Posts the receives of an exchange to come, which gets the same object. In the order of the exchanges."""
-        if not _on_cuda(receives):  # NCCL's go together with their sends
+        """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
+        if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
             self._early[id(receives)] = _post(receives)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Returns when all that this rank sends has left and all it receives is here."""
+        """Sends and receives messages; returns when all sends have left and all receives have arrived."""
         if _on_cuda((*sends, *receives)):
             operations = [dist.P2POp(dist.irecv, m.tensor, m.peer) for m in receives]
             operations += [dist.P2POp(dist.isend, m.tensor, m.peer) for m in sends]
-            for batched in dist.batch_isend_irecv(operations):  # NCCL: one by one they would wait for each other
+            for batched in dist.batch_isend_irecv(operations):  # unbatched, NCCL's would wait for each other
                 batched.wait()
             torch.cuda.synchronize()
             return

@@ -1,9 +1,9 @@
-"""The results in the shape that nccl-tests prints and writes (its JSON's version 2), for the tools that read those.
+"""Write results in the format that nccl-tests prints and stores (version 2 of its JSON), for tools that read it.
 
-A row's time is the mean over the trials of the average over ranks, as nccl-tests has it by default (`-a 1`), or of the
-slowest, the fastest or the first rank's (`-a 3`, `-a 2`, `-a 0`), and algbw and busbw are made from it; so they differ
-from the medians of the slowest rank in Penstock's own tables. torch.distributed works in place for some
-collectives and not for others: the columns of the way that was not taken say N/A, and null in JSON.
+A row's time is the mean over trials of the average over ranks, nccl-tests' default (`-a 1`), or of the slowest, the
+fastest or the first rank's time (`-a 3`, `-a 2`, `-a 0`). algbw and busbw are computed from it, so they differ from
+Penstock's own tables, which use the median of the slowest rank. torch.distributed works in place for some collectives
+and not for others; the columns of the other mode contain N/A, or null in JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from penstock.fabric.times import TransferTimes, iterations_of, rate_key
 from penstock.fabric.workload import Workload
 
 Average = Literal["avg", "max", "min", "rank0"]
-"""Over the ranks."""
+"""How times are combined over the ranks."""
 
 _IN_PLACE = {"all_reduce", "broadcast", "reduce"}
 _ROOTED = {"broadcast", "reduce", "gather", "scatter"}
 _COUNTS_PIECES = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
-"""Their count is of what one rank gives to one, or gets from it; their size of the whole."""
+"""Collectives whose count is one rank's piece, although their size is the whole buffer's."""
 
 _PROGRAMS = {"all_to_all": "alltoall"}
 
@@ -41,7 +41,7 @@ _BLANK = _RIGHT.format("N/A", "N/A", "N/A", "N/A")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A transfer, as nccl-tests has it. Times in microseconds, bandwidths in 1e9 B/s; None without trials."""
+    """A transfer as nccl-tests shows it. Times in microseconds, bandwidths in 1e9 B/s; None without trials."""
 
     name: str
     collective: str
@@ -57,7 +57,7 @@ class Line:
 
 
 def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Line]:
-    """The transfers in order of execution."""
+    """Returns one line per transfer, in order of execution."""
     workload = Workload.from_dict(run.record["workload"])
     made = []
     for place, transfer in enumerate(results["transfers"]):
@@ -84,7 +84,7 @@ def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Li
 
 
 def _mean(times: TransferTimes, collective: str, average: Average) -> float | None:
-    """Over the trials. A message takes what it takes once both of its ranks are there."""
+    """Returns the mean time over the trials, in seconds; a message's counts from when both of its ranks are there."""
     if not len(times.durations):
         return None
     if rate_key(collective) == "transfer_s":
@@ -101,7 +101,7 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
 
 
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
-    """What nccl-tests would have printed: a table for each collective, of transfers in order of execution."""
+    """Returns what nccl-tests would have printed: a table per collective, with transfers in order of execution."""
     return "\n".join(_lines(run, rows(run, results, average))) + "\n"
 
 
@@ -139,7 +139,7 @@ def _body(row: Line, wrong: int | None) -> str:
 
 
 def _number(value: float | None, width: int) -> str:
-    """As many decimals, two at most, as the digits in front of the point leave room for."""
+    """Formats with as many decimals, at most two, as the digits before the decimal point leave room for."""
     if value is None:
         return f"{'N/A':>{width}}"
     digits = len(str(int(value))) if value >= 1 else 0
@@ -150,7 +150,7 @@ def _number(value: float | None, width: int) -> str:
 
 
 def _bandwidth(value: float | None, width: int = 6) -> str:
-    """As `_number`, but two digits where that is 0.00, as of slow links: 0.0012, 1.2e-4."""
+    """Formats as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
     if value is None or not 0 < value < 0.005:
         return _number(value, width)
     if value >= 0.00095:
@@ -164,12 +164,15 @@ def _program(collective: str) -> str:
 
 
 def _wrong(run: Run) -> int | None:
-    """Elements that were wrong: the warm-up verifies them, and no trial begins after a wrong one. None: not known."""
+    """Returns the number of wrong elements, or None if they were not checked.
+
+    It can only be 0: the warm-up checks results, and no trial begins after a wrong one.
+    """
     return 0 if run.record["warmup"] and len(run.start_ns) else None
 
 
 def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict[str, Any]:
-    """For JSON, as `nccl-tests --json` writes it; `experiment_name` has the collective and the transfer's name."""
+    """Returns the JSON that `nccl-tests --json` writes; `experiment_name` holds the collective and the transfer."""
     record, found, wrong = run.record, rows(run, results, average), _wrong(run)
     sizes = [row.size for row in found]
     busbw = [row.busbw for row in found if row.busbw is not None]

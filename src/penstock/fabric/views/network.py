@@ -1,4 +1,4 @@
-"""What a network did to the frames that passed it, in words: for the end of a run, and for reports."""
+"""Describe in words what a network did to the frames that crossed it, for the end of a run and for reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from penstock.fabric.views.numbers import seconds
 
 MOST_LATE_SECONDS = 1e-3
-"""Of the 99th percentile; and the share of its time that a switch may be at work. Beyond, it is saturated."""
+"""If the 99th percentile of lateness exceeds this, the switch is saturated."""
 MOST_BUSY = 0.9
 
 _EACH_HOST = 16
-"""With more hosts than this, only the sums are shown."""
+"""With more hosts than this, only the totals are shown."""
 
 _FATES = {
     "lost": "lost",
@@ -20,10 +20,10 @@ _FATES = {
     "corrupted": "with a wrong bit",
     "reordered": "sent past others",
     "queue_full": "dropped because the queue was full",
-    "host_gone": "dropped because a host was away",
+    "host_gone": "dropped because a host was gone",
     "no_such_host": "to no host",
 }
-"""What may happen to a frame, by its name in what the switch tells, and how it is said."""
+"""What may happen to a frame: the switch's name for it, and the wording in reports."""
 
 Told = Mapping[str, Any]
 
@@ -35,13 +35,13 @@ def network_lines(
     happened: Sequence[str] = (),
     elapsed_seconds: float | None = None,
 ) -> list[str]:
-    """The network of a run, a line a fact.
+    """Describes a run's network, one fact per line.
 
     Args:
-        described: what `Machines.described` says of it.
-        told: what the switch has counted (`Machines.told`); None without one.
-        happened: what a scenario has changed, in words.
-        elapsed_seconds: how long the switch has run; None: how busy it was is not judged.
+        described: what `Machines.described` returns.
+        told: the switch's counters (`Machines.told`); None without a switch.
+        happened: the changes that a scenario made, in words.
+        elapsed_seconds: how long the switch has run; if None, how busy it was is not judged.
     """
     found = network_facts(described, told=told, happened=happened)
     lines = [f"{name:<11}{text}" for name, text in found]
@@ -50,7 +50,7 @@ def network_lines(
 
 
 def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """As `network_lines`, names and texts."""
+    """Returns the same facts as `network_lines`, as (name, text) pairs."""
     link = described["link"]
     makers = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
     shaper = described["shaper"]
@@ -72,13 +72,13 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
 
 
 def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
-    """Why what a switch has told says that it could not keep up, and what to do; None if it could."""
+    """Explains, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
     late = told["late"]["p99"]
     found = []
     if late is not None and late > MOST_LATE_SECONDS:
-        found.append(f"1% of the frames left more than {seconds(late)} later than requested")
+        found.append(f"1% of the frames left more than {seconds(late)} late")
     if told["no_room"]:
-        found.append(f"{told['no_room']:,} times it had no memory left for a frame")
+        found.append(f"it ran out of memory for a frame {told['no_room']:,} times")
     if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
         found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
     if not found:
@@ -90,7 +90,7 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
 
 
 def _hosts(told: Told) -> Iterator[tuple[str, str]]:
-    """What became of each host's frames; of many hosts', in sum."""
+    """Describes what happened to each host's frames, or to all hosts' frames in total if there are many."""
     links: Sequence[Told] = told["links"]
     if len(links) > _EACH_HOST:
         sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}

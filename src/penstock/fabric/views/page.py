@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: figures, tables and pictures, what was run, and where."""
+"""Render a run as one self-contained HTML page: figures, tables and pictures, what was run, and where."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
 
 
 def page(run: Run, results: dict[str, Any]) -> str:
-    """The page's text."""
+    """Returns the page as HTML."""
     require("fabric", "jinja2", for_what="report.html")
     from jinja2 import Environment, StrictUndefined
 
@@ -74,7 +74,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
 
 
 def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The few figures of the whole: name, value, and what it is."""
+    """Returns the key figures as (name, value, explanation)."""
     step = results["step"]["time_s"]
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
     rates = [group for group in results["groups"] if group["busbw_GBps"]]
@@ -114,17 +114,17 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _inline(drawn: str) -> Markup:
-    """A picture with the page's colours for its text and lines, as wide as the page allows, marked as safe."""
+    """Returns a picture as safe markup, in the page's colours and as wide as the page allows."""
     for fixed, own in ((INK, "currentColor"), (MUTED, f"var(--muted, {MUTED})"), (RULE, f"var(--rule, {RULE})")):
         drawn = drawn.replace(fixed, own)
     drawn = re.sub(r'<svg([^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'<svg\1 role="img"', drawn, count=1)
-    return Markup(drawn)  # made by matplotlib, which escapes names
+    return Markup(drawn)  # safe, because matplotlib escapes names
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """The table of ranks: what they took, what their processors did, and how far their clocks were off."""
+    """Returns the table of ranks: their times, their processor usage, and their clock offsets."""
     record = run.record
-    longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # one of its transfers
+    longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
     heads = ["rank", "host", f"p50 of {longest['name']}", f"p99 of {longest['name']}", "took longest", "came last"]
     heads += ["busy", "switches", "clock offset"]
@@ -153,7 +153,7 @@ def _clock(clock: dict[str, Any]) -> str:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """A title and a text for each: the run's settings, the workload, and each host (alike ones together)."""
+    """Returns (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
     settings = {
         key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
     }
@@ -170,7 +170,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """One line each; values that have several lines keep them."""
+    """Formats one pair per line; multi-line values keep their line breaks."""
     lines = []
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,6 +1,4 @@
-"""The pictures of a run, as SVG: how its times are distributed, when the slow ones were, what the link gave, and where
-the time of one trial went.
-"""
+"""Draw a run as SVG: the distribution of its times, its slow trials, its bandwidths, and where a trial's time went."""
 
 from __future__ import annotations
 
@@ -37,25 +35,25 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 MOST_DOTS = 800
-"""Samples that are drawn as dots of their own; of more, the dots become one image."""
+"""The most samples drawn as separate dots; beyond this, the dots become one image."""
 
 MOST_LANES = 24
-"""Ranks of a timeline."""
+"""The most ranks shown in a timeline."""
 
 MOST_LETTERS = 28
-"""Of a name in a legend, or above a small picture."""
+"""The most letters of a name in a legend, or above a small picture."""
 
 MOST_MARKED = 40
-"""Outliers of a transfer that are marked, the slowest first."""
+"""The most outliers marked per transfer, slowest first."""
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """The pictures by name: cdf, trials, timeline, slowest (the rank), and busbw where sizes differ.
+    """Draws the pictures and returns them by name: cdf, trials, timeline, slowest (rank), and busbw if sizes differ.
 
-    Of a run without a whole trial there are none.
+    A run without a complete trial has none.
 
     Raises:
-        ArgumentError: matplotlib is not installed.
+        MissingExtraError: matplotlib is not installed.
     """
     with look():
         if not len(run.start_ns):
@@ -74,7 +72,7 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
 
 
 def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]]) -> list[Floats]:
-    """What each group's bandwidths rest on."""
+    """Returns the times that each group's bandwidths are based on."""
     keys = [rate_key(group["collective"]) for group in results["groups"]]
     return [
         np.stack([one.transfer if key == "transfer_s" else one.completion for one in members])
@@ -83,7 +81,7 @@ def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]])
 
 
 def _named(count: int) -> list[int]:
-    """The groups that a legend names: all, or evenly spread ones."""
+    """Returns the groups that a legend names: all of them, or an even selection."""
     return (
         sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
         if count > len(COLOURS)
@@ -92,13 +90,13 @@ def _named(count: int) -> list[int]:
 
 
 def _longest(times: Sequence[Floats]) -> list[int]:
-    """The groups of which a transfer takes the most time, in order of execution."""
+    """Returns the groups whose transfers take the longest, in order of execution."""
     medians = np.array([np.median(one) for one in times])
     return sorted(np.argsort(-medians, kind="stable")[: len(COLOURS)].tolist())
 
 
 def _counted(times: Sequence[Floats]) -> str:
-    """What a share is of, where a trial has one transfer of each group, and where it has several."""
+    """Returns what a fraction refers to: trials, or transfers if a trial has several of a group."""
     return "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
 
 
@@ -106,7 +104,7 @@ def _counted(times: Sequence[Floats]) -> str:
 
 
 def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
-    """A curve a group, of its transfers' times in all trials; `times` are each group's, [trial, transfer]."""
+    """Draws one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     count, samples = len(times), max(one.size for one in times)
@@ -117,7 +115,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
         style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
         label = {"label": name[number]} if number in named else {}
         left.plot(ordered[at], (at + 1) / size, drawstyle="steps-post", **style)
-        # P(T >= the i-th smallest) is the share of samples from it on; the line ends at the largest.
+        # P(T >= the i-th smallest) is the fraction of samples from it on; the line ends at the largest.
         right.plot(ordered[at], (size - at) / size, drawstyle="steps-pre", **style, **label)
     least, most = min(float(one.min()) for one in times), max(float(one.max()) for one in times)
     of = _counted(times)
@@ -141,7 +139,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
 
 
 def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
-    """Places in sorted samples that draw their curve: all, or evenly many, and each of the last ones."""
+    """Returns the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
     if samples <= most:
         return np.arange(samples)
     even = np.linspace(0, samples - 1, most // 2)
@@ -150,7 +148,7 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
 
 
 def _percent(share: float, _position: int | None = None) -> str:
-    """A tick's share: with as many digits as it has, or ticks 2.5% apart would seem to be 2% and 3% apart."""
+    """Formats a tick with all of its digits, because ticks 2.5% apart would otherwise seem to be 2% and 3% apart."""
     return f"{share * 100:g}%"
 
 
@@ -160,11 +158,11 @@ def _none() -> Any:
     return NullLocator()
 
 
-# -- over the trials --------------------------------------------------------------------------------------------------
+# -- by trial ---------------------------------------------------------------------------------------------------------
 
 
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
-    """A row for each of some groups, with a dot a transfer."""
+    """Draws one row for each of the longest groups, with one dot per transfer."""
     shown = _longest(times)
     colour, trials = colours(len(times)), len(times[0])
     dots = sum(times[number].size for number in shown)
@@ -201,7 +199,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
 
 
 def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
-    """`far` are the outliers' times, the slowest first, and `trials` theirs."""
+    """Summarizes outliers; `far` has their times, slowest first, and `trials` their trials."""
     text = f"median {seconds_label(median)}"
     if not len(far):
         return text
@@ -209,7 +207,7 @@ def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
     return f"{text}, {len(far):,} outlier{'s' if len(far) > 1 else ''}, {worst}"
 
 
-# -- over the sizes ---------------------------------------------------------------------------------------------------
+# -- by size ----------------------------------------------------------------------------------------------------------
 
 
 def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
@@ -223,7 +221,7 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
         if not found:
             continue
         sizes = [size for size, _ in found]
-        # A bandwidth at a percentile: that of the size over the time of the percentile.
+        # The bandwidth at a percentile is the size over that percentile of the time.
         factors = [groups[n]["busbw_GBps"] / (groups[n]["algbw_GBps"] or 1) for _, n in found]
         spread = np.array([np.percentile(times[n], (10, 50, 90)) for _, n in found])
         rates = np.array(sizes)[:, None] * np.array(factors)[:, None] / spread / 1e9 * scale
@@ -250,7 +248,7 @@ def _ideal(transfer: dict[str, Any], rate: float) -> float | None:
 
 
 def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None:
-    """The bandwidth of the slowest link that was measured. An algorithm that avoids this link may be faster."""
+    """Draws the bandwidth of the slowest measured link. An algorithm that avoids this link may be faster."""
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     if speeds:
         value = min(speeds) / 1e9 * scale
@@ -258,7 +256,7 @@ def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None
 
 
 def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
-    """Those that are so far apart on a logarithmic axis, as a share of it, that their labels do not overlap."""
+    """Selects sizes far enough apart, as a fraction of a logarithmic axis, that their labels do not overlap."""
     kept = sizes[:1]
     distance = (sizes[-1] / sizes[0]) ** least
     for size in sizes[1:]:
@@ -268,7 +266,7 @@ def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
 
 
 def _size_label(size: int) -> str:
-    """A tick's size: exact if it is a power of two, otherwise with three digits."""
+    """Formats a tick: the exact size if it is a power of two, otherwise three digits."""
     if size < 1000 or size & (size - 1) == 0:
         return size_text(size) + ("" if size % 1024 == 0 else " B")
     return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
@@ -278,7 +276,7 @@ def _size_label(size: int) -> str:
 
 
 def _timeline(run: Run) -> str:
-    """The first and the slowest trial, each on its own axis of time: a lane a rank, a bar a round."""
+    """Draws the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
     from matplotlib.patches import Patch
 
     found = groups(Workload.from_dict(run.record["workload"]))
@@ -308,7 +306,7 @@ def _timeline(run: Run) -> str:
 
 
 def _chosen_trials(run: Run) -> list[tuple[int, str]]:
-    """The first trial, and the slowest of those whose rounds were kept (of all, where none were)."""
+    """Returns the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
     kept = sorted({row[0] for row in run.steps if row[0] < len(took)}) or range(len(took))
@@ -321,7 +319,7 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
 
 
 def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
-    """Pale: from a rank's start of a transfer to its end. Full: its rounds, with a gap between them."""
+    """Draws each rank's transfers pale, from start to end, and their rounds in full colour with gaps between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     whole = (run.end_ns[trial].max() - zero) / 1e9
@@ -345,7 +343,7 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
 
 
 def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]], times: Sequence[Floats]) -> str:
-    """Of the longest groups: the histogram of the slowest rank's times, and the outline of all other ranks' ones."""
+    """Draws, for the longest groups, the histogram of the slowest rank's times, and the outline of all other ranks'."""
     shown, colour = _longest(times)[-4:], colours(len(by_group))
     name = cut_apart([group["name"] for group in results["groups"]], MOST_LETTERS)
     figure = blank(9.6, 2.7)

@@ -1,6 +1,6 @@
-"""How figures look: colours that the colour-blind can tell apart, few lines, and SVG whose text stays text.
+"""The style of figures: colours that colour-blind readers can tell apart, few lines, and SVG whose text stays text.
 
-Figures are drawn by matplotlib without pyplot, so that nothing of the caller's own plots changes.
+Figures are drawn with matplotlib but without pyplot, so the caller's own plots are not affected.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#1b2330", "#6b7482", "#dde1e7"
-"""Of text and lines. A page replaces them with its own, so that figures follow light and dark mode."""
+"""Colours of text and lines. A page replaces them with its own, so that figures follow light and dark mode."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
-"""Okabe and Ito's, without black and yellow, which are lost on a dark or a light page."""
+"""Okabe and Ito's palette, without black and yellow, which are hard to see on a dark or a light page."""
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
@@ -64,7 +64,7 @@ _LOOK: Any = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Figures that are made and written inside have the look of this module.
+    """Applies this module's style to figures that are created and written inside the block.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -77,14 +77,17 @@ def look() -> Iterator[None]:
 
 
 def blank(width: float, height: float) -> Figure:
-    """A figure of this many inches."""
+    """Returns an empty figure; sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as SVG without a prologue, the same each time; its ids start with `name`: a page has several."""
+    """Returns the figure as reproducible SVG without a prologue.
+
+    Ids start with `name`, because a page has several figures.
+    """
     import matplotlib
 
     text = StringIO()
@@ -102,22 +105,23 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def _shorter(drawn: str) -> str:
-    """Coordinates to a hundredth of a point, and no line breaks between the points of a path."""
+    """Rounds coordinates to 0.01 points, and removes line breaks between the points of a path."""
     drawn = re.sub(r"(\d+\.\d\d)\d+", r"\1", drawn)
     return re.sub(r" d=\"([^\"]*)\"", lambda match: f' d="{" ".join(match[1].split())}"', drawn)
 
 
 def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
-    """Ticks of an axis of seconds, as 1 ms, 2 ms, 5 ms, 1 s; a few, where it is short.
+    """Labels an axis of seconds with 1 ms, 2 ms, 5 ms, 1 s; only a few ticks if `few`, for a short axis.
 
-    `least`: the share of a logarithmic axis that a label takes, so that labels do not overlap.
+    Args:
+        least: the fraction of a logarithmic axis that a label takes up, so that labels do not overlap.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter
 
     if axis.get_scale() == "log":
         low, high = axis.get_view_interval()
         span = high / low
-        room = 10 ** (least * math.log10(span))  # from one label to the next, as a ratio
+        room = 10 ** (least * math.log10(span))  # the ratio of one label to the next
         steps: tuple[float, ...] = (1, 2, 5) if room <= 2 else (1, 3) if room <= 3 else (1,)
         if span < 4:
             steps = (1, 1.5, 2, 3, 4, 5, 7)
@@ -127,7 +131,7 @@ def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
 
 
 def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
-    """Round values on a short logarithmic axis, so far apart, as a share of it, that their labels do not overlap."""
+    """Returns round values on a short logarithmic axis, at least a fraction `least` of it apart so that labels fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     tried = [10.0**power * step for power in powers for step in (1, 1.5, 2, 3, 4, 5, 7)]
     kept: list[float] = []
@@ -138,7 +142,7 @@ def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
 
 
 def seconds_label(value: float) -> str:
-    """A tick's time: 1.5 ms."""
+    """Formats a tick's time: 1.5 ms."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s")):
         if abs(value) >= factor * 0.9999:
             return f"{value / factor:.3g} {unit}"
@@ -146,7 +150,7 @@ def seconds_label(value: float) -> str:
 
 
 def colours(count: int) -> list[str]:
-    """A colour each; of more than there are names for, from dark to light in their order."""
+    """Returns one colour each; if the palette is too small, colours from dark to light."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     from matplotlib import colormaps
@@ -156,6 +160,6 @@ def colours(count: int) -> list[str]:
 
 
 def legend_beside(axes: Axes, handles: list[Any] | None = None, left: float = 1.01) -> None:
-    """A legend to the right of the axes, where it covers nothing."""
+    """Draws a legend to the right of the axes, where it covers nothing."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(left, 1.02), handlelength=1.2, borderaxespad=0)

@@ -1,4 +1,4 @@
-"""The page's HTML, for jinja2; all of its style and no script is in it."""
+"""The page's jinja2 template, with all of its styles and no scripts."""
 
 PAGE = """\
 <!doctype html>

@@ -1,4 +1,4 @@
-"""The results as tables in a terminal, two runs side by side, and the bar that shows how far a run is."""
+"""Print results as tables in a terminal, compare two runs side by side, and show a progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
-    """All of a run's figures. A table that does not fit into the console's width is split into two.
+    """Prints all of a run's figures. A table that does not fit the console's width is split in two.
 
     A run without a complete trial has no table.
     """
@@ -49,7 +49,7 @@ def _print_figures(results: dict[str, Any], console: Console) -> None:
 
 
 def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
-    """Some times, or the rates; names that are too long for it are cut."""
+    """Returns a table of some times, or of the rates, shortening names that are too long for it."""
     longest = max(len(group["name"]) for group in results["groups"])
     made = _table(results, times, rates=not times)
     if _width(made, console) > console.width:
@@ -59,16 +59,16 @@ def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> 
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
-    """A row for each group of alike transfers, and one of the step.
+    """Returns a table with one row for each group of similar transfers, and one for the step.
 
-    `times` are those of `TIMES` that are shown, with the mean behind them.
+    `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
     """
     groups = results["groups"]
     kinds = rates and len({group["collective"] for group in groups}) > 1
     often = in_groups(results)
     scale, unit = rate_unit(results)
     made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    above = "\n" if rates else ""  # where other columns have a unit below their name
+    above = "\n" if rates else ""  # other columns have a unit below their name
     for head in ("transfer", *(["collective"] if kinds else [])):
         made.add_column(above + head)
     shown = [*(TIMES[name] for name in times), "mean"] if times else []
@@ -104,7 +104,7 @@ def _width(made: Table, console: Console) -> int:
 
 
 def _print(made: Table, console: Console) -> None:
-    """Cells stay on one line: closer together if there is little room, never cut off."""
+    """Prints with every cell on one line. Columns move closer together if there is little room; nothing is cut off."""
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
@@ -116,11 +116,11 @@ def _print(made: Table, console: Console) -> None:
 def show_comparison(
     comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
 ) -> None:
-    """Two runs side by side, and which of their differences are more than chance.
+    """Prints two runs side by side, and which of their differences are more than chance.
 
     Args:
         names: what A and B are.
-        warned: the warnings of A's and of B's own report.
+        warned: the warnings of A's report and of B's.
     """
     for letter, name in zip("AB", names, strict=False):
         console.print(Text(f"{letter}: {name}", "bold"), soft_wrap=True)
@@ -145,8 +145,8 @@ def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
     if comparison.differs:
         return "The runs differ."
     if all(one.verdict == "too few samples" for one in rows):
-        return f"Too few samples to tell: each run takes {FEWEST} trials or more."
-    return "No difference is shown: any may be chance."
+        return f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    return "No difference shown: what differs may be chance."
 
 
 COMPARISON_NOTE = (
@@ -172,13 +172,16 @@ def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
     return made
 
 
-# -- while it runs ----------------------------------------------------------------------------------------------------
+# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Callable[[int, str, float | None], None]]:
-    """A bar that is gone at the end; what it gives is called with the trials that are done, the current layer's name
-    and its p99 so far in seconds, None while it is not bounded. On what is not a terminal nothing is shown.
+def live(trials: int, console: Console) -> Iterator[Callable[[int, str, float | None], None]]:
+    """Shows a progress bar that disappears at the end; nothing is shown if the console is not a terminal.
+
+    Yields:
+        A function to call with the number of completed trials, the current layer's name, and its p99 so far in seconds,
+        or None while it cannot be bounded.
     """
     columns = (
         TextColumn("{task.fields[layer]}"),
@@ -198,5 +201,5 @@ def live(trials: int, console: Console, *, transfers: int = 1) -> Iterator[Calla
 
 
 def _fitted(name: str, width: int = 16) -> str:
-    """As wide as ever, so that the bar stands still: the end of a name that is too long."""
+    """Pads or shortens a name to a fixed width, so that the bar does not move; a long name keeps its end."""
     return f"{name if len(name) <= width else '..' + name[-(width - 2) :]:<{width}}"

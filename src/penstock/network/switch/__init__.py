@@ -1,1 +1,1 @@
-"""A switch in user space: it joins the hosts' TAP devices and makes every frame meet its links' settings."""
+"""A user-space switch: it joins the hosts' TAP devices and applies its links' settings to every frame."""

@@ -1,4 +1,4 @@
-"""The maker's side of the switch: starts it, orders changes, asks for its counts, ends it."""
+"""The maker's side of the switch: start it, send orders, ask for its counters, end it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from penstock.errors import FabricError
 from penstock.network.switch.protocol import Order, Setup
 
 PROGRAM = ("-m", "penstock.network.switch.serve")
-"""What the switch is: benchmarks put others in its place."""
+"""The program that is the switch; benchmarks replace it."""
 START_SECONDS = 120.0
-"""The first start of all compiles the loop, which takes some ten seconds on a slow machine."""
+"""The very first start compiles the loop, which takes about ten seconds on a slow machine."""
 ANSWER_SECONDS = 10.0
 
 
@@ -25,10 +25,10 @@ class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Starts it, and waits until every host has its device.
+        """Starts the switch, and waits until every host has its device.
 
         Raises:
-            FabricError: it cannot run here.
+            FabricError: the switch cannot run here.
         """
         self._process = subprocess.Popen(
             [sys.executable, *PROGRAM],
@@ -38,7 +38,7 @@ class Switch:
             env={**os.environ, **environment},
             text=True,
             bufsize=1,
-            start_new_session=True,  # a Ctrl-C of the terminal is not for it
+            start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
         )
         try:
             answer = self._say(setup.line(), START_SECONDS)
@@ -50,21 +50,21 @@ class Switch:
         self.priority: str = answer["priority"]
 
     def order(self, order: Order) -> dict[str, Any]:
-        """Sends an order, and returns the answer.
+        """Sends an order and returns the answer.
 
         Raises:
-            FabricError: it has ended.
+            FabricError: the switch has ended.
         """
         return self._say(order.line(), ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raises FabricError if it has ended."""
+        """Raises FabricError if the switch has ended."""
         status = self._process.poll()
         if status is not None:
             raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
 
     def close(self) -> None:
-        """Ends it. May be called again."""
+        """Ends the switch. May be called again."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -87,12 +87,12 @@ class Switch:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(text)
             process.stdin.flush()
-        # One answer to one order, so nothing but it can be in the pipe.
+        # Each order has one answer, so the pipe cannot hold anything else.
         ready, _, _ = select.select([process.stdout], [], [], seconds)
         line = process.stdout.readline() if ready else ""
         if not line:
             process.kill()
             said = process.stderr.read().strip().rpartition("\n")[2]
-            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'without a word'}")
+            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'it said nothing'}")
         answer: dict[str, Any] = json.loads(line)
         return answer

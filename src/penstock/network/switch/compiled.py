@@ -1,4 +1,4 @@
-"""How the switch's inner loop is compiled, and where the compiled code is kept."""
+"""Compile the switch's inner loop, and decide where the compiled code is kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[
 
 
 def folder(sources: Iterable[Path]) -> Path | None:
-    """Where to keep code compiled from these; None if numba must find a place, as nothing may be written there.
+    """Returns where to keep code compiled from these sources; None if that is not writable and numba must find a place.
 
-    numba itself checks only the function's own file, and would go on with constants that have changed in another.
+    numba itself checks only the function's own file, and would go on using constants that have changed in another.
     """
     beside = Path(__file__).parent
     if not os.access(beside, os.W_OK):
@@ -30,10 +30,10 @@ def folder(sources: Iterable[Path]) -> Path | None:
 
 
 def _options() -> dict[str, bool]:
-    """Turns off numba's reference counting of arrays, which took ten times as long as the work itself.
+    """Returns numba's options, which turn off reference counting of arrays: it took ten times as long as the work.
 
-    Nothing here creates an array, and Python holds the existing ones. The option is undocumented: a numba without
-    it makes a slower switch.
+    This is safe because nothing here creates an array, and Python holds the existing ones. The option is undocumented;
+    with a numba that does not have it, the switch is just slower.
     """
     try:
         _njit("int64()", _nrt=False)(lambda: 0)
@@ -47,7 +47,7 @@ _OPTIONS = _options()
 
 
 def compiled(function: F) -> F:
-    """The function on arrays and integers alone, compiled when it is first called."""
+    """Compiles a function of arrays and integers when it is first called."""
     before = _config.CACHE_DIR
     if _FOLDER is not None:
         _config.CACHE_DIR = str(_FOLDER)

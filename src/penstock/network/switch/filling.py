@@ -15,15 +15,15 @@ from penstock.network.switch.columns import Tables
 from penstock.network.topology import Topology
 
 BLOCK = 8192
-"""Decisions that there is room for: 16 frames to each of 200 hosts take 3200."""
+"""Capacity for decisions; 16 frames to each of 200 hosts take 3200."""
 AT_ONCE = 1024
-"""Decisions that are drawn together. Takes 0.1 to 0.3 ms, during which no frame is passed on."""
+"""The number of decisions drawn together. This takes 0.1 to 0.3 ms, during which no frame is forwarded."""
 MOST_BYTES = 512 * 1024**2
-"""Of all frames under way together."""
+"""The most memory for all frames in flight."""
 
 
 def under_way_bytes(topology: Topology, hosts: int) -> float:
-    """At most, with every host sending at its rate: what waits in queues, is delayed, or is held back by a stall."""
+    """Returns the most bytes in flight if every host sends at its rate: in queues, delayed, or held back by a stall."""
     total = 0.0
     for host in range(hosts):
         for link in (topology.up(host), topology.down(host)):
@@ -36,7 +36,7 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
     """Creates the arrays for hosts with these TAP devices."""
     hosts = len(descriptors)
     stride = -(-(topology.mtu + 64) // 64) * 64
-    # Twice, as acknowledgements take a slot of their own.
+    # Twice as many, because acknowledgements also take a slot each.
     slots = int(min(2 * under_way_bytes(topology, hosts), MOST_BYTES) / stride) + 4096
     polls = np.zeros((hosts, 2), dtype=np.int32)
     polls[:, 0], polls[:, 1] = descriptors, 1  # POLLIN
@@ -51,26 +51,26 @@ def tables(topology: Topology, descriptors: Sequence[int], start_ns: int) -> Tab
         heap=np.zeros((slots, 3), dtype=np.int64),
         state=np.zeros(columns.STATE, dtype=np.int64),
     )
-    made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has come yet
+    made.lines[:hosts, columns.FREE_NS] = -(2**62)  # no frame has arrived yet
     made.slots[:, columns.SPARE] = np.arange(slots)
     made.state[columns.SPARES] = slots
-    # A host's frames that are read together, were each to go to all.
+    # Enough for all frames that are read from a host at once, if each were a broadcast.
     made.state[columns.ENOUGH] = columns.READS_AT_ONCE * hosts
     made.state[columns.START_NS] = start_ns
     return made
 
 
 class Decided:
-    """Keeps a direction's decisions ahead of its frames."""
+    """Keeps each direction's decisions ahead of its frames."""
 
     def __init__(self, t: Tables, topology: Topology, epoch: int = 0, now_ns: int | None = None) -> None:
-        """Puts a network's rules into the arrays; frames under way stay as they are.
+        """Puts a network's rules into the arrays; frames in flight are not affected.
 
         Args:
             t: the arrays.
-            topology: what holds from now on.
-            epoch: how often the network has changed before; each change draws anew.
-            now_ns: when; None: at the beginning. The period of stalls that were not there before begins then.
+            topology: the rules from now on.
+            epoch: how many times the network has changed before; each change draws anew.
+            now_ns: the current time, at which the period of new stalls begins; None for the start of the network.
         """
         self._t = t
         hosts = t.meets.shape[0]
@@ -95,7 +95,7 @@ class Decided:
         self.fill()
 
     def fill(self) -> None:
-        """Fills each direction that runs short, or if none does, the one that has least left."""
+        """Fills each direction that runs short or, if none does, the one that has the least left."""
         lines, enough = self._t.lines, int(self._t.state[columns.ENOUGH])
         left = lines[:, columns.FILLED] - lines[:, columns.DRAWN]
         left[[draws is None for draws in self._draws]] = BLOCK
@@ -115,7 +115,7 @@ class Decided:
 
 
 def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairment:
-    """What any frame meets in a direction; nothing if none does."""
+    """Returns what affects frames in a direction; nothing if no frame is affected."""
     for other in range(hosts):
         if other != host:
             met = topology.meets(host, other)[0] if is_up else topology.meets(other, host)[1]
@@ -125,22 +125,26 @@ def _met(topology: Topology, host: int, hosts: int, *, is_up: bool) -> Impairmen
 
 
 STALL = ("since_ns", "length_ns", "every_ns")
-"""Of links that stall: since when, for how long and how often; the first time after a whole period."""
+"""A stalling link's fields: since when, how long, and how often it stalls; the first stall follows a whole period."""
 
 
 def stalls(t: Tables) -> set[tuple[int, ...]]:
-    """The stalls of all directions, in the order of `STALL`."""
+    """Returns the stalls of all directions, with fields in the order of `STALL`."""
     rows = t.lines[:, [columns.SINCE_NS, columns.STALL_NS, columns.EVERY_NS]].tolist()
     return {tuple(row) for row in rows if row[1]}
 
 
 def told(t: Tables) -> dict[str, Any]:
-    """What has been counted so far, in plain values.
+    """Returns the counters so far, as plain values.
 
-    seconds: since the beginning. frames: that hosts have sent. failed_writes: frames that a host's device has refused.
-    no_room: how often no frame could be read as all memory held others. busy_seconds: not asleep. late: how much later
-    than asked frames left, in seconds. stalls: of links, which `penstock.fabric.stalls` reads. links: by host and
-    direction, see `columns.COUNTED`.
+    seconds: since the start
+    frames: sent by hosts
+    failed_writes: frames that a host's device refused
+    no_room: how often no frame could be read because all memory was in use
+    busy_seconds: time not spent asleep
+    late: how much later than requested frames left, in seconds
+    stalls: the links' stalls, which `penstock.fabric.stalls` reads
+    links: by host and direction, see `columns.COUNTED`
     """
     hosts = t.meets.shape[0]
     state = t.state
@@ -163,7 +167,7 @@ def told(t: Tables) -> dict[str, Any]:
 
 
 def lateness(state: Any) -> dict[str, float | None]:
-    """How much later than asked frames left, in seconds: mean, worst, and upper bounds of quantiles."""
+    """Returns how much later than requested frames left, in seconds: mean, worst, and upper bounds of quantiles."""
     counts = state[columns.LATE :]
     total = int(counts.sum())
     found: dict[str, float | None] = {"mean": None, "p50": None, "p99": None, "worst": None}

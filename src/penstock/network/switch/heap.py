@@ -1,4 +1,4 @@
-"""The switch's frames under way: the one due next comes first, and among those due simultaneously the first put in."""
+"""The switch's frames in flight, as a heap: the next frame due comes first, and ties are first in, first out."""
 
 from __future__ import annotations
 

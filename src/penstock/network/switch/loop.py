@@ -1,20 +1,20 @@
-"""The switch's inner loop: reads frames, puts each under its links' rules, and hands it on when it is due.
+"""The switch's inner loop: read frames, apply their links' rules to each, and deliver it when it is due.
 
-Compiled by numba, on arrays alone, with system calls by their names in the C library. It returns to Python every few
-milliseconds, where everything else is done: decisions are drawn (model.py), a scenario's changes are made, and what was
-counted is told.
+numba compiles it to work on arrays only, with system calls by their names in the C library. It returns to Python every
+few milliseconds. There, everything else is done: drawing decisions (model.py), making a scenario's changes, and
+reporting counters.
 
-A frame from a to b meets, in this order:
-  1. a's rate: it is there when the one before it is, and then its own length at that rate. (The host's tbf keeps the
-     rate as well, as a TCP must feel its own queue, but lets go some frames at once.)
-  2. at a's link: loss, delay and the like, if frames from a to b meet that link's (`Topology.meets`). What a stall has
-     held leaves at the link's rate when it is over, and what comes meanwhile behind it;
-  3. the queue towards b: it waits for those before it, and for its own length at the link's rate; if more than the
-     limit waits, it is dropped. Traffic of neighbours that is only reckoned with stands in the same queue. A stall of
-     b's link holds the whole queue;
-  4. at b's link: loss, delay and the like, if frames from a to b meet that link's.
-Frames of one direction keep their order but for those that are to jump, or where a link lets them overtake. Ties
-go to who came first.
+A frame from a to b goes through these steps, in order:
+  1. a's rate: the frame arrives once the previous one has, plus its own length at that rate. (The host's tbf also keeps
+     the rate, because TCP must notice its own queue, but it lets some frames pass at once.)
+  2. a's link: loss, delay and the like, if they apply to frames from a to b (`Topology.meets`). After a stall, the
+     frames that it held leave at the link's rate, and frames that arrived in the meantime follow them.
+  3. the queue to b: the frame waits for those ahead of it, and for its own length at the link's rate; if more than the
+     limit is waiting, it is dropped. Neighbours' traffic, which exists only in the accounts, is in the same queue. A
+     stall of b's link holds up the whole queue.
+  4. b's link: loss, delay and the like, if they apply to frames from a to b.
+Frames of one direction keep their order, except those that are to be reordered, or where a link allows overtaking. Ties
+go to the frame that came first.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ from penstock.network.switch.columns import (
 from penstock.network.switch.compiled import compiled
 from penstock.network.switch.heap import pop, push
 
-# By their names: pointers that ctypes makes would keep numba from caching what it has compiled.
+# Called by name, because pointers made with ctypes would keep numba from caching the compiled code.
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
 _ppoll: Any = types.ExternalFunction("ppoll", types.int32(types.intp, types.uint64, types.intp, types.intp))
 _read: Any = types.ExternalFunction("read", types.int64(types.int32, types.intp, types.uint64))
@@ -98,7 +98,7 @@ _LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
 
 @compiled
 def now_ns(t: Tables) -> Any:
-    """Time of the monotonic clock."""
+    """Returns the monotonic clock's time."""
     _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
     return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
 
@@ -107,14 +107,14 @@ def now_ns(t: Tables) -> Any:
 def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
     length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
     since = at - t.lines[direction, SINCE_NS]
-    if length == 0 or since < every:  # the first comes after a whole period
+    if length == 0 or since < every:  # the first stall comes after a whole period
         return at
     return max(at, at - since % every + length)
 
 
 @compiled
 def _stalled(t: Tables, direction: Any, at: Any) -> Any:
-    """How long a link has stalled until then."""
+    """Returns how long a link has been stalled in total until then."""
     length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
     since = at - t.lines[direction, SINCE_NS]
     if length == 0 or since < every:
@@ -124,7 +124,7 @@ def _stalled(t: Tables, direction: Any, at: Any) -> Any:
 
 @compiled
 def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
-    """When a frame leaves a host's link that stalls now and then."""
+    """Returns when a frame leaves a host's link that may stall."""
     line = t.lines[direction]
     leaves = _after_stall(t, direction, max(at, line[HELD_NS]))
     if leaves > at:
@@ -140,7 +140,7 @@ def _drop(t: Tables, slot: Any) -> None:
 
 @compiled
 def _copy(t: Tables, slot: Any) -> Any:
-    """A slot with the same frame, or -1."""
+    """Copies a frame to another slot and returns that slot, or -1 if there is none."""
     if t.state[SPARES] == 0:
         t.state[NO_SLOT] += 1
         return -1
@@ -157,7 +157,7 @@ def _copy(t: Tables, slot: Any) -> Any:
 
 @compiled
 def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> None:
-    """A frame meets what a link does to it, and goes on to `step` if it is not lost."""
+    """Applies a link's decisions to a frame, which goes on to `step` unless it is lost."""
     line = t.lines[direction]
     place = line[DRAWN] % t.draws.shape[1]
     line[DRAWN] += 1
@@ -179,7 +179,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
         leaves = at + t.draws[direction, place, DELAY_NS]
         if not line[LOOSE]:
             leaves = max(leaves, line[LAST_NS])
-    if direction < t.meets.shape[0]:  # the other way, its queue has stalled
+    if direction < t.meets.shape[0]:  # in the other direction, the queue has stalled instead
         leaves = _let_go(t, direction, slot, leaves)
     if not fate & JUMPS:
         line[LAST_NS] = leaves
@@ -193,7 +193,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
 
 @compiled
 def _arrived(t: Tables, slot: Any, now: Any) -> Any:
-    """A frame has been read from its host. Returns when it is there at its rate."""
+    """Counts a frame read from its host, and returns when it has arrived at its link's rate."""
     line = t.lines[t.slots[slot, SOURCE]]
     size = t.slots[slot, LENGTH]
     line[FRAMES] += 1
@@ -204,7 +204,7 @@ def _arrived(t: Tables, slot: Any, now: Any) -> Any:
 
 @compiled
 def _goes(t: Tables, slot: Any, at: Any) -> None:
-    """A frame that is there goes on its way to one host."""
+    """Sends a frame that has arrived on its way to one host."""
     source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
     line = t.lines[source]
     if line[GONE] or t.lines[target, GONE]:
@@ -218,7 +218,7 @@ def _goes(t: Tables, slot: Any, at: Any) -> None:
 
 @compiled
 def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
-    """Whether there is room in a queue; if so, the line is taken until `FREE_NS`."""
+    """Whether there is room in a queue; if so, the link is taken until `FREE_NS`."""
     line = t.lines[direction]
     free = max(line[FREE_NS], at)
     waits = free - at - (_stalled(t, direction, free) - _stalled(t, direction, at))
@@ -230,7 +230,7 @@ def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 
 @compiled
 def neighbours(t: Tables, host: Any, at: Any) -> None:
-    """The neighbours' frames that came until now have taken their places in the queue towards a host."""
+    """Puts the neighbours' frames that have come by then into the queue to a host."""
     line = t.lines[t.meets.shape[0] + host]
     while line[NEAR_USED] < line[NEAR_MADE]:
         frame = t.near[host, line[NEAR_USED] % t.near.shape[1]]
@@ -245,7 +245,7 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def all_neighbours(t: Tables) -> None:
-    """Does so until now, for the links that nothing else uses."""
+    """Does this up to now for all hosts, including those that nothing else sends to."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
         neighbours(t, host, now)
@@ -253,7 +253,7 @@ def all_neighbours(t: Tables) -> None:
 
 @compiled
 def _at_port(t: Tables, slot: Any, at: Any) -> None:
-    """A frame joins the queue towards its receiver."""
+    """Puts a frame into the queue to its receiver."""
     hosts = t.meets.shape[0]
     source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
     direction = hosts + target
@@ -290,7 +290,7 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 
 @compiled
 def _receive(t: Tables, source: Any, now: Any) -> None:
-    """Reads what a host has sent, up to a number of frames."""
+    """Reads what a host has sent, up to `READS_AT_ONCE` frames."""
     hosts = t.meets.shape[0]
     for _ in range(READS_AT_ONCE):
         if t.state[SPARES] == 0:
@@ -305,8 +305,8 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
         t.slots[slot, LENGTH] = size
         t.slots[slot, SOURCE] = source
         at = _arrived(t, slot, now)
-        target = np.int64(t.frames[slot, 5]) - 1  # hosts' addresses end in their number and one
-        if t.frames[slot, 0] & 1:  # to all
+        target = np.int64(t.frames[slot, 5]) - 1  # a host's address ends in its number plus one
+        if t.frames[slot, 0] & 1:  # broadcast or multicast
             for every in range(hosts):
                 other = _copy(t, slot) if every != source else -1
                 if other >= 0:
@@ -323,7 +323,7 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
 
 @compiled
 def _deliver(t: Tables) -> Any:
-    """Delivers all that is due, unless decisions run short. Returns the time."""
+    """Delivers all that is due, unless decisions run short; returns the time."""
     now = now_ns(t)
     while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
         due = t.heap[0, DUE_NS]
@@ -338,10 +338,10 @@ def _deliver(t: Tables) -> Any:
 
 @compiled
 def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
-    """Waits until a frame comes or one is due. Returns whether any came.
+    """Waits until a frame comes or one is due; returns whether any came.
 
-    A sleeper wakes late: a little on a busy machine, by 50 to 100 us on an idle one whose processors sleep as well. So
-    there it is set to wake that much earlier, and polls for the rest of the time.
+    A sleeping process wakes up late: slightly on a busy machine, and by 50 to 100 us on an idle one, whose processors
+    sleep as well. There, the timer is set that much earlier, and the rest of the time is spent polling.
     """
     wait = until_ns - now
     if t.state[WAITING] > 0:
@@ -349,7 +349,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
         wait = min(wait, t.heap[0, DUE_NS] - now - early)
     wait = max(wait, 0)
     t.state[SECONDS], t.state[NANOSECONDS] = wait // _NS, wait % _NS
-    # Without room for a frame there is no point in hearing of one.
+    # Without room for a frame, there is no point in polling for one.
     hosts = t.meets.shape[0] if t.state[SPARES] > 0 else 0
     ready = _ppoll(t.polls.ctypes.data, hosts, t.state.ctypes.data + 8 * SECONDS, 0)
     t.state[POLLS] += 1

@@ -1,4 +1,4 @@
-"""Keeps the arrays filled with the neighbours' next frames."""
+"""Keep the arrays filled with the neighbours' next frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.network.switch.columns import Tables
 
 
 class Background:
-    """Starts when it is created, and replaces what was there before."""
+    """Starts when it is created, and replaces the previous background."""
 
     def __init__(self, t: Tables, neighbours: tuple[Neighbour, ...], seed: int) -> None:
         self._t = t
@@ -22,7 +22,7 @@ class Background:
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
 
     def fill(self) -> None:
-        """Fills the arrays a while ahead of the clock."""
+        """Fills the arrays some time ahead of the clock."""
         t = self._t
         end_ns = time.monotonic_ns() + AHEAD_NS
         for host, stream in enumerate(self._streams):

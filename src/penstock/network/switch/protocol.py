@@ -1,4 +1,4 @@
-"""Messages to and from a switch, a line each: orders on its standard input, answers in JSON on its output."""
+"""Messages to and from a switch, one per line: orders on its standard input, answers in JSON on its output."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from penstock.network.topology import Topology
 
 
 class _Line:
-    """A value that is sent as a line."""
+    """A value that is sent as one line."""
 
     __slots__ = ()
 
     def line(self) -> str:
-        """As it is sent, by the process that has started the switch to that switch alone."""
+        """Encodes the value. Only the process that started the switch sends it, and only to that switch."""
         return base64.b64encode(pickle.dumps(self)).decode() + "\n"
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """What `line` wrote."""
+        """Decodes what `line` encoded."""
         made: Any = pickle.loads(base64.b64decode(line))
         assert isinstance(made, cls), made
         return made
@@ -32,10 +32,10 @@ class Order(_Line):
     """One line to a switch.
 
     Attributes:
-        topology: what holds from now on; None: as before.
-        gone: hosts that nothing comes from or gets to from now on; None: as before.
-        background: neighbours' traffic from now on, as texts (background.py); None: as before.
-        tells: ask for what has been counted so far.
+        topology: the links from now on; None to keep them.
+        gone: the hosts that are cut off from now on; None for no change.
+        background: neighbours' traffic from now on, as texts (background.py); None to keep it.
+        tells: True to ask for the counters.
     """
 
     topology: Topology | None = None
@@ -50,8 +50,8 @@ class Setup(_Line):
 
     Attributes:
         namespaces: files of the hosts' namespaces, by host.
-        interface: the device's name in each.
-        order: the network that it begins with.
+        interface: the name of the device in each.
+        order: the network to start with.
     """
 
     namespaces: tuple[str, ...]

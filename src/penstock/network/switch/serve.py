@@ -1,7 +1,7 @@
-"""The switch as its own process: `python -m penstock.network.switch.serve`, which takes orders on its input.
+"""The switch as its own process, `python -m penstock.network.switch.serve`, which takes orders on standard input.
 
-It ends when its input does. It gets priority over all other processes if permitted, so that frames leave when they are
-due even when the hosts keep every core busy.
+It ends when its input does. If permitted, it takes priority over all other processes, so that frames leave when they
+are due even if the hosts keep every core busy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import scipy.special  # noqa: F401  (a link that changes to a normal jitter must not wait for it)
+import scipy.special  # noqa: F401  (so that a link that changes to normal jitter need not wait for it)
 
 from penstock.network.background import parse_background
 from penstock.network.switch import columns, loop
@@ -33,7 +33,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Served:
-    """A network under way."""
+    """A network in operation."""
 
     def __init__(self, setup: Setup) -> None:
         assert setup.order.topology is not None
@@ -41,9 +41,9 @@ class Served:
         self._unread = [Unread(setup.interface, Path(name)) for name in setup.namespaces]
         self._epoch = 0
         self._over: list[dict[str, Any]] = []
-        """Stalls of links that have changed since."""
+        """Past stalls of links that have changed since."""
         self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
-        loop.run(self.tables, 0)  # compiles, or reads what was compiled
+        loop.run(self.tables, 0)  # compiles the loop, or loads it from the cache
         loop.all_neighbours(self.tables)
         self._seed = setup.order.topology.seed
         self._background = Background(self.tables, (), self._seed)
@@ -51,7 +51,7 @@ class Served:
         self.obey(Order(background=setup.order.background))
 
     def obey(self, order: Order) -> dict[str, Any]:
-        """Does what was ordered; returns the answer."""
+        """Carries out an order and returns the answer."""
         t = self.tables
         hosts = t.meets.shape[0]
         if order.topology is not None:
@@ -73,7 +73,7 @@ class Served:
         return found | {"unread": [device.count() for device in self._unread]}
 
     def turn(self) -> None:
-        """Passes frames on for a while."""
+        """Forwards frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
         loop.all_neighbours(t)
@@ -83,7 +83,7 @@ class Served:
 
 
 def priority() -> str:
-    """Gives this process priority over all others, as far as permitted. Returns how far."""
+    """Gives this process priority over all others, as far as permitted, and returns how far that is."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -95,9 +95,9 @@ def priority() -> str:
 
 
 def main() -> int:
-    """0 when told to end; otherwise what went wrong is the answer."""
+    """Serves until the input ends. Returns 0 then, or 1 after answering with an error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it goes when the maker closes its input
+        signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes its input
     incoming = sys.stdin
     first = incoming.readline()
     if not first:
@@ -108,7 +108,7 @@ def main() -> int:
         _answer({"error": f"{error.strerror or error}"})
         return 1
     gc.collect()
-    gc.freeze()  # otherwise a collection of everything imported would hold frames back
+    gc.freeze()  # otherwise a collection of everything imported would delay frames
     _answer({"ready": True, "priority": priority()})
     waiting = select.poll()
     waiting.register(incoming, select.POLLIN | select.POLLHUP)

@@ -1,4 +1,4 @@
-"""TAP devices: what a host sends on one is read here as Ethernet frames, and it receives what is written here."""
+"""TAP devices: Ethernet frames that a host sends are read here, and frames written here are received by the host."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from pathlib import Path
 from penstock.network.inside import within
 
 DEVICE = Path("/dev/net/tun")
-_DROPPED_OUT = 11  # of the columns of /proc/net/dev
+_DROPPED_OUT = 11  # a column of /proc/net/dev
 
 _TUNSETIFF = 0x400454CA
 _TAP, _WITHOUT_HEADER = 0x0002, 0x1000
 _SIOCSIFTXQLEN = 0x8943
 _UNREAD_FRAMES = 10_000
-"""That a device keeps until they are read. The default is 500: less than 7 ms at 1gbit, and what follows is lost."""
+"""The frames that a device queues until they are read.
+
+The default of 500 lasts less than 7 ms at 1gbit, and further frames are lost.
+"""
 
 
 def open_tap(name: str, namespace: Path | None) -> int:
-    """A descriptor of a new device in a namespace (None: the caller's); the device lives as long as it is open.
+    """Creates a device in a namespace (None: the caller's) and returns its descriptor; closing it removes the device.
 
     Raises:
-        OSError: there is no TAP here, or using it is not allowed.
+        OSError: there are no TAP devices here, or using them is not allowed.
     """
 
     def make() -> int:
@@ -42,7 +45,7 @@ def open_tap(name: str, namespace: Path | None) -> int:
 
 
 class Unread:
-    """Counts the frames that a host's device had to drop because they were not read in time."""
+    """Counts the frames that a host's device dropped because they were not read in time."""
 
     def __init__(self, name: str, namespace: Path | None) -> None:
         """Counts for one device in a namespace."""
@@ -54,7 +57,7 @@ class Unread:
         self._counters = find() if namespace is None else within(namespace, find)
 
     def count(self) -> int:
-        """Frames dropped so far."""
+        """Returns the number of frames dropped so far."""
         for line in os.pread(self._counters, 1 << 16, 0).decode().splitlines():
             name, _, counted = line.partition(":")
             if name.strip() == self._name:

@@ -1,1 +1,1 @@
-"""Forwards that branch at random: what they draw while they are recorded, and what a stage does with the outcomes."""
+"""Forwards that branch at random: how their draws are recorded, and how a stage follows the outcomes."""

@@ -1,4 +1,4 @@
-"""A forward that skips modules at random (layer drop, stochastic depth) -> one recording with branches in it."""
+"""Records a forward that skips modules at random (layer drop, stochastic depth) as one recording with branches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Merger:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.facts: dict[fx.Node, Fact] = {}
-        self.numbers: dict[int, int] = {}  # index in the base -> index
+        self.numbers: dict[int, int] = {}  # index in the base -> index in the merged recording
         self.members: dict[fx.Node | None, int] = {node: k for k, nodes in found.regions.items() for node in nodes}
         self.lasts = {nodes[-1]: k for k, nodes in found.regions.items() if nodes}
         self.users = _users(self.base)
@@ -58,7 +58,7 @@ class _Merger:
         for number in outputs:
             self._check_updates(number, outputs[number])
         for node, fact in base.facts.items():
-            self.numbers[fact.index] = len(self.facts)  # for nodes in a region: where the region will stand
+            self.numbers[fact.index] = len(self.facts)  # for nodes in a region: where the region will be
             if node in self.lasts:
                 self._write_branch(self.lasts[node], outputs[self.lasts[node]])
             elif node not in self.members:
@@ -102,7 +102,7 @@ class _Merger:
         return outputs
 
     def _check_updates(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
-        """A branch's outputs may or may not share memory with its inputs: nothing of theirs may be updated in place."""
+        """Refuses in-place updates of a branch's inputs and outputs, which may or may not share memory."""
         facts, region = self.base.facts, self.found.regions[number]
         if not region:
             return

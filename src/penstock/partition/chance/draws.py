@@ -1,9 +1,9 @@
 """Numbers that a forward draws and then looks at: layer drop, stochastic depth, masks that numpy makes.
 
-Their values are not known when a forward is recorded, and must not be: a recording would freeze them. So an object
-without a value stands in for each number, which can be compared and calculated with; one that can only be made into a
-tensor stands in for an array. When the forward asks for the outcome (`if torch.rand([]) < 0.1:`), it gets the answer
-that this recording was given. `branches` records the other paths as well and merges them.
+Their values are not known when a forward is recorded, and must not be, since a recording would freeze them. So an
+object without a value stands in for each number; it supports comparison and arithmetic. The stand-in for an array can
+only be turned into a tensor. When the forward asks for an outcome (`if torch.rand([]) < 0.1:`), it gets the answer that
+this recording was given. `branches` records the other paths too, and merges them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -98,8 +98,6 @@ _define_operators()
 class DrawnArray(Leaf):
     """Stands for an array of random numbers that the forward makes into a tensor."""
 
-    MADE_BY: ClassVar[tuple[Any, ...]] = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy)
-
     def __init__(self, chance: Chance, node: fx.Node, array: Any) -> None:
         self.chance, self.node = chance, node
         self.shape, self.dtype, self.ndim, self.size = array.shape, array.dtype, array.ndim, array.size
@@ -128,7 +126,7 @@ class DrawnArray(Leaf):
 
 
 class Book(Protocol):
-    """The recording in progress, as far as `Chance` reads and writes it; see `record.recorder`."""
+    """The parts of the recording in progress that `Chance` reads and writes; see `recorder.recorder`."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -145,7 +143,7 @@ class Book(Protocol):
         """The name of the module whose forward is running."""
 
     def here(self) -> str:
-        """The line that runs, and its module."""
+        """The running line, and its module."""
 
     def is_seen(self, tensor: Tensor) -> bool:
         """Whether a node stands for a tensor."""
@@ -154,10 +152,10 @@ class Book(Protocol):
         """That node."""
 
     def argument(self, value: Any) -> Any:
-        """A value as an argument of a node."""
+        """Converts a value to an argument of a node."""
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments as those of a node."""
+        """Converts a call's arguments to those of a node."""
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
@@ -176,7 +174,7 @@ class Chance:
 
     Args:
         book: where they are recorded.
-        choices: the answer to give, by number of the question; False for questions that are not in it.
+        choices: the answer to each question, by its number; questions that are not in it get False.
     """
 
     def __init__(self, book: Book, choices: Mapping[int, bool]) -> None:
@@ -192,7 +190,7 @@ class Chance:
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
 
     def read(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Whether a call asks for a value that chance alone decides, and if so, what it gets."""
+        """Whether a call asks for a value that chance alone decides and, if so, the answer."""
         name = getattr(function, "__name__", "")
         if name not in ("__bool__", "item", "equal", "is_nonzero") or not any(isinstance(a, FakeTensor) for a in args):
             return False, None
@@ -240,7 +238,7 @@ class Chance:
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
     def of_array(self, array: DrawnArray, method: str, dtype: Any) -> DrawnArray:
-        """What a method of an array returns."""
+        """The stand-in for what an array's method returns."""
         node = self._book.write_number("call_method", method, (array.node, self._book.argument(dtype)))
         return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
 
@@ -252,7 +250,7 @@ class Chance:
 
     @contextmanager
     def replaced(self, whole: Collection[FunctionType]) -> Iterator[None]:
-        """Around the forward. `whole`: functions that are recorded as one call."""
+        """Wraps the forward. `whole`: functions that are recorded as one call."""
 
         def from_numpy(array: Any) -> Any:
             if isinstance(array, DrawnArray):
@@ -285,7 +283,7 @@ class Chance:
             )
 
     def after_unit(self) -> bool:
-        """Whether the unit that ran drew from Python's or numpy's generators, without showing which part of it did."""
+        """Whether the unit that just ran drew from Python's or numpy's generators; which part of it did is unknown."""
         moved, noted, self._noted = self._generators.moved(), self._noted, False
         if moved:
             self._generators.accept()
@@ -332,7 +330,7 @@ class Chance:
         low: float | None = None,
         high: float | None = None,
     ) -> Any:
-        """What stands for a number or an array that was drawn; only its kind is used."""
+        """A stand-in for a drawn number or array, of which only the kind is used."""
         numpy = sys.modules.get("numpy")
         self.is_foreign = self.held = True
         if numpy and isinstance(value, numpy.ndarray):
@@ -353,7 +351,7 @@ class Chance:
 
 
 def _range(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """The bounds of a number, if they may decide what is asked about it (a rate of 0)."""
+    """The bounds of a drawn number, which may decide a comparison for certain (with a rate of 0, say)."""
     if name.rpartition(".")[2] in ("random", "rand", "random_sample", "ranf", "sample"):
         return 0.0, 1.0
     if name.endswith(".uniform"):
@@ -364,7 +362,7 @@ def _range(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[f
 
 
 def stand_ins(tree: Any) -> Any:
-    """The same with stand-ins of the same type and shape for what is drawn, for calls on fake tensors."""
+    """Replaces drawn numbers and arrays in a tree with values of the same type and shape, for calls on fake tensors."""
     if isinstance(tree, Drawn):
         return 0.5
     if isinstance(tree, DrawnArray):

@@ -1,7 +1,7 @@
-"""Python's and numpy's random numbers while a forward is recorded: who draws them, and whether any are overlooked.
+"""Python's and numpy's random numbers while a forward is recorded: who draws them, and whether any draw is overlooked.
 
-Their functions are replaced meanwhile, also under the names by which the modules of the model's classes imported them.
-Draws that reach the generators in another way show in their state.
+Meanwhile their functions are replaced, including those that the modules of the model's classes imported by name. Draws
+that reach the generators in any other way show in the generators' states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FRESH = "numpy.random.default_rng"
 
 
 class WholeFunction(BaseException):
-    """A function of the model's library draws in a way that can only be recorded as one call: record again that way.
+    """A library function draws in a way that can only be recorded as one call: record again with it as one call.
 
     Not an Exception, so that the model's own `except` clauses do not catch it.
     """
@@ -56,7 +56,7 @@ def sources() -> Mapping[str, Callable[..., Any]]:
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A recorded draw, as a stage repeats it."""
+    """Repeats a recorded draw on a stage."""
     return sources()[name](*args, **kwargs)
 
 
@@ -64,7 +64,7 @@ def draw(name: str, *args: Any, **kwargs: Any) -> Any:
 def replaced(
     model: nn.Module, drawing: Handler, whole: Mapping[FunctionType, Callable[..., Any]], from_numpy: Callable[..., Any]
 ) -> Iterator[None]:
-    """Meanwhile draws go to `drawing`, functions in `whole` to their values, and `torch.from_numpy` to another."""
+    """A context in which draws go to `drawing`, and `whole`'s keys and `torch.from_numpy` to their replacements."""
     new: dict[int, Any] = {id(function): value for function, value in whole.items()}
     for name, function in sources().items():
         new[id(function)] = _through(drawing, name, function)
@@ -131,11 +131,11 @@ class States:
         return self._now() != self._known
 
     def accept(self) -> None:
-        """Compare with the present state from now on."""
+        """Makes the present state the one to compare with."""
         self._known = self._now()
 
     def take_back(self) -> str | None:
-        """The name of one of the model's own generators that was drawn from, after restoring all of them."""
+        """Restores the model's own generators. Returns the name of one that was drawn from, or None."""
         moved = [
             name for name, generator in self._own.items() if repr(_state_of(generator)) != repr(self._before[name])
         ]

@@ -1,4 +1,4 @@
-"""What a stage's code calls for a random branch: runs what is inside, or passes on what came in."""
+"""The module that a stage's code calls for a random branch: it runs what is inside, or passes on what came in."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Gate(nn.Module):
         inside: what runs; returns the tuple of the branch's outputs.
         outputs: how many there are.
         runs_if: the decision for which it runs.
-        calls: how often it calls each drawing module: later calls draw the same whether it ran or not.
+        calls: how often it calls each drawing module, so that later calls draw the same whether it ran or not.
 
     Attributes:
         has_run: whether it ran when it was last called.
@@ -33,7 +33,7 @@ class Gate(nn.Module):
         self.has_run = True
 
     def forward(self, decision: Any, *values: Any) -> tuple[Tensor, ...]:
-        """`values`: for each output, what is passed on if nothing runs; then what the branch needs."""
+        """Runs the branch or skips it. `values`: what to pass on for each output if skipped, then what it needs."""
         self.has_run = bool(decision) == self.runs_if
         if self.has_run:
             outputs: tuple[Tensor, ...] = self.inside(*values[self.outputs :])

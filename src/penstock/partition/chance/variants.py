@@ -1,8 +1,8 @@
-"""The paths that a forward takes at random, compared node by node: what runs only on one side, and what else follows.
+"""Compares, node by node, the paths that a forward may take at random: what runs only on one side, and what follows.
 
-Two decisions or more give more paths than can be recorded. So the path on which most runs is the base, and enough of
-the rest are recorded to see any two decisions in all four combinations: two for each binary digit of their number, and
-the one with all decisions inverted. Each must be the base minus the nodes that it leaves out.
+With several decisions there are too many paths to record them all. So the path on which most runs is the base, and
+enough others are recorded to see any two decisions in all four combinations: two for each binary digit of a decision's
+number, and one with all decisions inverted. Each must be the base minus the nodes that it leaves out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.partition.recording.recording import Recording
 
 
 class UnlikeError(Exception):
-    """Two paths differ in more than what one leaves out. `number`: of the decision; None if it is not known."""
+    """Two paths differ in more than what one leaves out. `number`: the decision's; None if unknown."""
 
     def __init__(self, reason: str, number: int | None = None) -> None:
         super().__init__(reason)
@@ -66,7 +66,7 @@ class Found:
     region_of: dict[fx.Node, int] = field(default_factory=dict)
 
     def learn(self, ways: Sequence[Variant]) -> None:
-        """Compare the base with the others. Raises UnlikeError."""
+        """Compares the base with the other paths. Raises UnlikeError."""
         equations = [self._align(way) for way in ways]
         facts = self.base.recording.facts
         for way, pairs in zip(ways, equations, strict=True):
@@ -74,7 +74,7 @@ class Found:
             for mine, theirs in pairs:
                 if self.region_of.get(mine) in flipped:
                     known = self.instead.get(mine)
-                    if known is None or facts[known].index < facts[theirs].index:  # the others were left out as well
+                    if known is None or facts[known].index < facts[theirs].index:  # the others were left out too
                         self.instead[mine] = theirs
         for way, pairs in zip(ways, equations, strict=True):
             flipped = self._flipped(way)
@@ -95,8 +95,8 @@ class Found:
         return frozenset(number for number, (mine, theirs) in enumerate(pairs) if mine != theirs)
 
     def _align(self, way: Variant) -> list[tuple[fx.Node, fx.Node]]:
-        """For each value that a call of the base takes, with the other path's value at the same place: the former, and
-        the node of the base that the latter corresponds to."""
+        """Pairs each value that a call of the base takes with the node of the base that corresponds to the value which
+        the other path has in the same place."""
         flipped = self._flipped(way)
         base, other = self.base.recording, way.recording
         at = {index: node for node, index in base.inputs.items()}
@@ -135,7 +135,7 @@ class Found:
 
 
 def explore(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) -> Found:
-    """Record as many paths as needed, and compare them.
+    """Records as many paths as needed, and compares them.
 
     Args:
         first: the path on which every answer is False.

@@ -1,1 +1,1 @@
-"""Where to cut: by name, for balance, and where not."""
+"""Where to cut: by name or for balance, and where not to."""

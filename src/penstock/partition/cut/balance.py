@@ -1,4 +1,4 @@
-"""Where to cut: names of modules -> positions in a recording, and the names that balance the stages."""
+"""Finds the positions in a recording at which to cut, given names of modules, and the names that balance the stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Balance = Literal["flops", "parameters", "layers"]
 class Candidate:
     """A module before whose first call the model can be cut.
 
-    `weight`: of everything from here to the next candidate, in the measure to be balanced.
+    `weight`: the total from here to the next candidate, in the measure to be balanced.
     """
 
     name: str
@@ -70,10 +70,9 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
 def balanced_cuts(
     recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate] | None = None
 ) -> tuple[str, ...]:
-    """Names of the modules at which stages 1.. begin, so that the largest stage is as small as possible.
+    """Names of the modules at which stages 1.. begin so that the largest stage is as small as possible.
 
-    Chosen from all candidates, or from `units`. Raises TooFewLayersError if there are more stages than modules to begin
-    them with.
+    Chosen from all candidates, or from `units`. Raises TooFewLayersError if there are more stages than candidates.
     """
     units = candidates(recording, model, balance) if units is None else units
     if stages > max(1, len(units)):
@@ -102,12 +101,12 @@ def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Balan
 
 
 def linear_partition(weights: Sequence[int], parts: int) -> list[int]:
-    """Where each of `parts` runs of consecutive weights begins, each of one item or more.
+    """Divides weights into `parts` runs of one or more consecutive items, and returns where each run begins.
 
     Minimizes the largest sum, then the sum of squares. In a tie, items that weigh nothing stay in the earlier run.
 
-    The best start of the last run never moves back as its end moves on. So the middle end is solved first, and halves
-    the search for the ends on either side of it: parts x items x log(items) sums.
+    The best start of the last run never moves back as its end moves forward. So the middle end is solved first, which
+    halves the search for the ends on either side of it: parts x items x log(items) sums.
     """
     if parts == 1 or not weights:
         return [0]
@@ -145,7 +144,7 @@ def _best_starts(totals: Sequence[int], squares: Mapping[int, int], limit: int, 
 
 
 def _smallest_limit(weights: Sequence[int], parts: int) -> int:
-    """The least bound under which `parts` runs hold all weights: greedy filling within a binary search."""
+    """The least bound on a run's sum for which `parts` runs hold all weights: greedy filling in a binary search."""
 
     def runs(limit: int) -> int:
         number, size = 1, 0

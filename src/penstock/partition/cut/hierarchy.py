@@ -24,7 +24,7 @@ def opening_for(
 ) -> Opening:
     """What to open before anything is recorded. Raises PartitionError for names that cannot be opened.
 
-    If cuts must be found, the number of repeated blocks stands in for the work, which is not known yet.
+    If cuts have to be found, the number of repeated blocks stands in for the work, which is not known yet.
     """
     names = canonical_names(model)
     whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
@@ -56,7 +56,7 @@ def opening_for(
 def more_to_open(
     recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Balance
 ) -> Opening:
-    """What to open, now that weights are known: the recording's own opening, if nothing more is worth it."""
+    """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
     opening = recording.opening
     units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
     found = candidates(recording, model, balance)
@@ -68,7 +68,7 @@ def more_to_open(
 
 
 def _worth_opening(units: Sequence[Unit], weights: Sequence[int], stages: int, whole: Collection[str]) -> Iterator[str]:
-    """The modules inside which the best cuts would fall, if that is worthwhile; none of those that stay whole.
+    """The modules inside which the best cuts would fall, if opening them is worthwhile. Leaves out `whole`.
 
     Assumes that all repeated blocks of a module weigh the same.
     """
@@ -94,13 +94,13 @@ def _largest(weights: Sequence[int], starts: Sequence[int]) -> int:
 
 
 def _may_open(module: nn.Module) -> bool:
-    """Whether nothing that would be recorded call by call has a hook: it would run during recording and never again."""
+    """Whether a module can be opened: nothing in it has hooks that would run during recording and never again."""
     lists = (child for child in module.children() if isinstance(child, (*LISTS, nn.Sequential)))
     return not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in (module, *lists))
 
 
 def blocks_in(module: nn.Module) -> int:
-    """Into how many repeated blocks a module can be opened, down to those that hold none; 1 if it holds none."""
+    """How many repeated blocks a module can be opened into, down to those that contain none; 1 if it contains none."""
     total = 0
     for child in module.children():
         inner = sum(blocks_in(block) for block in child.children()) if _repeats(child) else blocks_in(child)

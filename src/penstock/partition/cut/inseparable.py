@@ -1,7 +1,7 @@
 """What a cut must not separate: all uses of anything that the forward updates in place must be on one stage.
 
-Take a batch norm in an encoder that is called once for each view of an image: a cut between two of these calls would
-give each stage its own running statistics.
+An example is a batch norm in an encoder that is called once for each view of an image: a cut between two of these calls
+would give each stage its own running statistics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Span:
     last: int
 
     def parts(self, position: int) -> bool:
-        """Whether a stage that begins at this call would separate the uses."""
+        """Whether beginning a stage at this call would separate the uses."""
         return self.first < position <= self.last
 
 
@@ -56,7 +56,7 @@ def _updated(whole: CutRecording, node: fx.Node) -> set[str]:
 
 
 def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
-    """The candidates at which a cut separates nothing. The weight of the rest goes to the candidate before them."""
+    """The candidates at which a cut separates nothing. The weight of the others goes to the candidate before them."""
     found: list[Candidate] = []
     for unit in units:
         if found and any(span.parts(unit.position) for span in kept):
@@ -67,7 +67,7 @@ def joined(units: Sequence[Candidate], kept: Sequence[Span]) -> list[Candidate]:
 
 
 def too_few(error: PartitionError, stages: int, left: Sequence[Candidate], kept: Sequence[Span]) -> PartitionError:
-    """For a model with too few cuts that keep such uses together. `error`: what an even cut raised."""
+    """The error for a model with too few cuts that keep such uses together. `error`: what an even cut raised."""
     longest = max(kept, key=lambda span: span.last - span.first)
     return PartitionError(
         f"{error}. For stages={stages} there is no such cut: the uses of {longest.name!r} leave "

@@ -1,1 +1,1 @@
-"""Runs a model's forward and writes down what it calls, as often as it takes."""
+"""Runs a model's forward and records what it calls, in as many attempts as it takes."""

@@ -1,7 +1,7 @@
 """Runs a model's own forward once on fake tensors and returns what it called.
 
-No symbolic tracing and no compiler: Python runs as it is, so any control flow that does not depend on the values of
-tensors is followed. The model, its buffers and the random generators are left as they were.
+This uses neither symbolic tracing nor a compiler: Python runs as it is, so any control flow that does not depend on
+tensor values is followed. The model, its buffers and the random generators are left as they were.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Attempt:
     sees_saved: bool
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
-        """The path that the forward takes if its random branches get these answers."""
+        """Records the path that the forward takes if its random branches get these answers."""
         fake_calls, watches = frozenset[int](), self.sees_saved
         while True:
             try:
@@ -89,7 +89,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
     """
     model, units, opening = attempt.model, attempt.units, attempt.opening
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
-    device = next((x.device for x in given.leaves if isinstance(x, Tensor)), torch.device("cpu"))
+    device = _device_of(given, model)
     names = canonical_names(model)
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
@@ -129,15 +129,22 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
         snapshot.restore()
 
 
+def _device_of(given: Flat, model: nn.Module) -> torch.device:
+    """The device to record for: that of the first input, or of the model if it takes no tensors."""
+    inputs = (leaf for leaf in given.leaves if isinstance(leaf, Tensor))
+    held = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    return next((tensor.device for tensor in (*inputs, *held)), torch.device("cpu"))
+
+
 def _run_checked(
     recorder: Recorder, mode: Any, inputs: list[Any], structure: Any, functions: frozenset[FunctionType]
 ) -> Any:
-    """The forward's result, after checking that no block read or changed anything behind the recording's back."""
+    """Runs the forward, and checks that no block read or changed anything behind the recording's back."""
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
     except (PartitionError, Leak, Regroup):
-        recorder.sideways.check_units(recorder.on_memory)  # which may be why
+        recorder.sideways.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.sideways.check_units(recorder.on_memory)
     recorder.fixed.check()
@@ -176,7 +183,7 @@ def _check_stateless(
         with second.chance.replaced(functions):
             _run(second, mode, inputs, given.structure)
         alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
-    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads what cannot be known
+    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads values that cannot be known
         alike = False
     if not alike:
         raise Obstacle(
@@ -188,7 +195,7 @@ def _check_stateless(
 
 @contextmanager
 def _staying_whole(recorder: Recorder) -> Iterator[None]:
-    """Blames whatever is raised inside a module that was opened for balance, or for a cut, on that module."""
+    """Blames an error raised inside a module that was opened for balance, or for a cut, on that module."""
     opening = recorder.opening
     try:
         yield
@@ -224,7 +231,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
 
 @contextmanager
 def _quiet_about_hooks() -> Iterator[None]:
-    """Silences blocks that went through `torch.compile`: they warn about the hooks that follow modules."""
+    """Silences compiled blocks, which warn about the global hooks that follow modules."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
         yield
@@ -240,7 +247,7 @@ def _module(recorder: Recorder) -> str:
 
 
 def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
-    """What the recorded forward carries over to the next one."""
+    """What the recorded forward carries over to the next forward."""
     found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
     return *strays(recorder.observer.provenance, recorder.reach), *recorder.sideways.remembered.values(), *found
 
@@ -268,20 +275,18 @@ def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: 
 
 
 def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
-    """Whether a replaced buffer holds only what every forward makes identically, such as a table of positions."""
+    """Whether a replaced buffer holds only what every forward computes identically, such as a table of positions."""
     path, _, field = name.rpartition(".")
     module = recorder.model.get_submodule(path)
     saved = field not in module._non_persistent_buffers_set
     return value is not None and not saved and recorder.observer.provenance.is_fixed(value)
 
 
-def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
-    flat = flatten(result)
-    outputs: dict[fx.Node, int] = {}
-    leaves: list[int | Constant] = []
+def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
+    """For each leaf of the result, its output's number (new outputs are added to `outputs`), or the constant it is."""
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):
-            leaves.append(outputs.setdefault(recorder.node_of(leaf), len(outputs)))
+            yield outputs.setdefault(recorder.node_of(leaf), len(outputs))
         elif (drawn := node_of_drawn(leaf)) is not None:
             recorder.chance.refuse(f"a random number, {drawn.name!r}, as the model's result{path},")
         elif hides_tensors(leaf, fake_only=True):
@@ -290,7 +295,22 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
                 "it. Return tensors, or tuples, lists, dicts or plain objects of tensors"
             )
         else:
-            leaves.append(Constant(leaf))
+            yield Constant(leaf)
+
+
+def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
+    """The positions of the calls of each module that draws, by name."""
+    called: dict[int, list[int]] = {id(module): [] for module in recorder.drawing.values()}
+    for module, position in recorder.observer.calls:
+        if id(module) in called:
+            called[id(module)].append(position)
+    return {name: tuple(called[id(module)]) for name, module in recorder.drawing.items()}
+
+
+def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
+    flat = flatten(result)
+    outputs: dict[fx.Node, int] = {}
+    leaves = tuple(_result_leaves(recorder, flat, outputs))
     recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
@@ -299,24 +319,19 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     recorder.observer.saved.settle()
     texts = frozenset(entry.text for entry in left if entry.small)
     needed = [loan.names[id(t)] for t in leaves_of(tensors) if id(t) in loan.names]
-    drawing = recorder.drawing
-    called: dict[int, list[int]] = {id(m): [] for m in drawing.values()}
-    for module, position in recorder.observer.calls:
-        if id(module) in called:
-            called[id(module)].append(position)
     return Recording(
         graph=recorder.graph,
         facts=recorder.facts,
         inputs=recorder.inputs,
         outputs=tuple(outputs),
-        result_leaves=tuple(leaves),
+        result_leaves=leaves,
         result_structure=flat.structure,
         constants=recorder.constants,
         blocks=frozenset(u.name for u in recorder.units.values() if u.block),
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.provenance.held),
-        drawing=dict(sorted(drawing.items())),
-        calls={name: tuple(called[id(m)]) for name, m in drawing.items()},
+        drawing=dict(sorted(recorder.drawing.items())),
+        calls=_calls(recorder),
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=recorder.all_notes,

@@ -1,7 +1,7 @@
-"""Records a model's forward, as often as it takes.
+"""Records a model's forward, in as many attempts as it takes.
 
 An attempt may show that a module must be opened or stay whole, or that a function must be one call. The next attempt
-starts from there.
+starts from that.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def record(
     *,
     sees_saved: bool = False,
 ) -> Recording:
-    """Record `model(*args, **kwargs)`. Parameters on `meta` count as being on the first input's device.
+    """Records `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
-    `leaves`, `grain` and `opening`: see `find_units`. The recording holds what else the forward taught, and what was
-    opened. `sees_saved`: look at what is saved for backward.
+    `leaves`, `grain` and `opening`: see `find_units`. The recording's `grain` and `opening` add what the attempts
+    showed. `sees_saved`: look at what is saved for backward.
 
-    Raises PartitionError, with the line of the user's code, for what a stage could not replay.
+    Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
     reason, taught, functions = "", False, frozenset[FunctionType]()  # reason: why modules were opened, for messages
-    without: Grain | None = None  # to go back to if opening modules that did not have to be opened does not help
+    without: Grain | None = None  # to go back to if opening more modules does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
         attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)
@@ -70,7 +70,7 @@ def record(
                     if without is None:
                         raise
                     grain, without, reason = without, None, ""
-            elif not taught:  # what a model teaches must not depend on where it is cut
+            elif not taught:  # the grain must not depend on where the model is cut
                 grain, taught = record(model, args, kwargs, leaves, grain, Opening(opening.asked)).grain, True
             elif opening.tried:
                 opening = opening.without(opening.tried)
@@ -88,7 +88,7 @@ def record(
 
 
 def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
-    """The grain with more modules opened, or whole. Raises PartitionError if the user asked for the opposite."""
+    """The grain with more modules opened or kept whole. Raises PartitionError if the user asked for the opposite."""
     if isinstance(wish, Leak):
         if wish.kind in grain.exposed:
             raise PartitionError(wish.refusal)
@@ -109,5 +109,5 @@ _NOT_ENOUGH = (
 
 
 def _alike(model: nn.Module, name: str, tried: Collection[str]) -> Collection[str]:
-    """Modules that cannot be recorded call by call either: those of the named one's class; all, if none is named."""
+    """The tried modules that will not work either: those of the named module's class, or all if none is named."""
     return [n for n in tried if not name or type(model.get_submodule(n)) is type(model.get_submodule(name))]

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of modules that do not run as a whole: refused, since nothing would call them."""
+"""Refuses hooks on the gradients of modules that do not run as a whole: nothing would call them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Autograd functions while a forward is recorded: each call of `Function.apply` is one."""
+"""Records custom autograd functions: each `Function.apply` is one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.partition.recorder.reentrant import Reentrant
 
 @contextmanager
 def autograd_functions(recorder: Recorder) -> Iterator[None]:
-    """Send `Function.apply` to the recorder, so that a custom function is one call."""
+    """Sends `Function.apply` to the recorder, so that a custom function is one call."""
     own = torch.autograd.Function.__dict__["apply"]
     reentrant = Reentrant(recorder)
 
@@ -39,7 +39,7 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
 
 
 def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
-    """The places that took the method from its class beforehand: `swish = Swish.apply` in a file, or in a module."""
+    """The places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module."""
     attributes = (vars(module) for module in recorder.model.modules())
     for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
         for name, value in list(names.items()):

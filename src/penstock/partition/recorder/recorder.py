@@ -1,7 +1,7 @@
 """Writes what a running forward calls into a graph.
 
-A mode sees every torch call, the classes of the units send their calls here, and an observer below says which memory
-each call wrote and whether it drew random numbers. `record` sets all this up.
+A mode sees every torch call, the units' classes send their calls here, and an observer at the operator level says which
+memory each call wrote and whether it drew random numbers. `record` sets all this up.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if calls.name_of(func) == "__iter__":  # otherwise the mode would be off while the caller iterates
+        if calls.name_of(func) == "__iter__":  # or the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))
         return self._call(func, args, kwargs)
 
@@ -151,9 +151,9 @@ class Recorder(Writer, TorchFunctionMode):
             return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An activation requires a gradient from here on: a separate value, which the same tensor stands for."""
+        """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""
         tensor, before = args[0], args[0].requires_grad
-        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or what only the forward holds
+        if not before and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
             raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
         result = function(*args, **kwargs)
         if tensor.requires_grad != before:
@@ -164,7 +164,7 @@ class Recorder(Writer, TorchFunctionMode):
         return result
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module's `__call__` during the recording: a unit becomes one node."""
+        """Replaces a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
         if unit is None or self._paused or threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
@@ -199,7 +199,7 @@ class Recorder(Writer, TorchFunctionMode):
             with self._passing(given, unit):
                 target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
-            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments stand before it
+            self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
             fact.depends_on_values = unit.name in self.real
             self.returned.note(fact, result)
             if fact.depends_on_values:
@@ -218,7 +218,7 @@ class Recorder(Writer, TorchFunctionMode):
                 self._bind(value, child, frozenset(), alone=True)
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
-        """`Function.apply` during the recording: outside the units it is one call."""
+        """Replaces `Function.apply` during the recording: outside the units it is one call."""
         if threading.get_ident() != self._thread:
             return original(*args, **kwargs)
         if self._paused:
@@ -234,7 +234,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     @contextmanager
     def _running(self, args: Any, kwargs: Any, unit: Unit | None = None) -> Iterator[Running]:
-        """Around a call that will be a node: it may read only what it was given."""
+        """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
         if unit is not None:
@@ -254,22 +254,22 @@ class Recorder(Writer, TorchFunctionMode):
     def _run_unit(
         self, original: Call, unit: Unit, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
-        """The unit's result, which of its modules drew, and what it wrote; and whether it could run on fake tensors.
+        """Runs a unit on fake tensors or, if that fails, for real.
 
-        If it could not, it runs for real.
+        Returns its result, which of its modules drew, and what it wrote; and whether it could run on fake tensors.
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            # around a checkpoint: its hooks would hide what a stage saves, and a stage reruns nothing for it
+            # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
             with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
-        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong, it raises again
+        except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
             self.observer.saved.forget()
-            self.reach.cached.forget()  # what it made of fakes before it failed
+            self.reach.cached.forget()  # what it cached from fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken
@@ -288,7 +288,7 @@ class Recorder(Writer, TorchFunctionMode):
     call = _call
 
     def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The result of a drawing function, run for real. Raises PartitionError if it takes unknown values."""
+        """Runs a drawing function for real. Raises PartitionError if its arguments are unknown."""
         with self._pause():
             if not self.known.are_known(args, kwargs):
                 raise PartitionError(

@@ -1,7 +1,8 @@
 """Treats torch's older checkpoint (`use_reentrant=True`, its default) as the newer one, whose calls can be recorded.
 
-Both compute the same. The older one trains nothing if none of its arguments requires a gradient, and adds the gradients
-of each checkpoint to `.grad` separately: a parameter that is also used elsewhere gets its terms in another order.
+Both compute the same values. But the older one trains nothing if none of its arguments requires a gradient, and it adds
+each checkpoint's gradients to `.grad` separately, so the terms of a parameter that is also used elsewhere come in
+another order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Reentrant:
         self._checkpoints: list[_Checkpoint] = []
 
     def run(self, function: Any, preserves_generators: bool, *args: Any) -> Any:
-        """What `CheckpointFunction.apply` returns."""
+        """Runs an older checkpoint, as `CheckpointFunction.apply` would."""
         cells, line, before = _cells(function), source.current_line(), len(self._recorder.facts)
         if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)

@@ -1,4 +1,4 @@
-"""The checks of `torch.distributions`, which read values: a recording proceeds as if they were off."""
+"""Turns off the argument checks of `torch.distributions` during a recording, since they read values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 
 @contextmanager
 def without_validation(made: Callable[[], None]) -> Iterator[None]:
-    """No distribution checks its arguments unless told to. Calls `made` whenever one would have checked."""
+    """Keeps distributions from checking their arguments unless told to. Calls `made` when one would have checked."""
     checks, own = Distribution._validate_args, Distribution.__init__
 
     def noting(self: Distribution, *args: Any, **kwargs: Any) -> None:

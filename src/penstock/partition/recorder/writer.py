@@ -1,6 +1,6 @@
-"""Writes what a forward calls as nodes of a graph, and knows which node stands for each value that the forward handles.
+"""Writes a forward's calls as nodes of a graph, and knows which node stands for each value that the forward handles.
 
-`recorder` decides what is a call; this module writes it.
+`recorder` decides what counts as a call; this module writes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Seen = tuple[Tensor, fx.Node, bool]
 
 
 class Writer:
-    """The graph of one recording, and what is known about its nodes."""
+    """The graph of a recording, and what is known about its nodes."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Writer:
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.constants: dict[str, object] = {}
-        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
+        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self._seen: dict[int, Seen] = {}
         self._versions = Versions(loan.fakes.values())
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
@@ -100,7 +100,7 @@ class Writer:
         self._bind(result, node, writes, alone=True)
         self.observer.saved.follow(tensors_in(result))
         self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
-        for storage in writes:  # an update in place may make aliases require a gradient, or change their strides
+        for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
@@ -109,13 +109,13 @@ class Writer:
         return fact
 
     def _unseen(self, writes: frozenset[int]) -> frozenset[int]:
-        """The part of the written memory whose tensors have no new version."""
+        """The part of the written memory whose tensors got no new version."""
         found: set[int] = set()
         for storage in writes - self.observer.statistics:
             tensors = [self._seen[key][0] for key in dict.fromkeys(self.on_memory.get(storage, ()))]
             if (name := self.observer.provenance.held.get(storage)) is not None:
                 tensors.append(self.loan.fakes[name])
-            new = [self._versions.has_new(tensor) for tensor in tensors]  # ask for each, so that all are noted
+            new = [self._versions.has_new(tensor) for tensor in tensors]  # ask for all: each answer is noted
             if not all(new):
                 found.add(storage)
         return frozenset(found)
@@ -123,7 +123,7 @@ class Writer:
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
     ) -> fx.Node:
-        """A call that returns a random number (or array), which every stage that needs it makes for itself."""
+        """Writes a call that returns a random number or array. Every stage that needs it makes the call itself."""
         node = self.graph.create_node(op, target, args, kwargs or {})
         fact = self._fact(node, "call", None)
         fact.draws, fact.is_anywhere = draws, True
@@ -149,15 +149,15 @@ class Writer:
         return fact
 
     def _stream(self, fact: Fact) -> str:
-        """The stream of a draw in a module's own forward: numbered per module, so the same whatever is opened."""
+        """The stream for a draw in a module's own forward. Numbered per module, so the opening does not affect it."""
         self.opening.refuse_draw(fact.scope, fact.source_line)
         self._draws[fact.scope] += 1
         return f"{fact.scope}()#{self._draws[fact.scope] - 1}"
 
     def _bind(self, result: Any, node: fx.Node, writes: frozenset[int], alone: bool = False) -> None:
-        """Remember which tensors a node made; those inside its result get their own nodes.
+        """Remembers which tensors a node made; those inside its result get their own nodes.
 
-        A tensor that comes back unchanged next to others keeps the node that made it.
+        A tensor that is returned unchanged along with others keeps the node that made it.
         """
         if isinstance(result, Tensor):
             new = id(result) not in self._seen or storage_of(result) in writes
@@ -176,8 +176,7 @@ class Writer:
 
     @contextmanager
     def _passing(self, given: Passed, unit: Unit) -> Iterator[None]:
-        """Around writing a call that was made: builds its containers before it, and takes out what it left in them
-        after it."""
+        """Surrounds writing a call: builds its containers before it, and takes out what it left in them after it."""
         changed = given.changed()
         made, flat = given.given(changed)
         for value in (given.containers[index] for index in changed):
@@ -212,7 +211,7 @@ class Writer:
         )
 
     def _made(self, flat: Flat) -> fx.Node:
-        """A node that puts an object together."""
+        """A node that builds an object."""
         leaves = [self._argument(leaf) for leaf in flat.leaves]
         structure = self._constant(flat.structure, "structure")
         node = self.graph.call_function(rebuilt, (structure, *leaves))
@@ -263,7 +262,7 @@ class Writer:
         return id(tensor) in self._seen
 
     def _hidden(self, value: Any) -> str | None:
-        """Why a leaf cannot be passed on, if it is not a plain value and no recorded call returned it: a closure."""
+        """Why a leaf cannot be passed on (a closure, say, that no recorded call returned); None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
             return None
         if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
@@ -289,7 +288,7 @@ class Writer:
             self.sideways.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         made = self.observer.provenance.maker(tensor)
-        if made is not None and made.unit:  # it ran for real
+        if made is not None and made.unit:  # the unit ran for real
             refusal = (
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
                 "its result. Return it from there"
@@ -320,7 +319,7 @@ class Writer:
         return self._attributes[path]
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call's arguments as those of a node."""
+        """Converts a call's arguments to those of a node."""
         return self._arguments(args, kwargs)
 
     def argument(self, value: Any) -> Any:
@@ -358,5 +357,5 @@ class Writer:
         return None
 
     def here(self) -> str:
-        """The line that runs, and its module."""
+        """The running line, and its module."""
         return self._here()

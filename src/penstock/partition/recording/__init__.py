@@ -1,1 +1,1 @@
-"""What a recording holds, and what its calls do when a stage repeats them."""
+"""What a recording holds, and how stages repeat its calls."""

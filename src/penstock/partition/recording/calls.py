@@ -1,4 +1,4 @@
-"""A torch call as torch hands it to a mode -> the same call as a node of a graph can print and run it."""
+"""Converts a torch call, as a mode receives it, to a form that a graph node can print and run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSED: Mapping[str, str] = {
     "set_": "swaps a tensor's memory",
     "grad": "runs a backward inside the forward",
 }
-"""Calls that cannot give the same when replayed on a stage, and what they do."""
+"""Calls that would not give the same result when a stage replays them, and what they do."""
 
 
 class Target(NamedTuple):
@@ -64,7 +64,7 @@ def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def taking_gradient(tensor: Tensor) -> Tensor:
-    """The values of a tensor that requires no gradient, as one that does."""
+    """A tensor's values as a tensor that requires a gradient."""
     return tensor.detach().requires_grad_()
 
 
@@ -81,7 +81,7 @@ def refusal(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def target_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Target:
-    """The graph's way to make this call."""
+    """How a graph makes this call."""
     name = getattr(function, "__name__", "")
     if name == "__get__":
         return Target("call_function", getattr, (args[0], name_of(function)), {})

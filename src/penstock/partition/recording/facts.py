@@ -1,4 +1,4 @@
-"""What was seen of each node of a recording when it ran."""
+"""What was observed of each node of a recording when it ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ tensor."""
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """The modes that a call ran in, if they differ from those at the forward's entry; None means the same."""
+    """The modes that a call ran in. None means the same as at the forward's entry."""
 
     grad_enabled: bool | None = None
     autocast: tuple[bool, torch.dtype, bool] | None = None
@@ -29,32 +29,32 @@ class Modes:
 
 @dataclass(slots=True)
 class Fact:
-    """What was seen of one node.
+    """What was observed of one node.
 
     Attributes:
-        index: its place in program order.
-        kind: an input of the model, something the model holds, an object that is put together for a call, a torch call,
-            or a module that ran as a unit.
-        scope: the qualified name of the innermost module that it ran in; for a unit, its own.
+        index: its position in program order.
+        kind: an input of the model, something that the model holds, an object built for a call, a torch call, or a
+            module that ran as a unit.
+        scope: the qualified name of the innermost module that it ran in; for a unit, the unit's own name.
         meta: the result's, if that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
-        unseen: the part of it that was updated unseen by autograd, through `.data`.
+        unseen: the part of that memory whose update autograd did not see, since it went through `.data`.
         saved: the memory that it saved for backward; empty if that was not looked at.
-        saved_sizes: the bytes of each piece of that memory.
+        saved_sizes: the size in bytes of each piece of that memory.
         takes_gradient: whether any tensor of its result requires a gradient.
-        draws: a torch call outside the units that draws random numbers.
+        draws: whether it is a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
         modes: see `Modes`.
         source_line: `file:line` of the call in the user's code, for messages.
-        is_anywhere: a random number, or what a decision rests on: every stage that needs it makes it for itself.
+        is_anywhere: whether it is a random number, or leads to a decision: every stage that needs it computes it.
         branch: what runs only if a decision says so; see `Branch`.
-        work: how much work it is, its backward included; see `work_of`.
-        runs_again: a unit that a checkpoint around it would rerun in backward, which a stage does not.
-        updates: the index of each node that updated the result in place, and its meta from then on.
-        depends_on_values: a unit that ran for real: what it writes and draws may differ in other calls.
+        work: how much work it is, including its backward; see `work_of`.
+        runs_again: whether it is a unit that a checkpoint around it would rerun in backward, which a stage does not.
+        updates: the index of each node that updated the result in place, and the result's meta from then on.
+        depends_on_values: whether it is a unit that ran for real: what it writes and draws may differ in other calls.
         returned: for a unit, what its results must look like; None if there is nothing to check.
-        read_at: of such a unit, the line that rests on a shape of its results, and that line's module.
+        read_at: for such a unit, the line that depends on a shape of its results, and that line's module.
     """
 
     index: int
@@ -82,7 +82,7 @@ class Fact:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules that run as a whole in it."""
+        """The modules in it that run as a whole."""
         if self.branch is not None:
             return self.branch.units
         return (self.scope,) if self.kind == "unit" else ()
@@ -90,18 +90,19 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Part of a recording that runs or not at random: layers that may be dropped. One node stands for all of it.
+    """Part of a recording that is run or skipped at random, such as a layer with drop. One node stands for all of it.
 
-    The node's arguments: the decision, then for each output what is passed on if the branch does not run, then what the
-    branch needs. Its result is the tuple of the outputs.
+    The node's arguments: the decision, then for each output the value to pass on if the branch does not run, then what
+    the branch needs. Its result is the tuple of the outputs.
 
     Attributes:
-        nodes: what runs, in program order, and what was seen of each (`facts`).
+        nodes: what runs, in program order.
+        facts: what was observed of each of these nodes.
         inputs, outputs: values that it needs, and values that are used after it.
         runs_if: the decision for which it runs.
         units: names of the units among the nodes.
         calls: how often it calls each module that draws.
-        source_line: where the forward asks.
+        source_line: the line at which the forward asks for the decision.
     """
 
     nodes: tuple[fx.Node, ...]

@@ -1,4 +1,4 @@
-"""What a recording found when the forward read values of its inputs: it holds for inputs that read the same."""
+"""What a forward read from its inputs' values: its recording holds only for inputs that give the same readings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Guard:
     source_line: str
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves give the same. Does not write to them."""
+        """Whether these leaves give the same reading. Does not write to them."""
         with torch.no_grad():
             found = self.module(*(leaves[i].clone() for i in self.inputs))
         return type(found) is type(self.expected) and found == self.expected
@@ -32,7 +32,7 @@ class Guard:
 def make_guard(
     target: Target, result: object, facts: Mapping[fx.Node, Fact], inputs: Mapping[fx.Node, int], source_line: str
 ) -> Guard:
-    """A guard for a call about to be left out of the graph because its result is not a tensor."""
+    """Makes a guard for a call that the graph will leave out because its result is not a tensor."""
     needed = _ancestors(target, facts)
     graph = fx.Graph()
     used = [node for node in inputs if node in needed]
@@ -47,7 +47,7 @@ def make_guard(
 
 
 def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
-    """The nodes that the call's arguments need, with those that update them in place."""
+    """The nodes that the call's arguments depend on, including those that update them in place."""
     needed: set[fx.Node] = set()
     stack: list[fx.Node] = []
     fx.map_arg((target.args, target.kwargs), stack.append)
@@ -62,7 +62,7 @@ def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
 
 
 def is_integer(leaf: object) -> bool:
-    """Whether an input's values count as known: those of integers and masks, if they are available."""
+    """Whether an input's values count as known: integers and masks whose values are available."""
     return (
         isinstance(leaf, Tensor)
         and not (leaf.is_floating_point() or leaf.is_complex())

@@ -1,4 +1,4 @@
-"""Calls that stages make besides the recorded ones, to enter and leave the modes that a recorded call ran in."""
+"""Calls that stages add to the recorded ones, to enter and leave the modes in which a recorded call ran."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.partition.recording.facts import Modes
 
 
 def enter_autocast(device: torch.device, dtype: torch.dtype, enabled: bool, caches: bool = True) -> torch.autocast:
-    """Turn autocast on or off for the device's type; give the result to `leave_autocast`."""
+    """Turns autocast on or off for the device's type. Pass the result to `leave_autocast`."""
     context = torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=caches)
     context.__enter__()  # type: ignore[no-untyped-call]
     return context
@@ -20,7 +20,7 @@ def leave_autocast(context: torch.autocast) -> None:
 
 
 class EntryModes:
-    """The modes at the forward's entry, to compare each call's with."""
+    """The modes at the forward's entry, with which each call's are compared."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""What a recording holds: the model's forward as one graph, and for each of its nodes what was seen when it ran.
+"""What a recording holds: the model's forward as one graph, and what was observed of each node when it ran.
 
 `recorder/` writes it, `cut/` finds positions in it, `stages/` turns it into stages.
 """
@@ -26,17 +26,17 @@ class RandomSource(Protocol):
     """Where the random numbers of recorded calls come from."""
 
     def enter(self, name: str) -> None:
-        """Set the generator for the recorded call `name`, which runs next."""
+        """Sets the generator for the recorded call `name`, which runs next."""
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Count the skipped calls of modules that draw, by name."""
+        """Counts skipped calls of modules that draw, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The forward asked for the outcome of `node`, before the node `index` was recorded, at a line of its code.
+    """The forward asked for the outcome of `node` before the node `index` was recorded.
 
-    `rates`: what the module `scope`, which the code belongs to, reads there.
+    `source_line` is where it asked, `scope` the module whose code that is, `rates` what this code reads there.
     """
 
     node: fx.Node
@@ -53,7 +53,7 @@ class Recording:
     Attributes:
         graph: every call in program order; modules that ran as a unit are `call_module` nodes.
         facts: for each node of the graph.
-        inputs: for each placeholder, its place among the leaves of (args, kwargs).
+        inputs: for each placeholder, its position among the leaves of (args, kwargs).
         outputs: the distinct tensors of the model's result, in order of first appearance.
         result_leaves: the leaves of the model's result; an int indexes `outputs`, `Constant` wraps anything else.
         result_structure: the pytree structure of the result.
@@ -63,18 +63,19 @@ class Recording:
         memory: the storage number of each parameter and buffer -> its canonical name.
         drawing: qualified name -> module, for the modules in units that draw random numbers.
         calls: for each drawing module, the index of the unit's node at each of its calls.
-        device: where the forward was recorded "as if".
-        guards: what the forward read from the values of its integer inputs; it holds for inputs that read the same.
+        device: the device that the forward was recorded as if on.
+        guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
         notes: what the user should know.
-        grain: what the forward taught about which modules run as a whole.
+        grain: what was learned about which modules run as a whole.
         left: what the forward leaves in attributes and shared objects.
         opening: which modules were opened for cuts.
         needed: canonical names of the parameters that the result depends on, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
-        is_foreign: it draws from Python's or numpy's generators.
-        borrowed: unit -> the memory of the model's own parameters and buffers that it takes in other tensors.
+        is_foreign: whether it draws from Python's or numpy's generators.
+        borrowed: for each unit, the memory of the model's own parameters and buffers that it takes through other
+            tensors.
         remembered: what units carry over from call to call; see `Remembered`.
         traces: where it leaves something besides its result.
     """

@@ -1,8 +1,8 @@
-"""What a unit returns besides the values of its tensors: a recording takes that as given, and stages check it.
+"""What a unit returns besides its tensors' values: a recording takes that as given, and stages check it.
 
-The calls between units are recorded with the numbers that they used: a count that a unit returns, the length of its
+Calls between units are recorded with the numbers that they used, such as a count that a unit returns, the length of its
 list, or (if they depend on values) the shapes of its tensors. So a stage compares what a unit returns with what was
-recorded. A pattern consists of tuples and plain values only, so that it can appear in the stage's code.
+recorded. A pattern consists only of tuples and plain values, so that it can appear in the stage's code.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ VALUES = (
     *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
     *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
 )
-"""Values of these types and their subclasses cannot appear in a stage's code: their texts do."""
+"""Values of these types and their subclasses cannot appear in a stage's code, so their texts do."""
 
 
 def pattern_of(result: Any, *, shapes: bool) -> Pattern:
-    """What a result must look like in each call. `shapes`: include those of its tensors."""
+    """What a result must look like in each call. `shapes`: include its tensors' shapes."""
     kind = type(result)
     if isinstance(result, Tensor):
         return "tensor", tuple(result.shape) if shapes else None
@@ -58,7 +58,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
 
 
 def _identity(value: Any) -> str:
-    """A text that differs if two values of one type do."""
+    """A text that differs for any two different values of one type."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest = hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
         return f"an array of {value.dtype}, {value.shape}, with the digest {digest[:16]}"
@@ -73,7 +73,7 @@ def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
 
 
 class Returned:
-    """What the units of one recording return.
+    """What a recording's units return.
 
     Attributes:
         shapes_read: values whose shapes were read between units, or determined the number of a call's results, with the
@@ -86,18 +86,18 @@ class Returned:
         self._ran_for_real: list[Fact] = []
 
     def note(self, fact: Fact, result: Any) -> None:
-        """Has a unit's result checked if it holds more than tensors, or may depend on values."""
+        """Arranges to check a unit's result if it holds more than tensors, or may depend on values."""
         ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
-            raise StayWhole(around)  # as a whole, it has no constants
+            raise StayWhole(around)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
             fact.returned = pattern
 
     def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
-        """Call this at the end: shapes that nothing depends on may differ from call to call."""
+        """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls."""
         readers = _readers(self.shapes_read) if self._ran_for_real else {}
         nodes = {id(fact): node for node, fact in facts.items()}
         for fact in self._ran_for_real:
@@ -122,7 +122,9 @@ def _without_shapes(pattern: Pattern) -> Pattern:
 
 
 def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, str]]:
-    """For each node whose shape was read, and all that it is computed from: the first such line, and its module."""
+    """For each node whose shape was read, and for all that it is computed from, the first line to read it, and its
+    module.
+    """
     found: dict[fx.Node, tuple[str, str]] = {}
     for read, line, scope in reads:
         stack = [read]
@@ -137,7 +139,7 @@ def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, 
 def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str, str] = ("", "")) -> None:
     """Raises PartitionError if a unit returns something other than what was recorded.
 
-    `read_at`: the line that reads the shape of a result, and its module; empty if none does.
+    `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
     if _fits(result, pattern):
         return
@@ -158,7 +160,7 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
 
 
 def versions_of(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors that exist before a call, and how often each was updated in place so far."""
+    """The tensors among a call's arguments, and how often each was updated in place before the call."""
     return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
 
 
@@ -179,7 +181,7 @@ def _fits(value: Any, pattern: Pattern) -> bool:
         expected = pattern[1]
         if type(value) is not type(expected):
             return False
-        return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
+        return bool(value == expected or (value != value and expected != expected))  # NaN equals NaN here
     if kind == "text":
         return isinstance(value, VALUES) and type(value) not in LITERALS and _identity(value) == pattern[1]
     if kind == "any":
@@ -189,7 +191,7 @@ def _fits(value: Any, pattern: Pattern) -> bool:
 
 
 def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
-    """What a container holds; None if it is not of the recorded kind and length."""
+    """A container's contents; None if its kind or length differs from what was recorded."""
     kind = pattern[0]
     if kind == "items":
         items = list(value) if isinstance(value, (tuple, list)) else None
@@ -201,7 +203,7 @@ def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
 
 
 def _difference(value: Any, pattern: Pattern) -> tuple[str, str]:
-    """In words: the first thing in a value that differs, and what was recorded instead."""
+    """The first difference in a value, in words: what is there, and what was recorded."""
     if pattern[0] in CONTAINERS:
         inside = _inside(value, pattern)
         if inside is None:

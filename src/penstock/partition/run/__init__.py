@@ -1,1 +1,1 @@
-"""How a call runs while it is recorded: on fake tensors, for real, and again, to see what else it reads or leaves."""
+"""Runs calls while they are recorded: on fake tensors, for real, and once more to see what else they read or leave."""

@@ -1,7 +1,7 @@
 """Objects that a recording holds as constants: sets, arrays, generators, and others that a stage cannot rebuild.
 
-A block is given the same object for every microbatch. That makes no difference unless something changes it: the change
-would carry over from microbatch to microbatch, while one device makes a new object in each forward.
+A block gets the same object for every microbatch. That makes no difference unless something changes the object: then
+the change would carry over between microbatches, whereas one device makes a new object in each forward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, np.ran
 _CONTAINERS = (set, bytearray, array.array, np.ndarray)
 
 _GLOBAL = (getattr(random.random, "__self__", None), getattr(np.random.random_sample, "__self__", None))
-"""The generators behind `random` and `numpy.random`, which have a stream for every block and microbatch."""
+"""The generators behind `random` and `numpy.random`, which have a stream for each block and microbatch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """An object as it was when a block was first given it. `here`: where, `scope`: in which module's forward."""
+    """An object as it was when a block first got it. `here`: on which line, `scope`: in which module's forward."""
 
     value: Any
     state: object
@@ -56,11 +56,11 @@ class _Given:
 
 
 class Fixed:
-    """The constants that the blocks of one forward were given.
+    """The constants that a forward gave to its blocks.
 
     Args:
-        elsewhere: returns the ids of what the model keeps (for objects, those of their `__dict__`). Other rules cover
-            changes there. Called once.
+        elsewhere: returns the ids of what the model keeps (for an object, the id of its `__dict__`), changes to which
+            other rules cover. Called once.
     """
 
     def __init__(self, elsewhere: Callable[[], Collection[int]]) -> None:
@@ -69,12 +69,12 @@ class Fixed:
         self._given: dict[int, _Given] = {}
 
     def give(self, values: Iterable[Any], unit: str, here: Callable[[], str], scope: str) -> list[Any]:
-        """Before a block's call. `values`: its arguments that no stage can rebuild; usually there are none.
+        """Call this before a block's call. `values`: its arguments that no stage can rebuild; usually there are none.
 
         Returns those that the call must not change.
 
         Raises:
-            Obstacle: the forward has changed one since it was given to an earlier block.
+            Obstacle: the forward changed one after giving it to an earlier block.
         """
         found = [value for value in values if self._is_watched(value)]
         if found:
@@ -95,20 +95,20 @@ class Fixed:
         return id(value) not in self._elsewhere and id(attributes) not in self._elsewhere
 
     def take(self, values: Iterable[Any], unit: str) -> None:
-        """After the call, with what `give` returned. Raises Obstacle if it has changed one of them."""
+        """Call this after the call, with what `give` returned. Raises Obstacle if the call changed one of them."""
         for value in values:
             if (given := self._given[id(value)]).is_changed():
                 raise given.refusal("which changes it" if unit == given.unit else f"and {unit!r} changes it")
 
     def check(self) -> None:
-        """Raises Obstacle if the forward itself has changed one after giving it to a block."""
+        """Raises Obstacle if the forward itself changed one after giving it to a block."""
         for given in self._given.values():
             if given.is_changed():
                 raise given.refusal("and changes it afterwards")
 
 
 def _state(value: Any) -> object:
-    """A value for comparison that changes whenever the object does. Large arrays are not copied."""
+    """A value that changes whenever the object does, for comparison. Large arrays are not copied."""
     if isinstance(value, set):
         return set(value)
     if isinstance(value, np.ndarray):

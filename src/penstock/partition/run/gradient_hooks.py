@@ -1,5 +1,7 @@
-"""Finds units whose next forward reads what a hook on a gradient has left: in plain training a microbatch's backward
-comes before the next forward, in a pipeline other forwards come in between."""
+"""Finds units whose next forward reads what a hook on a gradient left behind.
+
+In plain training a microbatch's backward comes before the next forward; in a pipeline other forwards come in between.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
         for function, value in hooks:
             try:
                 function(torch.linspace(-1, 2, value.numel()).reshape(value.shape).to(value.dtype))
-            except Exception:  # it may need the gradient of a whole backward
+            except Exception:  # the hook may need the gradient of a full backward
                 continue
     observer.take(keep=False)
     observer.provenance.forget(call)
@@ -83,9 +85,9 @@ def _put_back(places: list[Holder], before: dict[int, Any]) -> None:
 
 @contextmanager
 def _taken_back() -> Iterator[list[Tensor]]:
-    """Undoes updates in place on exit: a hook may add to the model's own tensors.
+    """Undoes in-place updates on exit: a hook may add to the model's own tensors.
 
-    Yields a list that then holds these tensors.
+    Yields a list, which on exit is filled with the tensors that were updated.
     """
     updated: list[Tensor] = []
     with _Writes() as writes:

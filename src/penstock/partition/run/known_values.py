@@ -1,8 +1,8 @@
-"""Values that the forward may branch on: kept real while the rest of the recording is fake.
+"""Values that the forward may branch on, which stay real while the rest of the recording is fake.
 
 Some follow from the program alone, such as position ids. Without them a library that asks "is this mask trivial?" would
-take another path than in training. Others follow from integer inputs, such as padding masks: a branch on those is
-recorded for the given values, with a guard that says which other values the recording holds for.
+take a different path from the one in training. Others follow from integer inputs, such as padding masks: a branch on
+those is recorded for the given values, with a guard that says for which other values the recording holds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class KnownValues:
         self._origins: dict[int, int] = {}  # storage of a real tensor -> number of the call that made it
 
     def assume(self, value: Tensor, index: int) -> bool:
-        """Treat an input's values as known, unless the forward writes unknown ones into it."""
+        """Treats an input's values as known, unless the forward writes unknown ones into it."""
         if -1 - index in self._fake_calls:
             return False
         self._real[id(value)] = value
@@ -71,7 +71,7 @@ class KnownValues:
         return True
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any, *, is_unknown: bool = False) -> CallResult:
-        """Make a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
+        """Makes a call. `is_unknown`: the arguments contain a stand-in for something that is drawn."""
         self._calls += 1
         given = [leaf for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor)]
         self._observer.take()
@@ -104,7 +104,9 @@ class KnownValues:
         return all(id(leaf) in self._real for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Tensor))
 
     def _decided(self, function: Callable[..., Any], args: Any) -> Tensor | None:
-        """The result of comparing uniform numbers in [0, 1) with a bound, if it is certain: layer drop at rate 0."""
+        """The result of comparing uniform numbers in [0, 1) with a bound if that is certain, as for layer drop at rate
+        0; otherwise None.
+        """
         if len(args) != 2 or id(args[0]) not in self._uniform or not isinstance(args[1], (int, float)):
             return None
         below, above = ("lt", "__lt__"), ("ge", "__ge__")
@@ -115,7 +117,7 @@ class KnownValues:
             return torch.full(args[0].shape, (args[1] >= 1) == (name in below), device=args[0].device)
 
     def expose(self, given: Iterable[Tensor]) -> None:
-        """Call this before known values are used together with unknown ones: fakes stand in for them there.
+        """Call this before known values are used together with unknown ones: fakes then stand in for the known ones.
 
         While a stand-in lives, the mode uses it whenever it meets the tensor.
         """
@@ -127,13 +129,13 @@ class KnownValues:
         self._observer.take()
 
     def refuse_writes(self, writes: frozenset[int]) -> None:
-        """Raise Restart if real values were overwritten by something unknown."""
+        """Raises Restart if real values were overwritten with something unknown."""
         stale = frozenset(self._origins[s] for s in writes if s in self._origins)
         if stale:
             raise Restart(self._fake_calls | stale)
 
     def _reads_values(self, function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> bool:
-        """Whether the result depends on values; tried by computing it without them.
+        """Whether the result depends on values, which it finds out by computing it without them.
 
         If the result is a tensor whose shape depends on values, raises what fake tensors raise.
         """

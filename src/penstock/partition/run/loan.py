@@ -1,4 +1,4 @@
-"""Lends a model fake parameters and buffers while it is recorded, and takes back whatever its forward leaves."""
+"""Lends a model fake parameters and buffers while it is recorded, and removes whatever its forward leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.partition.state.reach import is_of_others, slots_of
 
 
 class Snapshot:
-    """The attributes of every module, one container deep, for comparing and restoring."""
+    """The attributes of every module, and the contents of containers there, for comparing and restoring."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 def _is_plain(value: Any, depth: int = 4) -> bool:
-    """Whether a value is a number, text, or a container or object of these."""
+    """Whether a value is a number, a text, or a container or object with nothing else in it."""
     if isinstance(value, (tuple, frozenset)) or is_container(value):
         return all(_is_plain(item, depth) for item in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, (bool, int, float, complex, str)) or type(value).__module__ == "numpy":
@@ -87,7 +87,7 @@ class Loan:
         self.originals: dict[int, Tensor] = {}
         self._installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
         by_original: dict[int, Tensor] = {}
-        with mode:  # entered once, since entering takes as long as making a fake
+        with mode:  # entered only once: that takes as long as making a fake
             for path, module in model.named_modules(remove_duplicate=False):
                 self._lend(path, module, by_original, mode, device)
 
@@ -98,7 +98,7 @@ class Loan:
         for slots in held:
             for name, tensor in slots.items():
                 if tensor is None or isinstance(tensor, FakeTensor):
-                    continue  # a fake: this module was met before, under another name
+                    continue  # a fake: this module was visited before, under another name
                 fake = by_original.get(id(tensor))
                 if fake is None:
                     fake = by_original[id(tensor)] = fake_like(tensor, mode, device)
@@ -110,14 +110,14 @@ class Loan:
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     def rebound(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Names of the parameters and buffers that the forward replaced by another tensor, and that tensor."""
+        """Each parameter and buffer that the forward replaced: its name, and the new tensor."""
         for slots, name, fake, full in self._installed:
             if slots.get(name) is not fake:
                 yield full, slots.get(name)
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake of the same shape, strides, dtype and kind on the given device; never a view, and without a history."""
+    """A fake with the same shape, strides, dtype and kind on the given device. Never a view, and without history."""
     fake = _fake_memory(tensor, mode, device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -144,12 +144,12 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
 
 @contextmanager
 def untouched_generators() -> Iterator[None]:
-    """Put torch's, Python's and numpy's generators back."""
+    """Restores torch's, Python's and numpy's generators on exit."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed()  # to a new state, so that a forward that seeds it is noticed whatever the state was before
+    random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
     if numpy:
         numpy.random.seed()
     try:

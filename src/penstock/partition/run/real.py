@@ -1,6 +1,7 @@
-"""Runs one unit once on made-up real tensors to get the shapes of its result if fake tensors cannot.
+"""Runs a unit once on made-up real tensors, to get its result's shapes if fake tensors cannot give them.
 
-A mixture of experts, for example, asks which experts the values chose. Inside a unit that is fine: it runs as a whole.
+A mixture of experts, for example, asks which experts the values chose. Inside a unit, which runs as a whole, that is
+fine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock.compat import FakeTensor, storage_of, unset_fake_temporarily
+from penstock.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.taken import attributes_of
@@ -37,38 +38,26 @@ def run_for_real(
     reason: Exception,
     taken: Collection[str] = (),
 ) -> tuple[Any, list[Any], frozenset[int]]:
-    """The unit's result as fake tensors, which of its modules drew, and the (fake) memory that it wrote.
+    """Runs a unit for real. Returns its result as fake tensors, which of its modules drew, and the (fake) memory that
+    it wrote.
 
-    Parameters and buffers are copies, so that none is updated, or made up if they are on `meta`. Attributes in `taken`
-    keep what the unit leaves there, even without a gradient.
+    Parameters and buffers are copied, so that the model's own are not updated; if they are on `meta`, they are made up.
+    Attributes in `taken` keep what the unit leaves there, even without a gradient.
     """
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
-    modules = list(unit.module.modules())
+    stand_ins = _StandIns(loan, device)
     snapshot = Snapshot(unit.module)
-
-    def real(fake: Tensor) -> Tensor:
-        if id(fake) not in made:
-            known = not isinstance(fake, FakeTensor)
-            made[id(fake)] = fake, fake.clone() if known else _make(fake, loan.originals.get(id(fake)), device)
-        return made[id(fake)][1]
-
-    with unset_fake_temporarily() as mode, _same_draws():
+    with unset_fake_temporarily() as mode, _same_draws(device):
         try:
             with observer.not_counting():
-                real_args, real_kwargs = map_tensors(real, (args, kwargs))
-                for module in modules:
-                    for slots in (module._parameters, module._buffers):
-                        slots.update({k: real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-                    if isinstance(module, nn.RNNBase):
-                        module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+                real_args, real_kwargs = map_tensors(stand_ins.real, (args, kwargs))
+                stand_ins.fill(unit.module)
                 given = Passed(real_args, real_kwargs)
-                versions = {key: r._version for key, (_, r) in made.items()}
-                before = {key: r.detach().clone() for key, (_, r) in made.items()}
-            observer.take(keep=False)  # making tensors up writes to them
+                stand_ins.remember()
+            observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
             observer.saved.follow(tensors_in((result, given.containers)))
             with observer.not_counting():  # numpy writes past torch's operators
-                other = {key for key, copied in before.items() if not same_bits(copied, made[key][1])}
+                differing = stand_ins.differing()
         except PartitionError:
             raise
         except Exception as error:
@@ -81,46 +70,95 @@ def run_for_real(
                 lambda value: id(value) in wanted or _is_made_to_learn(observer, value)
             )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written, root = set(), observer.provenance.root  # the run on fakes may have given it other memory
-    for key, (f, r) in made.items():
-        if r._version != versions.get(key, r._version):
-            torch.autograd.graph.increment_version(f)
-            written.add(root(f))
-        elif storage_of(r) in seen or key in other:
-            written.add(root(f))
-        observer.stands_for(r, f)
-    back = _back_to_fakes(list(made.values()), observer, mode, device)
+    written = stand_ins.written(observer, seen, differing)
+    back = _back_to_fakes(stand_ins.pairs, observer, mode, device)
     left = map_tensors(back, (result, given.containers))
     for module, name, value in list(snapshot.changed()):
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             vars(module)[name] = back(value)
     Passed(args, kwargs).write_back(given.changed(), left[1])
-    return left[0], drew, frozenset(written)
+    return left[0], drew, written
+
+
+class _StandIns:
+    """Real tensors that stand in for fake ones, each made on first use."""
+
+    def __init__(self, loan: Loan, device: torch.device) -> None:
+        self._loan, self._device = loan, device
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
+        self._before: dict[int, tuple[int, Tensor]] = {}  # id of the fake -> the real one's version and value
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each fake and its real one."""
+        return list(self._made.values())
+
+    def real(self, fake: Tensor) -> Tensor:
+        if id(fake) not in self._made:
+            known = not isinstance(fake, FakeTensor)
+            real = fake.clone() if known else _make(fake, self._loan.originals.get(id(fake)), self._device)
+            self._made[id(fake)] = fake, real
+        return self._made[id(fake)][1]
+
+    def fill(self, unit: nn.Module) -> None:
+        """Puts them in place of the unit's parameters and buffers."""
+        for module in list(unit.modules()):
+            for slots in (module._parameters, module._buffers):
+                slots.update({k: self.real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+    def remember(self) -> None:
+        """Remembers the present values, to see later what the unit wrote."""
+        self._before = {key: (real._version, real.detach().clone()) for key, (_, real) in self._made.items()}
+
+    def differing(self) -> set[int]:
+        """The `id` of each fake whose real tensor's values have changed."""
+        return {key for key, (_, copied) in self._before.items() if not same_bits(copied, self._made[key][1])}
+
+    def written(self, observer: Observer, seen: Collection[int], differing: Collection[int]) -> frozenset[int]:
+        """The memory of the fakes whose real tensors the unit wrote to. Tells the observer which stands for which.
+
+        `seen`: the memory that operators wrote; `differing`: the fakes whose values have changed.
+        """
+        written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
+        for key, (fake, real) in self._made.items():
+            if key in self._before and real._version != self._before[key][0]:
+                torch.autograd.graph.increment_version(fake)
+                written.add(root(fake))
+            elif storage_of(real) in seen or key in differing:
+                written.add(root(fake))
+            observer.stands_for(real, fake)
+        return frozenset(written)
 
 
 def _is_made_to_learn(observer: Observer, value: Any) -> bool:
-    """Whether an attribute was set to something the unit made that requires a gradient: an auxiliary loss, not a table.
+    """Whether an attribute was set to something that the unit made and that requires a gradient, such as a loss term.
 
-    It stays, so that whatever finds it can be told where it is from.
+    It stays, so that code that finds it can be told where it came from.
     """
     tensors = list(tensors_in(value))
     return any(t.requires_grad for t in tensors) and all(map(observer.provenance.maker, tensors))
 
 
 @contextmanager
-def _same_draws() -> Iterator[None]:
-    """Makes what is made up and drawn the same in every run, so that runs can be compared."""
-    before, seed = torch.get_rng_state(), torch.initial_seed()
-    torch.default_generator.manual_seed(seed)
+def _same_draws(device: torch.device) -> Iterator[None]:
+    """Makes made-up values and draws the same in every run, so that runs can be compared."""
+    seed = torch.initial_seed()
+    generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
-        if torch.initial_seed() == seed:  # otherwise the unit has seeded, which must stay visible
-            torch.set_rng_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
+                generator.set_state(state)
 
 
 def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same run, on other made-up values."""
+    """The same run on different made-up values."""
 
     def other(args: Any, kwargs: Any) -> Any:
         before = torch.get_rng_state()
@@ -134,7 +172,7 @@ def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """The modules that drew, and those that might for other values: a mixture called only some of its experts.
+    """The modules that drew, and those that might for other values: a mixture calls only some of its experts.
 
     What a forward outside torch does for other values is unknown.
     """
@@ -176,6 +214,9 @@ def _make(fake: Tensor, original: Tensor | None, device: torch.device) -> Tensor
     with torch.no_grad():
         if original is not None and original.device == device:
             return copy.deepcopy(original) if isinstance(original, nn.Parameter) else original.clone()
+        if original is not None and not original.is_meta:
+            there = original.detach().to(device)
+            return nn.Parameter(there, original.requires_grad) if isinstance(original, nn.Parameter) else there
         memory = torch.empty(extent(fake.size(), fake.stride()), dtype=fake.dtype, device=fake.device)
         if fake.is_floating_point() or fake.is_complex():
             memory.normal_(std=1.0 if original is None else 0.02)

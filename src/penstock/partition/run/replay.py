@@ -1,9 +1,9 @@
-"""Finds units that behave differently because of what Python code before them in the forward has set.
+"""Finds units whose behaviour depends on what earlier Python code in the forward has set.
 
 A flag, a length or a counter in an attribute, a shared object or a global is not a tensor, and leaves no trace in a
-recording. On its own stage, a unit finds what was there before the forward, or what it left there itself for another
-microbatch. So if something has changed, a unit runs once more as if nothing had, and if it changes something itself,
-once more after that; the operators are compared.
+recording. On its own stage, a unit would find what was there before the forward, or what it left there itself for
+another microbatch. So if anything has changed, the unit runs once more as if nothing had, and if it changes something
+itself, once more after that. The operators of these runs are compared.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def operators(
     times: int = 1,
     takes: Callable[[Foreign], None] | None = None,
 ) -> Operators | None:
-    """The operators of `run(args, kwargs)`, whose effects are undone; None if it raises.
+    """Calls `run(args, kwargs)`, undoes its effects, and returns its operators; None if it raises.
 
     Args:
         from_start: run as if nothing had changed since the forward began; otherwise in the present state.
-        times: how often it runs in a row; the operators are those of the last run.
+        times: how many times in a row to run it; the operators are the last run's.
         takes: called with each tensor that it takes besides its arguments.
     """
     drawn = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
@@ -84,7 +84,7 @@ def operators(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, which decide what `contiguous`, `view` and the like do."""
+    """A copy with the same strides, which determine what `contiguous`, `view` and the like do."""
     copy = tensor.clone()
     if copy.stride() == tensor.stride() or not isinstance(tensor, FakeTensor):
         return copy

@@ -1,8 +1,8 @@
 """What to do if a call takes a tensor that it was not given, or leaves one somewhere other than in its result.
 
-A unit is opened: its contents are recorded call by call, Python runs as it is, and an attribute, a shared object or a
-closure is merely where Python finds the value. A call that has modules among its constants (the function of reversible
-layers) becomes part of the module around it, which runs as a whole.
+A unit is opened: its contents are recorded call by call while Python runs as usual, so an attribute, a shared object or
+a closure is merely where Python finds the value. A call with modules among its constants (the function behind
+reversible layers) becomes part of the module around it, which runs as a whole.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Run = Callable[[Any, Any], Any]
 
 
 class Sideways:
-    """The rules of one recording."""
+    """These rules, applied to one recording."""
 
     def __init__(
         self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer, *, once: bool = False
@@ -44,7 +44,7 @@ class Sideways:
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
-        self._hooks: list[Hook] | None = None  # that the running unit registers on values
+        self._hooks: list[Hook] | None = None  # hooks that the running unit registers on values
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -71,11 +71,11 @@ class Sideways:
         )
 
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
-        """What `run(args, kwargs)` returns for a unit: the result, and whether it was found on fake tensors.
+        """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
 
-        Notes whether what has changed since the forward began makes the unit behave differently.
+        Notes whether anything that changed since the forward began makes the unit behave differently.
         """
-        self._reach.cached.forget()  # nor does it get them from others
+        self._reach.cached.forget()  # a unit must not get other units' tensors from a cache
         try:
             return self._run_unit(unit, args, kwargs, run)
         finally:
@@ -85,7 +85,7 @@ class Sideways:
         if self._once:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
-        if any(map(hides_tensors, objects)):  # which a second run could change
+        if any(map(hides_tensors, objects)):  # a second run could change them
             return run(args, kwargs)[0]
         changed = self._reach.changed()
         now = {id(place): place.copied() for place in changed}
@@ -125,9 +125,10 @@ class Sideways:
     def _remembers(
         self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: frozenset[int]
     ) -> bool:
-        """Whether a unit that has just run these operators finds what it left when it is called again.
+        """Whether a unit that has just run these operators will find what it left when it is called again.
 
-        What it makes only once, such as a table of positions, does not count: then the third run equals the second.
+        Something that it makes only once, such as a table of positions, does not count: the third run then equals the
+        second.
         """
         provenance, stale = self._observer.provenance, []
 

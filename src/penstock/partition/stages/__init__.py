@@ -1,1 +1,1 @@
-"""A recording and the positions of its cuts -> stages, and a partition made of them."""
+"""Builds stages from a recording and the positions of its cuts, and a partition from the stages."""

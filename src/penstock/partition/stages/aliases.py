@@ -1,4 +1,4 @@
-"""Values of a recording that are one tensor whenever a branch is skipped."""
+"""Detects values of a recording that are one and the same tensor when a branch is skipped."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from penstock.partition.stages.stage import Stage
 
 
 def crosses_twice(stages: Iterable[Stage]) -> bool:
-    """Whether two values that are one tensor when a branch is skipped cross the same cut.
+    """Whether two values that are the same tensor when a branch is skipped cross the same cut.
 
-    They arrive as two, so the gradients of each one's uses are summed separately before they meet. The unsplit model
-    adds all of them to one sum, in another order.
+    They arrive as two tensors, so the gradients of each one's uses are summed separately before they meet. The unsplit
+    model adds all of them into one sum, in another order.
     """
     known: dict[str, Hashable] = {}
     for stage in stages:
@@ -31,7 +31,7 @@ def crosses_twice(stages: Iterable[Stage]) -> bool:
 
 
 def _origins(stage: Stage, arriving: list[Hashable]) -> Iterator[tuple[fx.Node, Hashable]]:
-    """Each value of a stage, and what it is if no branch is run."""
+    """Each value of a stage, and the value that it equals if no branch runs."""
     found: dict[fx.Node, Hashable] = {}
     waiting = iter(arriving)
     for node in stage.module.graph.nodes:

@@ -1,4 +1,4 @@
-"""Checks every recording: the stages must hold every parameter of the model that the unsplit forward uses."""
+"""Checks that the stages hold every parameter of the model that the unsplit forward uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.words import shortened
 
 
 def check_complete(recording: Recording, model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Raises PartitionError, by name, if a parameter or a buffer that training needs is on no stage."""
+    """Raises PartitionError if a parameter or buffer that training needs is on no stage. Names it."""
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
     lost = [name for name in recording.held if name in recording.needed and id(recording.held[name]) not in on_stages]
     used = _used(recording, model)
@@ -39,7 +39,7 @@ def _remedy(model: nn.Module, lost: Sequence[str]) -> str:
 
 
 def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
-    """What to say about parameters that no stage has because the forward does not use them."""
+    """Notes on parameters that no stage holds because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]
     if not unused:
@@ -48,7 +48,7 @@ def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...
 
 
 def _used(recording: Recording, model: nn.Module) -> set[str]:
-    """The parameters and buffers that any recorded call has."""
+    """The parameters and buffers that any recorded call uses."""
     canonical = {id(tensor): name for name, tensor in recording.held.items()}
     used = {str(node.target) for node, fact in recording.facts.items() if fact.kind in ("parameter", "buffer")}
     for name in {name for fact in recording.facts.values() for name in fact.units}:

@@ -1,4 +1,4 @@
-"""A model's stages for one signature of its inputs, and the way in and out: arguments to tensors, tensors to result."""
+"""A model's stages for one signature of its inputs. They also convert arguments to tensors, and tensors to a result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Origin:
     """Where a value was made.
 
     Attributes:
-        module: the qualified name of the innermost module; empty for the model itself.
+        module: the qualified name of the innermost module around it; empty for the model itself.
         source_line: `file:line` in the user's code; empty for inputs and for results of whole modules.
     """
 
@@ -40,19 +40,19 @@ class Partition:
     """A model cut into stages.
 
     Attributes:
-        stages: in order. Stage 0 receives every input tensor that any stage uses; the last stage returns the tensors of
-            the model's result.
-        drawing_modules: qualified name -> module, for the modules inside blocks that draw random numbers.
+        stages: the stages, in order. Stage 0 receives every input tensor that any stage uses; the last stage returns
+            the tensors of the model's result.
+        drawing_modules: the modules inside blocks that draw random numbers, by qualified name.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
-        work: one number per stage, its backward included; see `work_of`.
-        saved: one number per stage: the bytes that a microbatch's forward keeps for its backward, besides parameters
-            and buffers; empty if that was not looked at, or cannot be seen.
+        work: each stage's work, including its backward; see `work_of`.
+        saved: for each stage, the bytes that a microbatch's forward keeps for its backward, besides parameters and
+            buffers; empty if that was not looked at, or cannot be seen.
         notes: what the user should know about the recording.
-        origins: for each value that enters or leaves a stage, by name: where it was made.
-        is_foreign: the forward draws from Python's or numpy's generators.
-        guards: what the forward read from the values of integer inputs; the partition holds for inputs that read the
-            same.
+        origins: for each value that enters or leaves a stage, by name, where it was made.
+        is_foreign: whether the forward draws from Python's or numpy's generators.
+        guards: what the forward read from its integer inputs' values; the partition holds for inputs that give the same
+            readings.
         left: what the forward leaves in attributes and shared objects, except what the last stage itself leaves.
         leaves_here: whether the last stage itself leaves anything.
         elsewhere: parameters, and buffers that the forward updates, that are not on the last stage.
@@ -93,7 +93,7 @@ class Partition:
         return self.arrange(given.leaves)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether the forward reads from the values of these leaves of (args, kwargs) what it read when recorded."""
+        """Whether the forward reads the same from these leaves of (args, kwargs) as it did when recorded."""
         return all(guard.holds(leaves) for guard in self.guards)
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
@@ -134,22 +134,24 @@ class Partition:
         return unflatten(values, self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Around the loss function: puts what the forward leaves in its places, from the last stage's outputs."""
+        """A context for the loss function, in which everything that the forward leaves is in its place, built from the
+        last stage's outputs.
+        """
         return in_place(self.left, leaves) if self.left else nullcontext()
 
     @property
     def reorders_gradients(self) -> bool:
-        """Whether gradients other than those of ties may be added in another order than in the unsplit model."""
+        """Whether gradients, apart from tied ones, may be added in a different order from the unsplit model's."""
         return crosses_twice(self.stages)
 
     @property
     def code(self) -> str:
-        """All stages as Python text."""
+        """The code of all stages, as Python text."""
         return "\n\n".join(stage.code for stage in self.stages)
 
 
 def describe(leaf: object) -> Leaf:
-    """A leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
+    """Describes a leaf of the inputs as a hashable value: a tensor's shape, dtype and so on, or the leaf itself."""
     if isinstance(leaf, Tensor):
         # the stride of a dimension of size 1 means nothing
         stride = tuple(s if n > 1 else 0 for s, n in zip(leaf.stride(), leaf.shape, strict=True))

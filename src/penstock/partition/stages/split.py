@@ -1,7 +1,7 @@
-"""A recording and the positions of its cuts -> what each stage runs, receives and returns.
+"""Decides, for a recording and the positions of its cuts, what each stage runs, receives and returns.
 
 Values that are cheap to compute from the model's inputs alone (masks, position ids) are computed on each stage that
-uses them; everything else is made once and travels from its maker, or from the last stage that updated it in place.
+uses them. Everything else is computed once, and sent by its producer or by the last stage that updated it in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HELD = ("parameter", "buffer", "constant")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: nodes to receive, nodes to run in order, nodes to return, and their metas."""
+    """One stage: the nodes to receive, those to run, in order, those to return, and the metas."""
 
     received: tuple[fx.Node, ...]
     run: tuple[fx.Node, ...]
@@ -38,8 +38,8 @@ class StagePlan:
 class CutRecording:
     """The stages of a recording that is cut at the modules `cuts`, which begin at the nodes `starts`.
 
-    Raises PartitionError if a cut would separate an update in place from another view of the same memory, or if
-    nothing would run on a stage.
+    Raises PartitionError if a cut would separate an in-place update from another view of the same memory, or if a stage
+    would have nothing to run.
     """
 
     def __init__(self, recording: Recording, model: nn.Module, cuts: Sequence[str], starts: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class CutRecording:
         received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
-        self._check_views(run)
+        self._check_views()
         self._check_saved(run)
         self._check_remembered(run)
         plans = []
@@ -90,7 +90,7 @@ class CutRecording:
         return bool(units) and all(ends.get(unit) == self.count - 1 for unit in units)
 
     def source(self, node: fx.Node, consumer: int) -> int:
-        """The stage from which `consumer` takes a value: the last one before it that updated it, or its maker."""
+        """The stage from which `consumer` takes a value: the last earlier one to update it, or else its producer."""
         fact = self.facts[node]
         if fact.kind == "input" and consumer == 0:
             return MODEL_INPUT
@@ -120,24 +120,18 @@ class CutRecording:
 
     @cached_property
     def remade(self) -> set[fx.Node]:
-        """Calls that any stage can repeat for itself: no parameters, no randomness, no gradient, no updates."""
+        """Calls that any stage can repeat for itself: without parameters, randomness, gradients or updates."""
         found: set[fx.Node] = set()
         for node, fact in self.facts.items():
-            if fact.is_anywhere:
-                found.add(node)
-                continue
-            if (
-                fact.kind != "call"
-                or fact.branch
-                or fact.draws
-                or fact.writes
-                or fact.takes_gradient
-                or fact.storages & self.written
+            if fact.is_anywhere or (
+                self._is_plain(fact) and all(self._is_remade(argument, found) for argument in node.all_input_nodes)
             ):
-                continue
-            if all(self._is_remade(argument, found) for argument in node.all_input_nodes):
                 found.add(node)
         return found
+
+    def _is_plain(self, fact: Fact) -> bool:
+        acts = fact.branch or fact.draws or fact.writes or fact.takes_gradient or fact.storages & self.written
+        return fact.kind == "call" and not acts
 
     def _is_remade(self, node: fx.Node, found: set[fx.Node]) -> bool:
         fact = self.facts[node]
@@ -201,7 +195,7 @@ class CutRecording:
         return Input(node.name, self.source(node, stage), self._meta(node, begin), mutated)
 
     def _meta(self, node: fx.Node, position: int) -> TensorMeta:
-        """A value's meta before the node at `position`: an update in place may have made it require a gradient."""
+        """A value's meta before the node at `position`: an in-place update may have made it require a gradient."""
         fact = self.facts[node]
         assert fact.meta is not None, f"{node.name} is no tensor"
         later = [meta for index, meta in fact.updates if index < position]
@@ -213,7 +207,9 @@ class CutRecording:
     # -- what a cut must not separate -------------------------------------------------------------------------------
 
     def _check_held(self, received: Sequence[set[fx.Node]], run: Sequence[set[fx.Node]]) -> None:
-        """Something that the model holds and the forward updates (a buffer) can live on only one stage."""
+        """Refuses cuts that put something which the model holds and the forward updates, such as a buffer, on several
+        stages.
+        """
         names = dict(self.recording.memory)
         names.update({s: str(n.target) for n, f in self.facts.items() if f.kind == "constant" for s in f.storages})
         stages: dict[int, set[int]] = {}
@@ -242,14 +238,14 @@ class CutRecording:
                 )
 
     def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
-        """What units remember and write into can be on only one stage, like what the model holds."""
+        """Refuses cuts that put something which units remember and write to on several stages."""
         for each in self.recording.remembered:
             stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
             if len(stages) > 1:
                 raise each.refusal(stages)
 
     def uses(self, node: fx.Node, remembered: Remembered) -> bool:
-        """Whether a node uses something that is carried over from call to call."""
+        """Whether a node uses something that carries over from call to call."""
         fact = self.facts[node]
         own = fact.kind == "constant" and remembered.storage in fact.storages
         return own or not remembered.units.isdisjoint(fact.units)
@@ -260,18 +256,15 @@ class CutRecording:
         return {name for storage, name in self.recording.memory.items() if storage in self.written}
 
     def depends_on_values(self, node: fx.Node) -> bool:
-        """Whether a call may write something other than what was seen."""
-        return self.depends_on_values_of(self.facts[node])
-
-    def depends_on_values_of(self, fact: Fact) -> bool:
-        """Whether the call that a fact describes may write something other than what was seen."""
+        """Whether a call may write to more than it was seen to."""
+        fact = self.facts[node]
         inside = () if fact.branch is None else fact.branch.facts.values()
         return fact.depends_on_values or any(one.depends_on_values for one in inside)
 
     def passed_over(self, node: fx.Node) -> list[fx.Node]:
         """Inputs of a call that a later stage also takes from an earlier one.
 
-        It would miss any update of them that was not seen when the call was recorded.
+        The later stage would miss any update that was not seen when the call was recorded.
         """
         fact, stage = self.facts[node], self.stage_of(self.facts[node].index)
 
@@ -285,7 +278,7 @@ class CutRecording:
         return [a for a in node.all_input_nodes if self.facts[a].kind not in HELD and self.facts[a].storages & over]
 
     def overwrites_input(self, node: fx.Node) -> bool:
-        """Whether an input of a call is updated in place by that call or by a later one."""
+        """Whether this call or a later one updates an input of the call in place."""
         given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}
         return any(writer.writes & given for writer in self.writers if writer.index >= self.facts[node].index)
 
@@ -301,8 +294,8 @@ class CutRecording:
     def _canonical(self) -> dict[int, str]:
         return {id(tensor): name for name, tensor in self.recording.held.items()}
 
-    def _check_views(self, run: Sequence[set[fx.Node]]) -> None:
-        """An update in place must reach every later use of the same memory, which a cut between views would prevent."""
+    def _check_views(self) -> None:
+        """Refuses cuts between views of memory that is updated in place: an update must reach every later use of it."""
         ordinary = dict.fromkeys(s for writer in self.writers for s in writer.writes if s not in self.recording.memory)
         for storage in ordinary:
             views = [n for n, f in self.facts.items() if storage in f.storages and f.kind != "constant"]
@@ -328,7 +321,7 @@ class CutRecording:
             )
 
     def _check_saved(self, run: Sequence[set[fx.Node]]) -> None:
-        """What is updated unseen by autograd must not be saved for the backward of an earlier stage."""
+        """Refuses updates that autograd does not see of memory that an earlier stage's backward needs."""
         for stage, nodes in enumerate(run):
             for node in nodes:
                 writer = self.overwritten_unseen(node)
@@ -351,14 +344,14 @@ class CutRecording:
                     )
 
     def overwritten_unseen(self, node: fx.Node) -> Fact | None:
-        """The last of the later calls that update, unseen by autograd, what this one's backward uses."""
+        """The last later call to update, unseen by autograd, what this one's backward uses; None if there is none."""
         fact = self.facts[node]
         values = fact.saved.difference(self.recording.memory)
         later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
         return later[-1] if later else None
 
     def borrowed(self, nodes: Iterable[fx.Node]) -> dict[int, str]:
-        """The memory of the model's own parameters that these calls take in other tensors, and which call does."""
+        """The memory of the model's own parameters that these calls take through other tensors, and which call does."""
         found: dict[int, str] = {}
         outside = self.recording.borrowed.get("", frozenset())
         for node in nodes:
@@ -369,12 +362,13 @@ class CutRecording:
                 found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
         return found
 
-    def overwritten(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    def overwritten(self, nodes: Collection[fx.Node]) -> tuple[str, ...]:
         """Canonical names of the parameters and buffers that these calls (may) update and save for their backward."""
         facts = [self.facts[node] for node in nodes]
         written = frozenset[int]().union(*(fact.writes for fact in facts))
         saved = frozenset[int]().union(*(fact.saved for fact in facts))
-        modules = [self.model.get_submodule(n) for f in facts if self.depends_on_values_of(f) for n in f.units]
+        uncertain = [self.facts[node] for node in nodes if self.depends_on_values(node)]
+        modules = [self.model.get_submodule(name) for fact in uncertain for name in fact.units]
         rare = {id(tensor) for module in modules for part in module.modules() for tensor in possible_data_writes(part)}
         return tuple(
             name
@@ -383,12 +377,12 @@ class CutRecording:
         )
 
     def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        """The same for other tensors that these calls remember, neither parameters nor buffers; as users know them."""
+        """The same for other tensors that these calls remember, as users know them."""
         saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
         return tuple(each.text for each in self.recording.remembered if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
-        """The value through which the memory came to a stage: traced back through the views made there."""
+        """The value through which memory came to a stage, traced back through the views made there."""
         fact = self.facts[node]
         if fact.kind == "input" or (self.stage_of(fact.index) != stage and fact.kind != "object"):
             return node

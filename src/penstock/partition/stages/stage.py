@@ -1,4 +1,4 @@
-"""A stage: its meta and a module with readable code, made of the user's own modules and the recorded calls."""
+"""A stage: its meta, and a module with readable code made from the user's own modules and the recorded calls."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: this call or a later one updates its input in place."""
 
 OVERWRITTEN_BY = "overwritten by"
-"""In the `meta` of such a node: which later call updates, unseen by autograd, what its backward uses; or ""."""
+"""In the `meta` of such a node: the later call that updates, unseen by autograd, what its backward uses; or ""."""
 
 RUNS_AGAIN = "runs again"
 """In the `meta` of such a node: plain torch would rerun the module in backward, since it is in a checkpoint."""
 
 _STATISTICS: Mapping[Any, int] = {F.batch_norm: 1, torch.batch_norm: 3}
-"""Functions, and the position of the first running statistic among their arguments."""
+"""Batch norm functions, and the position of the first running statistic among their arguments."""
 
 
 class Surroundings(Protocol):
     """The context that a stage's code runs in."""
 
     def __call__(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
-        """What `run(*args)` returns."""
+        """Calls `run(*args)` in this context and returns its result."""
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes a stage's code use the parameters that are here."""
+        """Makes a stage's code use this context's parameters."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Stage:
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
         overwritten: the parameters and buffers that the forward updates in place although its backward uses them.
         overwritten_strays: other tensors that its forward remembers and updates in the same way, as users know them.
-        borrowed: the memory of the model's parameters and buffers that blocks here take in other tensors (detached
+        borrowed: the memory of the model's parameters and buffers that blocks here take through other tensors (detached
             views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
-        traces: where the model's forward leaves something besides its result, on this stage or another one.
+        traces: where the model's forward leaves something besides its result, on this stage or another.
         frame: called with the stage's forward and its arguments; None if nothing needs to happen around it.
     """
 
@@ -93,13 +93,13 @@ class Stage:
 
     @property
     def checkpointed(self) -> Sequence[nn.Module]:
-        """The modules that a checkpoint around them would rerun; each as often as it is called there."""
+        """The modules that a checkpoint around them would rerun, each as often as it is called there."""
         calls = [node for node in self.module.graph.nodes if node.op == "call_module" and node.meta.get(RUNS_AGAIN)]
         return [module for node in calls for module in self.module.get_submodule(str(node.target)).modules()]
 
     @property
     def norms_as_functions(self) -> Sequence[str]:
-        """Its calls of batch norm as a function, with running statistics."""
+        """Its calls of batch norm as a function with running statistics."""
         found = []
         for node in self.module.graph.nodes:
             first = _STATISTICS.get(node.target) if node.op == "call_function" else None
@@ -146,7 +146,7 @@ def retarget(stage: Stage, device: torch.device) -> Stage:
 
 
 def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
-    """The same code with other constants, in gates too."""
+    """The same code with its constants changed, including those in gates."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(old.graph, {}))
     for node in graph.nodes:
@@ -159,7 +159,7 @@ def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModul
 
 
 def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: RandomSource) -> Stage:
-    """Build a stage from a plan."""
+    """Builds a stage from its plan."""
     recording, model = split.recording, split.model
     names = sorted({name for node in plan.run for name in split.held_by(node)}, key=list(recording.held).index)
     public = public_names(model, list(recording.held))
@@ -205,7 +205,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
 
 
 class _Root(nn.Module):
-    """The model plus the recording's constants and streams: what GraphModule copies attributes from."""
+    """The model plus the recording's constants and streams, from which GraphModule copies attributes."""
 
     def __init__(self, model: nn.Module, extra: Mapping[str, object]) -> None:
         super().__init__()
@@ -229,7 +229,9 @@ class _Root(nn.Module):
 
 
 def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
-    """Keep what the model keeps out of its state out: GraphModule registers every tensor as a persistent buffer."""
+    """Makes non-persistent again what the model keeps out of its state: GraphModule registers every tensor as a
+    persistent buffer.
+    """
     for node in module.graph.nodes:
         if node.op != "get_attr" or not isinstance(node.target, str):
             continue
@@ -245,7 +247,7 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
-    """The stage's code: recorded calls in program order, each in its recorded modes, draws from their own streams."""
+    """The stage's code: recorded calls in program order, in their recorded modes. Draws come from their own streams."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
     _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)
@@ -301,7 +303,7 @@ def _write_calls(
 
 
 def _enter(graph: fx.Graph, modes: Modes, device: torch.device) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Write the calls that enter the modes; yield those that leave them again."""
+    """Writes the calls that enter the modes, and yields those that leave them again."""
     if modes.grad_enabled is not None:
         before = graph.call_function(torch.is_grad_enabled)
         graph.call_function(torch.set_grad_enabled, (modes.grad_enabled,))

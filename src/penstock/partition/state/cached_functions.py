@@ -1,7 +1,7 @@
-"""What functions under `functools.cache` or `lru_cache` have kept from a recording: fake tensors, for later calls.
+"""Empties functions under `functools.cache` or `lru_cache`, which may keep fake tensors from a recording.
 
-A table of positions that a block makes while it is recorded must not stay: not for the next plain forward, nor for
-another block, which would take it for a tensor that was passed behind the model's back.
+A table of positions that a block makes during a recording must not stay: neither for the next plain forward, nor for
+another block, where it would look like a tensor passed behind the model's back.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from penstock.partition.values.objects import hides_tensors
 
 
 class CachedFunctions:
-    """The functions that keep results among those that a model's code names (see `named_by`).
+    """The caching functions among those that a model's code names (see `named_by`).
 
-    Their entries are not looked at until there are more of them.
+    Their entries are looked at only if there are new ones.
     """
 
     def __init__(self, named: Iterable[Any]) -> None:
@@ -24,7 +24,7 @@ class CachedFunctions:
         self._misses = {function: function.cache_info().misses for function in cached}
 
     def forget(self) -> None:
-        """Empties those that have kept something since the last time, if it contains a tensor."""
+        """Empties those that have cached something new that contains a tensor."""
         for function, before in self._misses.items():
             now = function.cache_info().misses
             if now != before:

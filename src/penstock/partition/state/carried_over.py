@@ -1,8 +1,8 @@
-"""Finds forwards that carry something from one call to the next in the parts that are recorded call by call.
+"""Finds forwards that carry something over from one call to the next in the parts that are recorded call by call.
 
-Inside a unit the model's own code runs in every microbatch, and keeps its state as usual. Between the units a recording
-stands in for that code, and would forever see what it found in an attribute or a shared object when it was made. So if
-such a place has changed, the forward is recorded once more from there, and the two recordings are compared.
+Inside a unit the model's own code runs in every microbatch and keeps its state as usual. Between units a recording
+replaces that code, and would forever see what was in an attribute or a shared object when it was made. So if such a
+place has changed, the forward is recorded again from the new state, and the two recordings are compared.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -> list[str]:
     """The names of the places outside the units that the forward changed in a way that the next one may see.
 
-    Restores places that hold only constants that every forward would make alike, such as a table of positions, with the
-    numbers next to it.
+    Restores places that hold only constants that every forward makes alike, such as a table of positions and the
+    numbers beside it.
     """
     found = []
     for place in reach.changed():

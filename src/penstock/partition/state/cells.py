@@ -1,4 +1,4 @@
-"""What the cells of a closure hold."""
+"""The contents of a closure's cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EMPTY = object()
 
 
 def contents(cell: CellType) -> Any:
-    """What a cell holds, or `EMPTY`."""
+    """A cell's contents, or `EMPTY`."""
     try:
         return cell.cell_contents
     except ValueError:

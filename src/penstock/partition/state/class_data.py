@@ -1,4 +1,4 @@
-"""The data that a class holds, as a dict: counters, registries and caches that all its objects share."""
+"""The data of a class as a dict: counters, registries and caches that all its objects share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ClassData(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
     def differs(self, before: dict[str, Any]) -> bool:
-        """Whether an attribute is another object than in a copy."""
+        """Whether an attribute is a different object from the one in a copy."""
         attributes = vars(self._cls)
         if any(attributes.get(name, _GONE) is not value for name, value in before.items()):
             return True
@@ -44,7 +44,7 @@ class ClassData(MutableMapping[str, Any]):
 
 
 class SlotData(ClassData):
-    """What the slots of an object hold."""
+    """The contents of an object's slots, as a dict."""
 
     def __init__(self, owner: Any, names: tuple[str, ...]) -> None:
         self._owner, self._names = owner, names
@@ -65,7 +65,7 @@ class SlotData(ClassData):
         return iter([name for name in self._names if hasattr(self._owner, name)])
 
     def differs(self, before: dict[str, Any]) -> bool:
-        """Whether a slot holds another object than in a copy."""
+        """Whether a slot holds a different object from the one in a copy."""
         return any(getattr(self._owner, name, _GONE) is not before.get(name, _GONE) for name in self._names)
 
 

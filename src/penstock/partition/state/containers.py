@@ -1,4 +1,4 @@
-"""Lists, deques, dicts and sets: which of them can be watched, and how to put back what they contained."""
+"""Lists, deques, dicts and sets: which of them can be watched, and how to restore their contents."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 _KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
 _BASES = (list, dict, set)
 _HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
-"""What a subclass may override anyway."""
+"""The methods that a subclass may override nevertheless."""
 
 
 def is_container(value: Any) -> bool:
@@ -32,7 +32,7 @@ def _is_kind(kind: Any) -> bool:
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Makes a container hold what a copy of it holds, in the same order."""
+    """Gives a container the contents of a copy of it, in the same order."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)

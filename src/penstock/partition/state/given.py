@@ -1,9 +1,9 @@
 """What a forward that is recorded call by call finds when it begins, besides its inputs.
 
-A recording takes it as given: attributes and what plain objects hold, class attributes, numbers in globals and
-closures, hooks, the modules inside. If any of it changes between two steps (an annealed temperature, a swapped block),
-the model is recorded again. What the steps themselves change (a counter that a block keeps in a shared object) counts
-as unchanged: units run as they are, and see it.
+A recording takes this as given: attributes and the contents of plain objects, class attributes, numbers in globals and
+closures, hooks, submodules. If any of it changes between two steps (an annealed temperature, a swapped block), the
+model is recorded again. What a step itself changes (a counter that a block keeps in a shared object) does not count:
+units run the model's own code, and see it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from penstock.partition.state.names_in_forward import Names, names_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
-"""How deep to look into objects in objects."""
+"""How deep to look into nested objects."""
 LENGTH = 64
-"""Longer containers are known by identity and length alone."""
+"""Longer containers are compared by identity and length only."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
 NEW = object()
-"""Stands for what was not there before a step."""
+"""Stands for something that was not there before a step."""
 
 LARGEST_ARRAY = 4096
-"""Arrays with more bytes are known by identity alone."""
+"""Arrays with more bytes are compared by identity only."""
 
 Found = dict[tuple[str, ...], Hashable]
 Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
@@ -53,7 +53,7 @@ class Given:
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
     chances: Collection[tuple[str, nn.Module, str]] = ()
-    _own: Found = field(default_factory=dict)  # what steps change -> what it was
+    _own: Found = field(default_factory=dict)  # values that steps change, as they were before
     _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
     _count: Iterator[int] = field(default_factory=count)
     _names: list[tuple[str, Names]] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Given:
         self._names = [(name, entry) for name, entry in named if id(entry.holder) not in known]
 
     def read(self) -> Attributes:
-        """All of it, as one hashable value."""
+        """Everything that a recording takes as given, as one hashable value."""
         found = self._read()
         found.update((path, value) for path, value in self._own.items() if path in found)
         return tuple((path, value) for path, value in found.items() if value is not NEW)
@@ -112,7 +112,7 @@ class Given:
         found[name, "class", "forward"] = self._number(forward)
 
     def _number(self, value: Any) -> int:
-        """A unique number for each object, even if one takes the place in memory of another that is gone."""
+        """A unique number for each object, even if a new object takes a dead one's address."""
         known = self._numbers.get(id(value))
         if known is not None and known[0]() is value:
             return known[1]
@@ -126,7 +126,7 @@ class Given:
 
 
 def contents_of(value: object) -> Hashable:
-    """What a plain object among the inputs holds now; None for a plain value, which says so itself."""
+    """The present contents of a plain object among the inputs; None for a plain value, which needs no description."""
     if isinstance(value, COMPARABLE):
         return None
     found: Found = {}
@@ -135,8 +135,10 @@ def contents_of(value: object) -> Hashable:
 
 
 def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no draw. Plus
-    numbers under other names that are 0, in a module or its class: they too may switch off what draws."""
+    """The attributes whose names suggest a chance of dropping something: at a rate of 0 a recording sees no draw.
+
+    Also numbers with other names that are 0, in a module or its class: they too may switch off something that draws.
+    """
     return [
         (name, module, attribute)
         for name, module in model.named_modules()
@@ -147,7 +149,7 @@ def chances_of(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def _of_class(kind: type) -> dict[str, object]:
-    """What a module's own classes hold, without those of torch."""
+    """The attributes of a module's classes, without torch's."""
     own = [cls for cls in reversed(kind.__mro__) if package_of(cls.__module__) not in ("torch", "builtins")]
     return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
 

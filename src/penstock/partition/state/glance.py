@@ -1,7 +1,7 @@
-"""One look over many lists and dicts: whether one of them holds another object than before.
+"""Checks many lists and dicts at once: whether any of them holds a different object from before.
 
-A recording asks before and after each unit whether anything that the forward can reach has changed, and usually nothing
-has. So a no must be cheap: no Python runs per entry.
+A recording asks before and after each unit whether anything that the forward can reach has changed. Usually nothing
+has, so that answer must be cheap: no Python runs per entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Plain = list[Any] | deque[Any] | dict[Any, Any]
 
 
 class Glance:
-    """The entries of some containers, in order, at the time this was made."""
+    """The entries of some containers, in order, at the time when this was made."""
 
     def __init__(self, containers: Sequence[Plain]) -> None:
         self._containers, self._lengths = containers, [*map(len, containers)]
@@ -30,13 +30,15 @@ class Glance:
         self._before = [*chain.from_iterable(self._entries)]
 
     def differs(self) -> bool:
-        """Whether a container has another length, or another object somewhere; also a key that is only equal, unless it
-        is a name."""
+        """Whether any container has a different length or a different object in it.
+
+        A key that is equal but not the same object counts as different too, unless it is text.
+        """
         if [*map(len, self._containers)] != self._lengths or [*chain.from_iterable(self._named)] != self._names:
             return True
         return not all(map(operator.is_, chain.from_iterable(self._entries), self._before))
 
 
 def _has_names(container: Plain) -> bool:
-    """Whether the keys are text, which is compared by value, and fast."""
+    """Whether all keys are text, which is compared by value, and quickly."""
     return isinstance(container, dict) and all(type(key) is str for key in container)

@@ -1,8 +1,8 @@
 """What a forward leaves behind besides its result, for the loss function to read: `layer.l_aux`, a list of losses.
 
-Stages do not leave it: a value that was recorded call by call is set in no attribute, and another stage's modules are
-in another process. So while the loss function runs, small values that require a gradient are put in their places: they
-came to the last stage as separate outputs. All other values are replaced by something that raises when used.
+Stages do not leave it: a value that was recorded call by call is not stored in any attribute, and another stage's
+modules are in another process. So small values that require a gradient travel to the last stage as extra outputs, and
+are put in their places while the loss function runs. All other values are replaced by something that raises when used.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from penstock.partition.units.units import Grain, Regroup, Unit
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
 SMALL = 1024
-"""The most elements of a value that is carried to the last stage in case the loss function reads it."""
+"""The most elements that a value may have to be carried to the last stage in case the loss function reads it."""
 
 
 EVERY = "*"
-"""If it is among the units that are shut, nothing is carried at all."""
+"""If this is among the names of shut units, nothing is carried at all."""
 
 SCALARS = (bool, int, float, str)
 SEQUENCES = (list, tuple, deque, set)
-"""What can be rebuilt from its items, as a dict can."""
+"""Types that can be rebuilt from their items, as dicts can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Replaces a value: the output at `index`."""
+    """Stands in for a value that comes as the output at `index`."""
 
     index: int
 
 
 class Absent(Tensor):
-    """Replaces a value that is not there."""
+    """Stands in for a value that is not there."""
 
     text: str
 
@@ -90,7 +90,7 @@ class Left:
 
     @property
     def is_carried(self) -> bool:
-        """Whether it is made of outputs."""
+        """Whether it contains outputs."""
         return _has_carried(self.value)
 
 
@@ -117,7 +117,7 @@ class Behind:
         return self.place.name(self.key)
 
     def to_carry(self, index_of: Callable[[Tensor], int]) -> Left:
-        """The same with its tensors replaced; `index_of` gives the outputs that carry them."""
+        """The same with its tensors replaced. `index_of` returns the index of the output that carries a tensor."""
         wanted = {id(t) for t in self.small}
         template = template_of(self.value, self.text, lambda t: Carried(index_of(t)) if id(t) in wanted else None)
         return Left(self.place, self.key, template, self.units)
@@ -138,9 +138,9 @@ def gather(
     Args:
         has_node: whether a tensor is recorded.
         held: `id` of each of the model's own parameters and buffers.
-        provenance, grain, units: those of the recording.
-        real: the units that ran on made-up inputs: numbers that they leave mean nothing.
-        gone: attributes that they set to tensors that mean nothing either, removed again.
+        provenance, grain, units: the recording's.
+        real: the units that ran on made-up inputs: numbers that they leave are meaningless.
+        gone: attributes that they set to tensors, which are meaningless too and were removed again.
 
     Raises Regroup if units must be opened to carry what they left.
     """
@@ -200,7 +200,7 @@ def holds_numbers(value: Any, depth: int = 4) -> bool:
 
 
 def without_numbers(value: Any, text: str) -> Any:
-    """A value whose numbers, and parts that hold numbers and cannot be rebuilt, are replaced by what raises."""
+    """A value in which `Absent` replaces numbers, and parts that contain numbers and cannot be rebuilt."""
     if not holds_numbers(value):
         return value
     if type(value) in SEQUENCES:
@@ -211,7 +211,7 @@ def without_numbers(value: Any, text: str) -> Any:
 
 
 def _holder_of(reach: Reach, place: Holder, key: Any, value: Any) -> tuple[Holder, Any, Any]:
-    """Where a value can be replaced: for an array, wherever that is held."""
+    """Where a value can be replaced; for an array, the place that holds it."""
     if type(place.entries).__module__ != "numpy":
         return place, key, value
     for holder in reach.places:
@@ -255,7 +255,7 @@ def _set(entry: Left, value: Any) -> None:
 
 
 def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
-    """The value of a template."""
+    """Fills a template with outputs."""
     if isinstance(template, Carried):
         return outputs[template.index]
     if type(template) in SEQUENCES:

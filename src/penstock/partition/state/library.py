@@ -1,4 +1,4 @@
-"""Whose code is it: the user's, which may keep the model's state, or a library's, which does not?"""
+"""Tells the user's code, which may keep state of the model, from a library's, which does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the code of a model's classes names: functions, classes and the globals of their files, across a few files."""
+"""Finds the functions, classes and files' globals that the code of a model's classes names, across a few files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock.partition.state.library import is_library
 CACHED = type(functools.cache(lambda: None))
 
 FILES = 3
-"""How many files it is followed across."""
+"""How many files names are followed across."""
 
 
 def named_by(model: nn.Module) -> list[Any]:
-    """Classes, functions (also those that `functools.cache` wraps) and, as dicts, the globals of files."""
+    """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
     kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     return _named(tuple(kinds))
 
@@ -46,7 +46,7 @@ def _named(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _walk(kinds: list[Any]) -> Iterator[Any]:
-    """Searches breadth first, so that nothing near is taken for too far away."""
+    """Searches breadth first, so that everything is reached by its shortest path."""
     pending, seen = deque((kind, FILES) for kind in kinds), {id(kind) for kind in kinds}
     while pending:
         value, files = pending.popleft()
@@ -59,7 +59,7 @@ def _walk(kinds: list[Any]) -> Iterator[Any]:
 
 
 def _named_in(value: Any) -> Iterator[tuple[Any, bool]]:
-    """What is named in a class or function, and whether it may be from another file."""
+    """What a class or function names, and whether it may be from another file."""
     if isinstance(value, (staticmethod, classmethod, MethodType)):
         yield value.__func__, False
     elif isinstance(value, property):

@@ -1,8 +1,8 @@
-"""What the code of a forward names: helpers, methods of inner modules, globals, closures, defaults.
+"""Finds what a forward's code names: helpers, methods of inner modules, globals, closures, defaults.
 
-A forward that is recorded call by call takes the values that it finds there as given, wherever they are read: in a
-function that it calls, in a method of a block other than its forward, in a property. Nothing runs to find out; the
-names in the code are followed.
+A recording of the forward takes the values found there as given, wherever they are read: in a function that it calls,
+in a method of a block other than its forward, in a property. Nothing is run to find them; the names in the code are
+followed.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.reach import PLAIN_OBJECTS
 
 FUNCTIONS = 200
-"""How many functions of one module's forward are followed."""
+"""The most functions to follow from one module's forward."""
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Some names, and the namespace (or the cells of a closure) in which their values are found."""
+    """Some names, and the namespace (or closure cells) in which their values are found."""
 
     path: Path
     holder: Mapping[str, Any]
     names: frozenset[str]
 
     def values(self) -> Iterator[tuple[Path, Any]]:
-        for name in sorted(self.names & self.holder.keys()):  # an attribute may later hide the class's
+        for name in sorted(self.names & self.holder.keys()):  # an instance attribute may later hide the class's
             value = _content(self.holder[name])
             if value is not EMPTY and _counts(value):
                 yield (*self.path, name), value
@@ -50,7 +50,7 @@ class Names:
 
 
 class Followed(NamedTuple):
-    """A function still to be read; `owner` is the module whose method it is."""
+    """A function still to be read. `owner`: the module whose method it is."""
 
     path: Path
     owner: nn.Module | None
@@ -58,7 +58,7 @@ class Followed(NamedTuple):
 
 
 def names_of(module: nn.Module) -> list[Names]:
-    """What a module's forward names, and all that it leads to, beyond the attributes of the module itself."""
+    """What a module's forward names, directly or through other functions, beyond the module's own attributes."""
     found: dict[Path, Names] = {}
     seen: set[tuple[int, int]] = set()
     pending = [Followed((name,), None, f) for name, value in vars(module).items() for f in _functions(value)]
@@ -83,7 +83,7 @@ def names_of(module: nn.Module) -> list[Names]:
 
 
 def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
-    """Globals, those of named modules, the closure, and the defaults; nothing from installed packages."""
+    """A function's globals, those of modules it names, its closure and defaults; nothing from installed packages."""
     if _is_installed(function.__module__):
         return
     words = words_of(function.__code__)
@@ -100,7 +100,7 @@ def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
 
 
 def _of_module(path: Path, module: nn.Module, words: frozenset[str]) -> Iterator[Names]:
-    """What names mean in a module and in its classes."""
+    """What names refer to in a module and in its classes."""
     yield Names((*path, "attributes"), vars(module), words - OF_TORCH)
     for cls in type(module).__mro__:
         if not is_library(cls.__module__):
@@ -122,7 +122,7 @@ def _functions(*values: Any) -> Iterator[FunctionType]:
 
 
 def _counts(value: Any) -> bool:
-    """Whether a value may be a setting: not a module or class, and of a library's objects only containers."""
+    """Whether a value may be a setting. Modules and classes are not, nor a library's objects except containers."""
     if isinstance(value, (ModuleType, type, nn.Module, property, staticmethod, classmethod)):
         return False
     if isinstance(value, FunctionType):
@@ -133,13 +133,13 @@ def _counts(value: Any) -> bool:
 
 @functools.cache
 def _is_installed(name: str | None) -> bool:
-    """Whether a module belongs to an installed package, whose settings do not change while it runs."""
+    """Whether a module belongs to an installed package, whose settings do not change during a run."""
     file = getattr(sys.modules.get(name or ""), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 
 
 def _content(value: Any) -> Any:
-    """The value; for a closure's cell, what is in it."""
+    """The value itself; for a closure's cell, its contents."""
     return contents(value) if isinstance(value, CellType) else value
 
 
@@ -151,9 +151,9 @@ def words_of(code: CodeType) -> frozenset[str]:
 
 
 def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
-    """What a module's forward may write through `.data`, if only for some values.
+    """What a module's forward may write to through `.data`, even if only for some values.
 
-    If its code names `.data`: its parameters and buffers, and those of the modules inside that it names.
+    If its code names `.data`, these are its parameters and buffers, and those of the inner modules that it names.
     """
     found: dict[str, FunctionType] = {}
     pending = [("forward", f) for f in _functions(getattr_static(type(module), "forward", None))]
@@ -171,7 +171,7 @@ def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _inside(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
-    """The modules inside, through lists of modules."""
+    """The inner modules, including those in lists of modules."""
     for name, child in module.named_children():
         yield (name,), child
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):

@@ -1,8 +1,8 @@
 """The places where code keeps state from one call to the next: attributes and slots, what containers and arrays hold,
 variables of closures, context variables.
 
-A survey finds those that some objects reach. Two readings of a place show whether the call in between has set it, and
-writing a reading restores what was there.
+A survey finds those that some objects reach. Two readings of a place show whether a call in between changed it, and
+writing a reading back restores the place.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace,
 from penstock.partition.values.objects import CONSTANTS
 
 MISSING = object()
-"""What reading an empty place returns."""
+"""Returned when an empty place is read."""
 
 DEEPEST = 12
-"""How deep to look into containers; objects only down to `DEPTH`."""
+"""How deep to look into containers; objects are looked into only down to `DEPTH`."""
 
 MOST = 20_000
-"""How many owners of places to look for, at most, below `DEPTH`."""
+"""The most owners of places to look for below `DEPTH`."""
 
 CALLS = 3
-"""How many functions and classes to go through, from a method on, to follow the names of global objects."""
+"""How many functions and classes deep, starting from a method, to follow the names of global objects."""
 
 Key = tuple[int, str]
 
 
 class Place(ABC):
-    """One place; `key` tells it from others while its owner lives."""
+    """One place. `key` identifies it while its owner lives."""
 
     key: Key
 
     @abstractmethod
     def read(self) -> Any:
-        """What is there now: a value that later changes of the place leave alone."""
+        """The present contents, as a value that later changes of the place do not affect."""
 
     @abstractmethod
     def write(self, value: Any) -> None:
@@ -59,7 +59,7 @@ class Place(ABC):
         return one is other
 
     def holds(self, value: Any) -> bool:
-        """Whether the place is as it was when `value` was read."""
+        """Whether the place is still as it was when `value` was read."""
         return self.same(self.read(), value)
 
     @property
@@ -214,14 +214,14 @@ def same_items(one: Any, other: Any) -> bool:
 
 
 class Survey:
-    """All places that some objects reach: their attributes, what containers and plain objects there hold, and `traces`.
+    """All places that some objects reach: their attributes, the contents of containers and plain objects, and `traces`.
 
     Args:
         roots: modules, functions, objects.
-        modules: whether to look into modules found there, too; `skips`: except these.
+        modules: whether to look into modules found there too; `skips`: except these.
 
     Attributes:
-        tensors: the tensors found there, including parameters and buffers of modules, each with its name.
+        tensors: the tensors found there, by where they are, including the parameters and buffers of modules.
         attributes: the `__dict__` of each module and object found.
     """
 
@@ -249,12 +249,15 @@ class Survey:
             self._add(Contents(trace.holder) if trace.key is None else Attribute(trace.holder, trace.key))
 
     def has_owner_of(self, place: Place) -> bool:
-        """Whether the container or object that a place is in was there."""
+        """Whether the container or object that a place belongs to was found."""
         return place.key[0] in self._owners
 
     def _can_be_opened(self, value: Any, depth: int) -> bool:
-        """Whether to look into a value. Into objects of libraries only as attributes of a root; Penstock's own objects,
-        which recorded code names, are not the model's."""
+        """Whether to look into a value.
+
+        Objects of libraries only if they are attributes of a root. Penstock's own objects, which recorded code names,
+        are not the model's.
+        """
         kind = type(value)
         if kind in CONSTANTS or isinstance(value, (type, ModuleType)):
             return False
@@ -344,7 +347,7 @@ def _is_array(value: Any) -> bool:
 
 
 def named_by_code(roots: Iterable[Any]) -> list[Any]:
-    """The global objects that the code of classes and functions names, and that of the functions and classes there."""
+    """The global objects that the code of classes and functions names, directly or through others."""
     found: dict[int, Any] = {}
     level = [*roots]
     seen = {id(value) for value in level}
@@ -380,7 +383,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def stored_globals(roots: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The global variables that the code of classes and functions sets, and that of the functions named there."""
+    """The global variables that the code of classes and functions sets, directly or through functions that it names."""
     level = [*roots]
     for value in [*level, *named_by_code(level)]:
         functions = [value] if isinstance(value, FunctionType) else []

@@ -1,8 +1,8 @@
 """Where tensors come from: which recorded call made each, and which calls read what they were not given.
 
-A stage replays a call with its arguments. A tensor that reaches the call in another way (an attribute, a closure, a
-list that other code fills, a module among the constants) is missing when the call is replayed, or is another
-microbatch's. Python does not show such ways, but the operators below torch's functions get their tensors anyway.
+A stage replays a call with its arguments. A tensor that reaches the call in any other way (an attribute, a closure, a
+list that other code fills, a module among the constants) is missing in the replay, or belongs to another microbatch.
+Python does not show such ways, but the operators below torch's functions receive their tensors however they came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 HOOKS = -2
-"""The number of a call that is not one of the forward's: one that a backward would make."""
+"""The number of a call that a backward would make, rather than the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Call:
     """A recorded call while it runs.
 
     Attributes:
-        number: its node's.
-        scope: the name of the module that it is in; a unit's own.
+        number: its node's number.
+        scope: the name of the module that it is in; for a unit, the unit's own name.
         unit: whether it is a unit.
-        given: the memory of its arguments and of what its own module holds.
+        given: the memory of its arguments, and of what its own module holds.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What made a tensor: a call (None for the model's inputs, and what ran between the calls), and at which line."""
+    """What made a tensor: a call (None for the model's inputs, and for code between the calls), and on which line."""
 
     call: Call | None
     code: CodeType | None
@@ -61,7 +61,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """A call read a tensor that it was not given: the parameter or buffer `held`, or what `made` made."""
+    """A call read a tensor that it was not given: the parameter or buffer `held`, or one that `made` made."""
 
     reader: Call
     storage: int
@@ -82,8 +82,8 @@ class Stray:
 
     Attributes:
         root: the number of its memory.
-        users: for each unit that takes it (empty: the calls outside all units), the first place.
-        writer: what updates it in place first.
+        users: for each unit that takes it (empty: calls outside all units), the first place.
+        writer: the first to update it in place.
     """
 
     root: int
@@ -97,13 +97,13 @@ class Provenance:
     """Hears about every operator from the observer, and about every recorded call from the recorder.
 
     Attributes:
-        held: the memory of each parameter and buffer -> its name.
-        themselves: `id` of each parameter and buffer.
-        touched: names of those that any operator took.
+        held: the name of each parameter and buffer, by its memory.
+        themselves: the `id` of each parameter and buffer.
+        touched: the names of those that any operator took.
         numbers: the numbers of everything made, so that none is used twice.
-        foreign: what was read past the arguments, once for each call and memory.
-        own: the memory of the real parameters and buffers, which those in `held` stand in for.
-        borrowed: for each unit (empty: the calls outside all units), those of `own` that it takes in another tensor.
+        foreign: what was read besides arguments, once for each call and memory.
+        own: the memory of the real parameters and buffers, for which those in `held` stand in.
+        borrowed: for each unit (empty: calls outside all units), the part of `own` that it takes via other tensors.
         strays: other tensors that existed before the forward.
     """
 
@@ -124,7 +124,7 @@ class Provenance:
 
     @property
     def place(self) -> tuple[str, str]:
-        """The unit that is running, and the module; empty if there is none."""
+        """The running unit and the running module; empty if there is none."""
         call = self._call
         return ("", "") if call is None else (call.scope if call.unit else "", call.scope)
 
@@ -145,12 +145,12 @@ class Provenance:
         self._alias(fake, self.root(real))
 
     def meant(self, tensor: Tensor) -> int:
-        """Like `root`, but a view of a parameter or buffer, or a detached one, keeps the memory that this has now."""
+        """Like `root`, except that a view or detached alias of a parameter or buffer counts as its present memory."""
         root = self.root(tensor)
         return root if root not in self.held or id(tensor) in self.themselves else storage_of(tensor)
 
     def exchanged(self, tensor: Tensor, root: int) -> None:
-        """Notes that a tensor whose memory had the number `root` has been given other memory."""
+        """Notes that a tensor whose memory had the number `root` now has other memory."""
         self._made.pop(storage_of(tensor), None)
         self._alias(tensor, root)
 
@@ -159,17 +159,18 @@ class Provenance:
         return self._made.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made only from numbers in the program, and so is the same in every forward."""
+        """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
         return self.root(tensor) in self._fixed
 
     def is_steady(self, root: int) -> bool:
-        """Whether memory holds what every forward makes alike: from numbers in the program, from what the model holds,
-        or from the shapes of tensors."""
+        """Whether every forward makes the contents of this memory alike: from numbers in the program, from what the
+        model holds, or from tensors' shapes.
+        """
         return root in self._fixed or root in self._steady
 
     @contextmanager
     def calling(self, call: Call) -> Iterator[None]:
-        """Around a recorded call."""
+        """A context for a recorded call."""
         before, self._call = self._call, call
         try:
             yield
@@ -181,7 +182,7 @@ class Provenance:
         self.foreign = {key: foreign for key, foreign in self.foreign.items() if foreign.reader is not call}
 
     def read(self, tensors: Collection[Tensor]) -> list[int]:
-        """Notes what an operator takes; returns the memory."""
+        """Notes the tensors that an operator takes, and returns their memory."""
         call, roots = self._call, []
         for tensor in tensors:
             root = self.root(tensor)
@@ -228,7 +229,7 @@ class Provenance:
                 self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Undoes what the forward has written to strays."""
+        """Undoes what the forward wrote to strays."""
         for memory, copy in self._before.values():
             memory.copy_(copy)
 
@@ -295,7 +296,7 @@ def _takes_shapes(operator: Any) -> bool:
 
 @cache
 def _returns_alias(operator: Any) -> bool:
-    """Whether an operator returns another view of its first argument. (What it lifts was made just now.)"""
+    """Whether an operator returns another view of its first argument. (Lifting a new constant does not count.)"""
     if not isinstance(operator, torch._ops.OpOverload) or operator is torch.ops.aten.lift_fresh.default:
         return False
     return any(r.alias_info is not None for r in operator._schema.returns)

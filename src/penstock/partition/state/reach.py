@@ -1,7 +1,7 @@
 """What a forward can reach besides tensors that are passed on: attributes, shared objects, closures, globals.
 
-A snapshot of it is restored after a recording, so that no fake tensor stays behind. What changed in the meantime is how
-blocks may talk behind the model's back.
+A snapshot is restored after a recording, so that no fake tensor stays behind. Whatever changed in between is a way for
+blocks to talk behind the model's back.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from penstock.partition.values.objects import CONSTANTS
 
 DICTS = (dict, ClassData)
 LARGEST = 1000
-"""Containers with more entries are tables, not places where a forward leaves something."""
+"""Containers with more entries count as tables, not as places where a forward leaves something."""
 
 PART = 16
 """How many places are checked together; if one has changed, each is checked separately."""
 
 LARGEST_ARRAY = 2**16
-"""Arrays with more bytes are tables, too."""
+"""Arrays with more bytes count as tables too."""
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
-"""Modules of the standard library whose objects are made to hold what users put there."""
+"""Modules of the standard library whose objects exist to hold what users put there."""
 
 DEPTH = 5
 INTERNAL = OF_TORCH - {"training"}
@@ -49,8 +49,8 @@ class Holder:
 
     Attributes:
         text: where a user finds it.
-        entries: a dict, list, deque, set or cell; attributes and globals as the dict that they are in.
-        before: a copy.
+        entries: a dict, list, deque, set or cell; for attributes and globals, the dict that they are in.
+        before: a copy of the entries.
         attributes: whether the entries are attributes (of a module, if `module` is set) or globals.
         outside: whether it was found among globals, so that `text` is not a path from the model.
     """
@@ -63,11 +63,11 @@ class Holder:
     outside: bool = False
 
     def is_changed(self) -> bool:
-        """Whether an entry is another object than before."""
+        """Whether an entry is a different object from before."""
         return self.differs(self.before)
 
     def differs(self, before: Any) -> bool:
-        """Whether an entry is another object than in a copy."""
+        """Whether an entry is a different object from the one in a copy."""
         now = self.entries
         if isinstance(now, CellType):
             return contents(now) is not before
@@ -85,7 +85,7 @@ class Holder:
         return not all(map(operator.is_, now, before))
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
-        """Key and new value of each entry that is another object than before, or new."""
+        """The key and the new value of each entry that is new or a different object from before."""
         if isinstance(self.entries, DICTS):
             for key, value in self.entries.items():
                 hidden = self.module and key in INTERNAL
@@ -125,8 +125,8 @@ class Trace:
     """A place where the forward leaves something: an entry of `holder`, or everything that this list or dict contains.
 
     Attributes:
-        holder: a list, deque or dict; attributes and globals as the dict that they are in.
-        key: the entry; None for all.
+        holder: a list, deque or dict; for attributes and globals, the dict that they are in.
+        key: the entry; None for all entries.
     """
 
     holder: Any
@@ -147,7 +147,7 @@ class _Part:
 
 
 class Reach:
-    """The places that a model's forward can reach, in their state when this was made."""
+    """The places that a model's forward can reach, in the state in which they were when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self.places: list[Holder] = []
@@ -155,7 +155,7 @@ class Reach:
         self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
-        self._again: list[tuple[str, str]] = []  # where it was found, and where once more (empty: among globals)
+        self._again: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
         self._outside = False
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
@@ -170,7 +170,7 @@ class Reach:
         self._parts = [_Part(self.places[start : start + PART]) for start in range(0, len(self.places), PART)]
 
     def belongs_to(self, place: Holder, name: str) -> bool:
-        """Whether a place belongs to the module of that name, or is in an object that only this module can reach."""
+        """Whether a place belongs to the module of that name, or to an object that only this module can reach."""
         again = (text for first, text in self._again if is_below(place.text, first))
         return not place.outside and all(is_below(text, name) for text in (place.text, *again))
 
@@ -250,7 +250,7 @@ class Reach:
             self._visit_attributes(value, text, depth)
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
-        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # whatever a subclass makes of it
+        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # not a subclass's own iteration
         if len(items) > LARGEST:
             return
         if not isinstance(value, tuple):
@@ -286,7 +286,7 @@ class Reach:
         if id(known) not in self._seen and not is_of_others(module):
             self._seen.add(id(known))
             before, self._outside = self._outside, True
-            known.setdefault("__warningregistry__", {})  # the first warning of a file makes it, which is no state
+            known.setdefault("__warningregistry__", {})  # a file's first warning makes it; it is not state
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
                 if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
@@ -310,7 +310,7 @@ def in_context() -> list[Holder]:
 
 
 def is_below(text: str, name: str) -> bool:
-    """Whether a path from the model is that of `name`, or leads on from there."""
+    """Whether a path from the model is `name`, or leads on from there."""
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
 
@@ -321,7 +321,7 @@ def _is_array(value: Any) -> bool:
 
 
 def is_of_others(module: str) -> bool:
-    """Whether the objects of a class from this Python module hold nothing that the user put there."""
+    """Whether objects of classes from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
 
 

@@ -1,8 +1,8 @@
 """What units remember from one call to the next, besides their parameters and buffers.
 
-A counter, a queue of features in a tensor that is not a buffer, a generator: a unit finds there what it left in the
-previous microbatch. That works if every call runs once, in order, and all units that use it are on one stage. It fails
-if two copies of a stage each see part of the batch, or if a forward is rerun.
+In a counter, a queue of features in a tensor that is not a buffer, or a generator, a unit finds what it left there in
+the previous microbatch. That works if every call runs once, in order, and all units that use it are on one stage. It
+fails if two copies of a stage each see part of the batch, or if a forward is rerun.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Remembered:
         text: where a user finds it.
         units: the units that use it.
         storage: the memory of a tensor, which calls outside the units may also use; None for anything else.
-        changed, used: where; places in the user's code.
+        changed, used: where in the user's code it is changed and used.
     """
 
     text: str
@@ -82,7 +82,7 @@ def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
 
 
 class _Stopped:
-    """Replaces an iterator: raises when the forward takes something from it."""
+    """Stands in for an iterator, and raises when the forward takes something from it."""
 
     def __init__(self, iterator: Any, text: str) -> None:
         self._iterator, self._text = iterator, text
@@ -103,7 +103,7 @@ class _Stopped:
 
 @contextmanager
 def iterators_stopped(reach: Reach) -> Iterator[None]:
-    """Meanwhile, iterators within reach raise PartitionError instead of advancing."""
+    """A context in which iterators within reach raise PartitionError instead of advancing."""
     found = [
         (place, key, value)
         for place in reach.places
@@ -134,7 +134,7 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
     """Raises PartitionError if a forward that is rerun remembers something.
 
     Args:
-        units: those that are rerun; None: the whole stage.
+        units: the units that are rerun; None: the whole stage.
     """
     for each in remembered:
         if units is None or not each.units.isdisjoint(units):

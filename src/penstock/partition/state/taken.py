@@ -1,7 +1,7 @@
-"""What a block leaves in attributes of its own modules and others read: an auxiliary loss, `self.l_aux = ...`.
+"""What a block leaves in its own modules' attributes for others to read: an auxiliary loss, `self.l_aux = ...`.
 
 Most such blocks are opened, so that nothing is left anywhere (`run/sideways.py`). One that depends on values must run
-as a whole: its value is taken out of the attribute right after the call, and from then on is a value like any other.
+as a whole: right after the call, its value is taken out of the attribute, and is then a value like any other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Attribute:
     """An attribute of a module that each call of a block sets anew.
 
     Args:
-        name: how the model's user finds it.
-        module, key: where it is.
+        name: where a user finds it.
+        module, key: the module and the attribute's name.
     """
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name, self.key = name, key
-        self._entries = vars(module)  # no module, whose parameters a stage would hold twice
+        self._entries = vars(module)  # not the module: a stage would then hold its parameters twice
         self._last: Callable[[], Tensor | None] = lambda: None
 
     def take(self) -> Tensor:
-        """The value that the call just made has left. Raises PartitionError if it has left none."""
+        """The value that the latest call left. Raises PartitionError if it left none."""
         value = self._entries.get(self.key)
         if not isinstance(value, Tensor) or value is self._last():
             raise PartitionError(
@@ -41,13 +41,16 @@ class Attribute:
 
 
 def taken(result: Any, attribute: Attribute) -> Tensor:
-    """What the call that returned `result` has left in an attribute."""
+    """What the call that returned `result` left in an attribute."""
     return attribute.take()
 
 
 def attributes_of(block: nn.Module, name: str, taken: Collection[str]) -> Iterator[tuple[Attribute, Tensor]]:
-    """The attributes of a block's modules, parameters and buffers aside, that hold tensors which take a gradient or, as
-    those in `taken`, have done so in another recording: an evaluation's loss reads them, too."""
+    """The attributes of a block's modules that hold tensors to take, apart from parameters and buffers.
+
+    These are tensors that require a gradient, and the attributes in `taken`, which did so in another recording: the
+    loss of an evaluation reads them too.
+    """
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in taken):

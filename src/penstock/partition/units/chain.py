@@ -1,4 +1,4 @@
-"""A list of modules as one model: each gets what the one before it returned."""
+"""A list of modules as one model, in which each module gets what the previous one returned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError
 
 
 class Chain(nn.Module):
-    """Runs modules one after the other. A returned tuple is passed on as positional arguments."""
+    """Runs modules one after another. A returned tuple is passed on as positional arguments."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -40,10 +40,10 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
 
 
 def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names by which a model's parameters or buffers are known.
+    """The names by which users know a model's parameters or buffers.
 
-    Those of the model itself; for a `Chain`, the layers' own names, with the layer's index only if two layers would
-    share one.
+    These are the model's own names; for a `Chain`, the layers' own names, prefixed with the layer's index only if two
+    layers would share one.
     """
     if not isinstance(model, Chain):
         return {name: name for name in names}
@@ -53,7 +53,7 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 
 
 def known_names(model: nn.Module) -> dict[str, str]:
-    """For every name of a parameter or buffer in the model, the one by which it is known: its first."""
+    """Maps every name of a parameter or buffer in the model to the first, by which users know it."""
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, tensor in every:

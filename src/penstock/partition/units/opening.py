@@ -1,11 +1,11 @@
 """Which modules are opened that would normally run as a whole, so that cuts can fall inside them.
 
-A stage of a hierarchical model (ConvNeXt, Swin, MaxViT) is an element of a list, yet holds most of the work. Three
-things open a module: `opens=` names it, a cut lies inside it, or the stages would be less even if it stayed whole.
+A stage of a hierarchical model (ConvNeXt, Swin, MaxViT) is one element of a list, yet may do most of the work. A module
+is opened if `opens=` names it, if a cut lies inside it, or if the stages would be less even with it whole.
 
 Random streams are unaffected: draws inside a block come from the stream of its innermost module, wherever that is
 called. Only what an opened module draws in its own forward would come from another stream if it ran as a whole. So such
-a module is opened for `opens=` alone, which says the same for any number of stages.
+a module is opened only for `opens=`, which does not depend on the number of stages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Opening:
     """Names of modules to open.
 
     Attributes:
-        asked: by the user.
-        for_cuts: because a cut lies inside.
-        tried: for balance; they stay whole if they cannot be recorded call by call.
-        whole: those that were tried and could not.
+        asked: opened because the user asked for it.
+        for_cuts: opened because a cut lies inside.
+        tried: opened for balance; they stay whole if they cannot be recorded call by call.
+        whole: tried, but could not be recorded call by call.
     """
 
     asked: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class Opening:
         )
 
     def refuse_draw(self, scope: str, source_line: str) -> None:
-        """Handles a module that was opened unasked and draws random numbers in its own forward."""
+        """Refuses, or leaves whole, a module that was opened unasked and draws random numbers in its own forward."""
         if name := self.around(scope):
             raise StayWhole(name)
         if name := self.cut_inside(scope):

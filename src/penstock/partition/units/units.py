@@ -1,7 +1,7 @@
 """Which modules run as a unit: repeated blocks, torch's own layers, and those that the user names.
 
-Everything else is descended into, and its torch calls are recorded one by one. A module whose result is used outside
-its unit (a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and what encloses it is
+Everything else is opened, and its torch calls are recorded one by one. A module whose result is used outside its unit
+(a router's logits, which a hook collects for an auxiliary loss) is a separate unit, and the modules around it are
 opened. `opening.py` says which other modules are opened for cuts, and why random streams are unaffected.
 """
 
@@ -23,7 +23,7 @@ from penstock.partition.units.chain import Chain
 
 Call = Callable[..., Any]
 
-LISTS = (nn.ModuleList, nn.ModuleDict)  # have no forward: always descended into
+LISTS = (nn.ModuleList, nn.ModuleDict)  # they have no forward: always opened
 STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)  # torch's own, but made of repeated blocks
 
 
@@ -38,17 +38,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """What a model's own forward taught about its units, besides what follows from its structure.
+    """What was learned about a model's units by running its forward, beyond what follows from its structure.
 
     Attributes:
-        exposed: kinds of modules whose results are used outside the block that they are in.
+        exposed: classes of modules whose results are used outside the block that they are in.
         opened: names of modules that are not units, since they take or leave tensors other than as arguments and
-            results; their contents are.
+            results; their contents are units.
         whole: names of modules that are units because a call in them uses modules that it was given as constants.
         shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
-        carried: names of the places of what is carried to the last stage for the loss function.
+        carried: names of the places whose contents are carried to the last stage for the loss function.
         taken: names of attributes that are read after the calls of units that depend on values; see `state/taken.py`.
-        once: no unit may run a second time to see what it reads, since that leaves traces that cannot be undone.
+        once: whether no unit may run again to see what it reads, since that leaves traces that cannot be undone.
     """
 
     exposed: frozenset[type[nn.Module]] = frozenset()
@@ -66,11 +66,11 @@ NO_GRAIN = Grain()
 class Regroup(BaseException):
     """Modules must be opened, or run as a whole: record again.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
 
     Args:
         refusal: what to say if that is impossible.
-        needed: whether the model is refused then; otherwise it is recorded with these modules shut.
+        needed: whether the model is then refused; otherwise it is recorded with these modules shut.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class Regroup(BaseException):
 
 
 class LeavesTraces(BaseException):
-    """A unit that ran a second time left tensors that cannot be taken back: record again, without second runs.
+    """A unit that ran a second time left tensors that cannot be removed: record again, without second runs.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
 
 class Leak(BaseException):
-    """A value that a module inside a unit made is used outside of the unit: record again with its kind exposed.
+    """A value that a module inside a unit made is used outside the unit: record again with the module's class exposed.
 
-    No Exception, so that the model's own `except` clauses do not take it.
+    Not an Exception, so that the model's own `except` clauses do not catch it.
     """
 
     def __init__(self, kind: type[nn.Module], refusal: str) -> None:
@@ -104,9 +104,9 @@ def find_units(
     """The units of a model, by `id` of the module.
 
     Args:
-        leaves: names of modules that are units whatever they hold.
+        leaves: names of modules that are units, whatever they contain.
         grain: see `Grain`.
-        apart: names of more modules that are not units; see `Opening`.
+        apart: names of further modules that are not units; see `Opening`.
 
     Raises PartitionError for a name in `leaves` that is not a module.
     """
@@ -139,7 +139,7 @@ def _encloses(module: nn.Module, kinds: Collection[type[nn.Module]]) -> bool:
 
 
 def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether to descend into a child that would otherwise be a unit, since it only wraps what is repeated."""
+    """Whether to open a child that would otherwise be a unit, because it only wraps repeated blocks."""
     if not has_forward(child):
         return True
     if isinstance(child, nn.Sequential):
@@ -149,7 +149,7 @@ def _is_opened(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Raises PartitionError for a module of TorchScript: its code can be neither seen nor given other parameters."""
+    """Raises PartitionError for a TorchScript module: its code can be neither inspected nor given other parameters."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise PartitionError(
@@ -170,7 +170,7 @@ def refuse_lazy(model: nn.Module) -> None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: lists and other mere containers cannot."""
+    """Whether a module can be called. Lists and other pure containers cannot."""
     if "forward" in vars(module):
         return True
     held = (vars(kind) for kind in type(module).__mro__)  # TorchScript's cannot be read from its class
@@ -192,7 +192,7 @@ def canonical_names(model: nn.Module) -> dict[int, str]:
 
 
 _SHOWN = 4
-"""How many modules a message names if no name is close."""
+"""How many modules a message lists if no name is close."""
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
@@ -211,10 +211,10 @@ def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
 
 @contextmanager
 def intercepted(modules: Iterable[nn.Module], handler: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Send every call of the modules' classes through `handler(original, module, args, kwargs)`.
+    """Sends every call of the modules' classes through `handler(original, module, args, kwargs)`.
 
-    The classes' `__call__` is replaced, not the modules' `forward`, so that an override of `__call__` (gradient
-    checkpointing in `transformers`) and the modules' hooks stay inside the unit.
+    This replaces the classes' `__call__` rather than the modules' `forward`, so that an override of `__call__`
+    (gradient checkpointing in `transformers`) and the modules' hooks stay inside the unit.
     """
     classes = list(dict.fromkeys(type(m) for m in modules))
     originals = {cls: cls.__call__ for cls in classes}  # looked up before any is replaced

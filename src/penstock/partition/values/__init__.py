@@ -1,1 +1,1 @@
-"""What a forward passes on: nested values and objects, and where their tensors lie in memory."""
+"""What a forward passes on: nested values and objects, and where their tensors are in memory."""

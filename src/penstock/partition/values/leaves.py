@@ -1,4 +1,4 @@
-"""Which tensors a result's gradients would reach."""
+"""Finds the tensors that a result's gradients would reach."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch.autograd.graph import Node
 
 
 def leaves_of(results: Iterable[Tensor], until: Iterable[Node] = ()) -> list[Tensor]:
-    """The tensors for which autograd would accumulate gradients from these results, except those that only `until`
-    leads to."""
+    """The tensors for which autograd would accumulate gradients from these results. Does not look beyond `until`."""
     seen: set[Node] = set(until)
     pending: list[Node] = [t.grad_fn for t in results if t.grad_fn is not None and t.grad_fn not in seen]
     found = [t for t in results if t.grad_fn is None and t.requires_grad]

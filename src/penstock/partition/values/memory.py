@@ -1,4 +1,4 @@
-"""Where tensors lie in memory, and whether two of them overlap."""
+"""Where tensors are in memory, and whether two of them overlap."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from penstock.compat import storage_of
 
 ANYWHERE = range(2**63)
-"""The bytes of a storage about which nothing else is known."""
+"""The bytes of a storage of unknown layout."""
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from the first to the last, including all in between. Strides are not negative."""
+    """The number of elements from a tensor's first to its last, including gaps. Strides are not negative."""
     if 0 in shape:
         return 0
     return 1 + sum(step * (size - 1) for size, step in zip(shape, stride, strict=True))
 
 
 def bytes_of(tensor: Tensor) -> range:
-    """The bytes of its storage from a tensor's first to its last."""
+    """The range of bytes of its storage that a tensor spans."""
     if tensor.layout != torch.strided:
         return ANYWHERE
     first = int(tensor.storage_offset()) * tensor.itemsize
@@ -29,7 +29,7 @@ def bytes_of(tensor: Tensor) -> range:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether any element of one lies where an element of the other does. Columns of one tensor do not overlap."""
+    """Whether two tensors have an element at the same address. Different columns of one tensor do not."""
     if one is other:
         return True
     if one.layout != torch.strided or other.layout != torch.strided:
@@ -46,7 +46,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same values, NaNs included; True if they are on the meta device, or sparse."""
+    """Whether two tensors hold the same values, NaNs included. True if they are on the meta device, or sparse."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.is_meta or other.is_meta or one.layout != torch.strided:
@@ -60,7 +60,7 @@ def _addresses(tensor: Tensor) -> range:
 
 
 def _are_columns(one: Tensor, other: Tensor) -> bool:
-    """Whether the two are different columns of one matrix: found without looking at every element, for large ones."""
+    """Whether two tensors are different columns of one matrix, determined without looking at every element."""
     step = _step(one)
     if step == 0 or step != _step(other):
         return False
@@ -82,7 +82,7 @@ def _width(tensor: Tensor, step: int) -> int:
 
 
 def _view(memory: Tensor, tensor: Tensor, start: int) -> Tensor:
-    """A tensor's part of a memory with one element per byte."""
+    """A tensor's part of `memory`, which has one element per byte."""
     size = tensor.itemsize
     strides = [step * size for step in tensor.stride()]
     return torch.as_strided(memory, (*tensor.shape, size), (*strides, 1), start)

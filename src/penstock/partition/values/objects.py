@@ -19,7 +19,7 @@ CONSTANTS = (
     *(type(None), bool, int, float, complex, str, EllipsisType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types whose values a graph prints as they are."""
+"""Types whose values a graph can print."""
 
 OPAQUE = "holds tensors"
 """In the `meta` of a node whose result is not a tensor but hides tensors: the name of its type."""
@@ -34,7 +34,7 @@ def leaf(value: Any, index: int) -> Any:
 
 
 def rebuilt(structure: Any, *leaves: Any) -> Any:
-    """A new object with a structure and leaves, for the block that takes it."""
+    """Builds a new object from a structure and leaves, for the block that takes it."""
     return unflatten(leaves, structure)
 
 
@@ -44,7 +44,7 @@ def input_path(path: str) -> str:
 
 
 def free_name(model: nn.Module, name: str) -> str:
-    """The name, with underscores appended until the model has no such attribute."""
+    """The name with underscores appended until the model has no such attribute."""
     while hasattr(model, name):
         name += "_"
     return name
@@ -55,7 +55,7 @@ def is_named_tuple(value: object) -> bool:
 
 
 def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """For each part of a structure: a function, a key and the part, where function(value, key) gives the part."""
+    """For each part of a structure, a function, a key and the part: `function(value, key)` returns the part."""
     if isinstance(value, Tensor) or type(value) in CONSTANTS:
         return
     if type(value) in (tuple, list) or is_named_tuple(value):
@@ -72,9 +72,9 @@ def child_items(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors that a value hands over: those in its structure, and those in objects that cannot be taken apart.
+    """The tensors in a value: those in its structure, and those in objects that cannot be taken apart.
 
-    Not those of closures: they are not part of a call's arguments.
+    Leaves out those in closures, which are not part of a call's arguments.
     """
     for item in flatten(value).leaves:
         if isinstance(item, Tensor):
@@ -111,7 +111,7 @@ def hidden_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _referents(value: Any) -> Sequence[Any]:
-    """What an object refers to. Modules, types and what a function finds in its file are not part of a value."""
+    """What an object refers to, apart from modules, types and a function's globals, which are not part of a value."""
     if isinstance(value, (type, nn.Module, ModuleType, CodeType, FakeTensorMode)):
         return ()
     if isinstance(value, FunctionType):

@@ -1,7 +1,7 @@
-"""Objects, lists and dicts that a block is given: as they were before its call, and whether the call changed them.
+"""Objects, lists and dicts that are passed to a block: their state before the call, and whether the call changed them.
 
-They are values: a stage rebuilds them for each call from the tensors that it has, and takes out what the call left in
-them. So a cache that every block writes into crosses cuts like any other value.
+They are values: a stage rebuilds them for each call from the tensors that it has, and then extracts what the call left
+in them. So a cache that every block writes to crosses cuts like any other value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Passed:
 
     Attributes:
         containers: the outermost objects, lists and dicts.
-        opaque: what lies in or next to these and is neither a tensor nor a plain value, and cannot be rebuilt.
+        opaque: what is in or next to these, is neither a tensor nor a plain value, and cannot be rebuilt.
     """
 
     def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
@@ -33,7 +33,7 @@ class Passed:
         self.opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
 
     def _state(self) -> tuple[Flat, Flat]:
-        """All containers: once with only the objects that hold tensors opened, once with all of them opened."""
+        """All containers, flattened twice: with only the objects that hold tensors opened, and with all opened."""
         if not self.containers:
             return flatten(()), flatten(())
         return flatten(self.containers), flatten(self.containers, empty=True, closed=self._kept)
@@ -46,19 +46,19 @@ class Passed:
         return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
-        """Which containers must be rebuilt for the call, and from what: all containers, as they were before it."""
+        """Which containers must be rebuilt for the call, and all containers as they were before it, flattened."""
         plans = self._shown.structure.children  # type: ignore[attr-defined]
         made = [index for index, plan in enumerate(plans) if index in changed or _holds_objects(plan)]
         return made, self._every if changed else self._shown
 
     def write_back(self, changed: Collection[int], new: Any) -> None:
-        """Give the containers the contents of those that went through a call instead of them."""
+        """Gives the containers the contents of those that went through a call in their place."""
         for index in changed:
             overwrite(self.containers[index], new[index])
 
 
 def kept_by(model: nn.Module) -> dict[int, object]:
-    """What the model's modules hold as attributes besides tensors and modules, by id."""
+    """The modules' attributes other than tensors and constants, by id."""
     values = (value for module in model.modules() for value in vars(module).values())
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
 

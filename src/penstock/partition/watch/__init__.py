@@ -1,1 +1,1 @@
-"""What happens below the calls of a forward: operators, writes, draws, what backward will need, how much work it is."""
+"""Watches what happens below a forward's calls: operators, writes, draws, what backward will need, how much work."""

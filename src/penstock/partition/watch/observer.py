@@ -25,14 +25,14 @@ RUNNING = ("running_mean", "running_var")
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects until `take` is called.
+    """Collects what operators do until `take` is called.
 
     Attributes:
         stack: the modules whose forward is running, outermost first.
         calls: every module called so far, with the value of `position` at that time.
-        returned: for the `id` of each tensor that a module returned, the tensor and the innermost such module.
-        position: set by the owner; the index of the node that is being recorded.
-        work: of the calls since the owner last set it to 0; see `work_of`.
+        returned: for the `id` of each tensor that a module returned, the tensor and the innermost module to return it.
+        position: set by the owner: the index of the node that is being recorded.
+        work: the work since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
         saved: what is saved for backward.
         statistics: the memory of batch norms' running statistics, which get no new version when they are updated.
@@ -45,7 +45,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         """`registered`: ids of the model's modules; draws in a module made by the forward count as its caller's.
 
-        `seeds`: is given the generators that operators get.
+        `seeds`: told of the generators that operators get.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._registered, self._seeds = registered, seeds
@@ -58,16 +58,16 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.provenance = Provenance()
         self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
         self.statistics: set[int] = set()
-        self._taken: set[int] = set()  # by operators that do not update running statistics
+        self._taken: set[int] = set()  # memory taken by operators that do not update running statistics
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
-        self._written: dict[int, Any] = {}  # what holds the memory
+        self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self._kept: list[Any] = []
         self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # asks for a device: most calls are such
+        if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         writing: list[Tensor] = []
         is_plain, updates_statistics = isinstance(func, torch._ops.OpOverload), False
@@ -109,7 +109,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def exchanging(self, tensor: Tensor) -> Iterator[None]:
-        """Around anything that gives a tensor other memory (`.data = ...`), which is also an update in place."""
+        """A context for anything that gives a tensor other memory (`.data = ...`). Counts as an in-place update."""
         memory, root = tensor.untyped_storage(), self.provenance.root(tensor)
         yield
         self._written[root] = memory
@@ -117,7 +117,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def not_counting(self) -> Iterator[None]:
-        """Meanwhile operators do not count as the model's."""
+        """A context in which operators do not count as the model's."""
         work, taken, provenance = self.work, set(self._taken), self.provenance
         borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
         try:
@@ -127,11 +127,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def mere_statistics(self) -> set[int]:
-        """The memory of running statistics that only the batch norms that update them use."""
+        """The memory of running statistics that nothing uses except the batch norms that update them."""
         return self.statistics - self._taken
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
-        """What was seen of a real tensor that a unit ran on also holds for the fake one."""
+        """Notes that what was seen of a real tensor that a unit ran on also holds for the fake one."""
         if storage_of(real) in self.statistics:
             self.statistics.add(storage_of(fake))
         if storage_of(real) in self._taken:
@@ -140,7 +140,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_function(self) -> Iterator[None]:
-        """While the forward of an autograd function runs: it records no gradients, yet has a backward."""
+        """A context for the forward of an autograd function, which records no gradients, yet has a backward."""
         before, self._inside_function = self._inside_function, self._inside_function or torch.is_grad_enabled()
         try:
             yield
@@ -155,7 +155,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._registered is None or id(module) in self._registered
 
     def take(self, keep: bool = True) -> tuple[list[nn.Module | None], frozenset[int]]:
-        """Return and forget the modules that drew and the memory that was written since the last call.
+        """Returns and forgets the modules that drew and the memory that was written since the last call.
 
         `keep`: keep that memory alive, so that its number cannot be reused later.
         """
@@ -166,12 +166,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return drew, written
 
     def place_calls(self, first: int, position: int) -> None:
-        """Attribute the calls from number `first` on to the node of that index."""
+        """Attributes the calls from number `first` on to the node at that index."""
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
     def logging(self) -> Iterator[list[Any]]:
-        """Collect every operator with its arguments, tensors by their shapes."""
+        """Collects every operator with its arguments; tensors are represented by their shapes."""
         log: list[Any] = []
         self._log = log
         try:
@@ -181,7 +181,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Keep `stack` and `calls` up to date with this thread's module calls."""
+        """Keeps `stack` and `calls` up to date with this thread's module calls."""
         thread = threading.get_ident()
 
         def enter(module: nn.Module, _args: Any) -> None:
@@ -194,7 +194,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for leaf in (result,) if isinstance(result, Tensor) else flatten(result).leaves:
                     if isinstance(leaf, Tensor):
                         self.returned.setdefault(id(leaf), (leaf, module))
-                while self.stack and self.stack.pop() is not module:  # those above it left by an exception
+                while self.stack and self.stack.pop() is not module:  # those above it were left by an exception
                     pass
 
         handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
@@ -215,7 +215,7 @@ def described(value: Any) -> Any:
 
 
 def numbers_given(func: Any, args: Any) -> Any:
-    """The numbers that a tensor is made of, for comparison."""
+    """The numbers that a tensor is made from, for comparison."""
     lifts = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
     return repr(args[0].tolist()) if lifts and args[0].numel() <= 64 else None
 
@@ -229,7 +229,7 @@ def argument_names(func: Any) -> tuple[str, ...]:
 def written_arguments(func: Any) -> tuple[str, ...]:
     """The arguments that an operator updates in place.
 
-    Batch norm's running statistics count as written although some of its operators' schemas do not say so.
+    These include batch norm's running statistics, although the schemas of some of its operators do not say so.
     """
     return tuple(
         argument.name

@@ -1,4 +1,4 @@
-"""A forward's own seeds and generators: refused if recorded calls would draw other numbers."""
+"""Refuses a forward's own seeds and generators if recorded calls would draw other numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SEED = 0x2D1B6A0F93C5E847
 
 
 class Seeds:
-    """Watches torch's generators while a forward is recorded: a forward that seeds them wants certain numbers.
+    """Watches torch's generators while a forward is recorded: a forward that seeds them wants particular numbers.
 
-    Recorded draws come from keyed streams, which would give others.
+    Recorded draws come from keyed streams, which would give different ones.
     """
 
     def __init__(self) -> None:
-        """Make this where the generators' states are restored afterwards."""
+        """Create this only where the generators' states are restored afterwards."""
         torch.default_generator.manual_seed(SEED)
         self.users: dict[int, tuple[object, str]] = {}  # each kept alive so that its id is not reused
 
@@ -36,11 +36,11 @@ class Seeds:
             raise Obstacle(f"{here} draws random numbers after the forward has seeded torch's generator", scope)
 
     def check_generator(self, generator: object, unit: str, scope: str) -> None:
-        """Raises PartitionError if operators outside of the units, or in two of them, draw from a given generator.
+        """Raises PartitionError if operators outside the units, or in two of them, draw from a generator of their own.
 
         Args:
-            generator: what the operator was given, if anything.
-            unit: the unit that it runs in; empty outside of the units.
+            generator: the generator that the operator was given, if any.
+            unit: the unit that it runs in; empty outside the units.
             scope: the name of the module that it runs in.
         """
         if not isinstance(generator, torch.Generator) or generator is torch.default_generator:

@@ -1,8 +1,8 @@
-"""Updates in place of what backward needs.
+"""Finds in-place updates of what backward needs.
 
-Autograd counts a tensor's versions, and raises if backward finds another version than forward saved, unless the update
-went through `.data`. One device then computes with whatever was written; a stage that holds another copy, or that runs
-other microbatches in between, would not. So this module finds such updates, and what forward has saved.
+Autograd counts a tensor's versions, and raises if backward finds a different version from the one that forward saved,
+unless the update went through `.data`. One device then computes with whatever was written; a stage that holds another
+copy, or that runs other microbatches in between, would not. So this module finds such updates, and what forward saved.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Saved:
         self._recent: list[_Packed] = []  # since the last call was written
         self._of_calls: list[tuple[Fact, list[_Packed]]] = []
         self._visited: set[Node] = set()
-        self._is_blind = False  # some nodes do not tell what they save
-        self._keeps_given = False  # hooks from elsewhere keep what the latest call was given
+        self._is_blind = False  # whether some nodes do not say what they save
+        self._keeps_given = False  # whether foreign hooks keep the latest call's arguments
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Saved:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Forgets what is saved meanwhile."""
+        """A context in which what is saved is forgotten again."""
         recent, visited = self._recent, set(self._visited)
         is_blind, keeps_given = self._is_blind, self._keeps_given
         self._recent = []
@@ -121,7 +121,7 @@ class Saved:
             self._is_blind, self._keeps_given = is_blind, keeps_given
 
     def release(self) -> None:
-        """Call this at the end: a node that saves its own result and that result keep each other alive."""
+        """Call this at the end: a node that saves its own result, and that result, keep each other alive."""
         _release(self._recent)
         for _, packed in self._of_calls:
             _release(packed)
@@ -151,9 +151,9 @@ class Saved:
                     self._keeps_given = True
 
     def stands_for(self, real: Tensor, fake: int) -> None:
-        """What was saved of a real tensor that a unit ran on counts as its fake's, even if its memory was replaced.
+        """Notes that what was saved of a real tensor that a unit ran on counts as its fake's.
 
-        `fake`: the number of the fake's memory.
+        This holds even if the real tensor's memory was replaced. `fake`: the number of the fake's memory.
         """
         for packed in self._recent:
             if storage_of(real) in packed.memory or packed.tensor is real:
@@ -161,7 +161,7 @@ class Saved:
                 packed.key = fake
 
     def belongs_to(self, fact: Fact, given: Iterable[Tensor]) -> None:
-        """What was saved since the last call belongs to this one. `given`: its arguments."""
+        """Attributes what was saved since the last call to this one. `given`: its arguments."""
         if self._keeps_given or fact.runs_again:
             fact.saved = frozenset(map(storage_of, given))
         if self._recent:

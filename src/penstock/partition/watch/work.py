@@ -1,8 +1,8 @@
-"""How much work a call is: the estimate that balances the stages before anything is timed.
+"""Estimates how much work a call is, to balance the stages before anything is timed.
 
-Work is counted in floating-point operations, forward and backward: a product's own, by torch's table of formulas, and
-for every call the bytes that it moves, as the operations that the processor would do meanwhile. Norms, activations and
-depthwise convolutions hardly calculate, yet take time.
+Work is counted in floating-point operations, forward and backward: a product's own, from torch's table of formulas, and
+for every call the bytes that it moves, as the number of operations that the processor could do in that time. Norms,
+activations and depthwise convolutions hardly calculate, yet take time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Operation(NamedTuple):
 
 
 def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], trains: bool) -> int:
-    """The work of one call of an operator, its backward included.
+    """The work of one call of an operator, including its backward.
 
     Args:
+        call: the call and its result.
         given, made: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
@@ -92,7 +93,7 @@ _FORMULAS: Mapping[str, Callable[..., int]] = {
     "mkldnn_rnn_layer": _recurrent,
     "_cudnn_rnn": _recurrent,
 }
-"""For products that are not in torch's table."""
+"""Formulas for products that are not in torch's table."""
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,6 +1,6 @@
-"""Tensors of one batch that share memory, if the forward updates one of them in place.
+"""Refuses tensors of a batch that share memory if the forward updates one of them in place.
 
-On one device the rest change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In a
+On one device the others change with it: `loss(model(x), x)` compares with what a `ReLU(inplace=True)` made of x. In a
 pipeline each has its own memory, often in another process, and would not see the update.
 """
 
@@ -35,7 +35,7 @@ def refuse_aliases(
 
     Args:
         overwritten: the paths of the inputs that the forward updates in place.
-        divided: what the user's function made of the batch; None if there is no such function.
+        divided: the pieces into which the user's function cut the batch; None if there is no such function.
     """
     if not overwritten:
         return
@@ -59,7 +59,7 @@ def refuse_aliases(
 
 
 def _tensors(tree: Any) -> Iterator[Named]:
-    """The tensors of a batch; those of its pieces under their path within a microbatch."""
+    """The tensors of a batch, each with its path; those in pieces have their path within a microbatch."""
     flat = flatten(tree)
     for leaf, path in zip(flat.leaves, flat.paths, strict=True):
         if isinstance(leaf, Tensor):

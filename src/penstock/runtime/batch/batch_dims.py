@@ -14,15 +14,18 @@ from penstock.errors import ArgumentError, ShapeError
 from penstock.trees import flatten
 
 Dim = int | str | None
-"""A dimension (from the end if negative); None: the leaf goes whole to each microbatch. For outputs also how values of
-the microbatches are combined into the batch's: "mean" (weighted by rows) or "sum"."""
+"""A dimension (from the end if negative); None: each microbatch gets the whole leaf. For outputs also how the values of
+microbatches are combined into the batch's: "mean" (weighted by rows) or "sum"."""
 
 REDUCED = ("mean", "sum")
 
 
 class BatchDims(TypedDict, total=False):
-    """What `batch_dims=` states. Each entry mirrors what it describes, or holds one `Dim` for a whole part of it; what
-    is not mentioned has the batch in its first dimension. Any other key names an input passed by keyword."""
+    """What `batch_dims=` states. Each entry mirrors what it describes, or gives one `Dim` for a whole part of it.
+
+    Leaves that are not mentioned have the batch in their first dimension. Any other key names an input passed by
+    keyword.
+    """
 
     args: Any
     kwargs: Any
@@ -35,7 +38,7 @@ class Dims:
     """The batch's dimension in each leaf of one structure.
 
     Attributes:
-        what: what they describe, for messages.
+        what: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
     """
 
@@ -43,7 +46,7 @@ class Dims:
     stated: tuple[tuple[str, Dim], ...] = ()
 
     def of(self, path: str) -> Dim:
-        """What is stated for the leaf at `path`: the most specific statement applies."""
+        """The dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
         path = _plain(path)
@@ -51,13 +54,13 @@ class Dims:
         return max(found, key=lambda pair: pair[0])[1] if found else 0
 
     def below(self, path: str, what: str) -> Dims:
-        """What is stated within the part of the structure at `path`, which is itself called `what`."""
+        """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
         path = _plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
     def at(self, path: str, tensor: Tensor, where: str) -> int | None:
-        """The dimension of `tensor` to cut along, counted from the front; None if it goes whole.
+        """The dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
@@ -78,7 +81,7 @@ class Dims:
 
 
 _ALL = ("", "[0]", "[1]")
-"""What is stated for a whole target or output, or for all args or kwargs, may match nothing."""
+"""Statements about a whole target or output, or about all args or kwargs, may match nothing."""
 
 
 def checked(dim: int, tensor: Tensor, where: str) -> int:
@@ -150,7 +153,7 @@ def _dim(leaf: Any) -> Dim | _Wrong:
         return leaf  # type: ignore[no-any-return]
     theirs: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"
-    )  # otherwise it is not one of torch's: saves an import
+    )  # if it is not loaded, the leaf is not torch's: saves an import
     if theirs is not None and isinstance(leaf, theirs.TensorChunkSpec):
         return int(leaf.split_dim)
     if theirs is not None and (leaf is theirs._Replicate or isinstance(leaf, theirs._Replicate)):

@@ -1,4 +1,4 @@
-"""How batches become microbatches, and their outputs the batch's output: along dimensions, or by functions."""
+"""Cuts batches into microbatches and joins their outputs, along dimensions or by the user's functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Microbatch(NamedTuple):
 
     Attributes:
         args, kwargs: the model's inputs.
-        target: what the loss takes; None if the batch came without one.
-        rows: how many rows it counts for in a mean; None: as many as its inputs have along the batch's dimension.
+        target: what the loss takes; None if the batch has none.
+        rows: how many rows it counts as in a mean; None: as many as its inputs have along the batch's dimension.
     """
 
     args: tuple[Any, ...] = ()
@@ -61,7 +61,7 @@ class Cutting:
     def of(
         cls, batch_dims: BatchDims | Dim, split: SplitFunction | None = None, merge: MergeFunction | None = None
     ) -> Cutting:
-        """Makes it from the user's arguments. Raises ArgumentError for an invalid one."""
+        """Makes the rule from the user's arguments. Raises ArgumentError if one is invalid."""
         for name, function in {"split": split, "merge": merge}.items():
             if function is not None and not callable(function):
                 raise ArgumentError(f"{name}={function!r}: expected a function, or None")
@@ -75,7 +75,7 @@ class Cutting:
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
     ) -> tuple[Microbatch, ...] | None:
-        """What `split` makes of a batch, with the rows of each piece; None if there is no such function.
+        """The pieces into which `split` cuts a batch, each with its rows; None if there is no such function.
 
         Raises:
             ArgumentError: it returned something other than microbatches, too many or too few, or rows that are not a
@@ -112,10 +112,10 @@ class Cutting:
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Into how many microbatches a whole batch is cut by default: `MICROBATCHES`, or as many as it yields (one for
-        each of its rows, or the pieces that it is already cut into) if these are fewer.
+        """How many microbatches a whole batch is cut into by default: `MICROBATCHES`, or as many as it yields (one per
+        row, or the pieces that it is already cut into) if these are fewer.
 
-        `penstock.pipeline` does not ask: it expects batches larger than its example.
+        `penstock.pipeline` does not use this: it expects batches larger than its example.
         """
         given = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
         if given:
@@ -184,7 +184,7 @@ class Cutting:
 
 
 _WHOLE = Dims("piece", (("", None),))
-"""Nothing is cut: each tensor gets its own memory."""
+"""Cuts nothing, but gives each tensor its own memory."""
 
 
 def _paths(tree: Any) -> list[str]:

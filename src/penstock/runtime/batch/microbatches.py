@@ -24,7 +24,7 @@ from penstock.words import counted
 
 
 class Microbatches(Leaf):
-    """Values that are already cut into microbatches, such as bucketed sequences, each bucket with its own length.
+    """Values that are already cut into microbatches, such as sequences in buckets, each with its own length.
 
     It can replace any tensor of a batch, in inputs, targets and the example: each microbatch gets its piece, which may
     be any nesting of tensors and plain values. Tensors next to it are cut into pieces with the same numbers of rows.
@@ -52,7 +52,7 @@ class CutBatch:
     Attributes:
         pieces: the flattened (args, kwargs) of each microbatch, its tensors in their own memory.
         sizes: the rows of each microbatch.
-        kind: all that a recording depends on, except values of tensors: batches of one kind may share a recording.
+        kind: all that a recording depends on, except tensors' values: batches of one kind may share a recording.
     """
 
     pieces: tuple[Flat, ...]
@@ -100,7 +100,7 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
 
 
 def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
-    """The rows of each tensor to cut, and its name; `prefix` is the path of the whole within what is stated."""
+    """The rows of each tensor to cut, and its name. `prefix`: the path of `flat` within what is stated."""
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if isinstance(leaf, Tensor):
             dim = dims.at(prefix + path, leaf, f"{what}{path}")
@@ -133,7 +133,7 @@ def cut(
     pipelines: int = 1,
     dims: Dims = FIRST,
 ) -> CutBatch:
-    """A batch as at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
+    """Cuts a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
 
     Raises:
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
@@ -192,7 +192,7 @@ def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.devic
 
 
 def _dense(part: Tensor) -> Tensor:
-    """A slice along a later dimension without the gaps that cutting left: laid out as `part.clone()` would be."""
+    """Removes the gaps that cutting along a later dimension leaves: the result is laid out like `part.clone()`."""
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
@@ -242,12 +242,12 @@ def check_count(count: int, microbatches: int, what: str, pipelines: int) -> Non
 
 
 def kind_of(flat: Flat) -> Hashable:
-    """What a recording depends on, except values of tensors."""
+    """What a recording depends on, except tensors' values."""
     return flat.structure, tuple(map(_kind_of_leaf, flat.leaves))
 
 
 def _kind_of_leaf(leaf: Any) -> Hashable:
-    """A leaf as `describe` sees it, without its device: microbatches are moved to the first stage's."""
+    """A leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's device."""
     if isinstance(leaf, Microbatches):
         return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
     return describe(leaf)[:4]

@@ -1,7 +1,7 @@
 """A batch without its data: what the other ranks need to record it.
 
-A recording looks only at the values of integer and boolean tensors (the forward may branch on them), so these are sent;
-of floating-point tensors only shape, strides and dtype are.
+A recording looks only at the values of integer and boolean tensors (the forward may branch on them), so these are sent.
+For floating-point tensors only shape, strides and dtype are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
 
 
-@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ by its own
+@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ with its own
 class Outline:
     """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
 
@@ -57,9 +57,13 @@ class Outline:
         device = next((leaf.device.type for leaf in flatten(example).leaves if isinstance(leaf, Tensor)), "cpu")
         return cls((map_tensors(_without_values, example),), device, ())
 
-    def fill(self) -> list[Example]:
-        """Examples to record from. Floating-point tensors have memory, but no particular values."""
-        return [map_tensors(lambda tensor: _with_memory(tensor, self.device), one) for one in self.examples]
+    def fill(self, device: torch.device | None = None) -> list[Example]:
+        """The examples to record from, on `device` (None: the type of device that they came from).
+
+        Floating-point tensors have memory, but arbitrary values.
+        """
+        there = device or torch.device(self.device)
+        return [map_tensors(lambda tensor: _with_memory(tensor, there), one) for one in self.examples]
 
     @property
     def text(self) -> str:
@@ -69,7 +73,7 @@ class Outline:
         return ", ".join(f"{input_path(path)} {list(leaf.shape)}" for leaf, path in pairs if isinstance(leaf, Tensor))
 
     def __getstate__(self) -> list[Any]:
-        """The state sent to other ranks. Raises ArgumentError for what cannot be sent."""
+        """The state sent to other ranks. Raises ArgumentError if something cannot be sent."""
         for leaf, path in ((leaf, path) for one in self.examples for leaf, path in _plain(flatten(one))):
             try:
                 pickle.dumps(leaf)
@@ -87,7 +91,7 @@ class Outline:
 
 @contextmanager
 def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
-    """Around a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
+    """Wraps a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
 
     Raises:
         PartitionError: batch norm gets a single row.
@@ -118,7 +122,7 @@ def _without_values(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _with_memory(tensor: Tensor, device: str) -> Tensor:
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.to(device)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,1 +1,1 @@
-"""What keeps a pipelined step equal to the unsplit one: its rules, its random streams, tensors that must not change."""
+"""What keeps a pipelined step equal to the unsplit one: rules, random streams, and tensors that must not change."""

@@ -1,18 +1,18 @@
 """What keeps a pipelined step equal to the unsplit one, bit for bit: the rules, each in one place.
 
-Every rule was found by experiment; break it, and bits change: tests/runtime/exact/test_rules.py breaks each on purpose.
+Every rule was found by experiment. Break one and bits change: tests/runtime/exact/test_rules.py breaks each on purpose.
 
 1. A stage's weight gradients accumulate in ascending order of microbatch. The schedule decides this;
    `penstock.schedule.check` reports one that does not as inexact.
-2. All uses of a parameter within one microbatch are summed first and then added once to `.grad`: one `backward` call
-   takes all roots of a stage together. If the backward is split, a parameter with any use that cannot wait for W does
-   not wait at all, and the terms of those that wait are added in autograd's order
+2. The gradients of all uses of a parameter within one microbatch are summed first, then added to `.grad` once: one
+   `backward` call takes all roots of a stage together. If the backward is split, a parameter with any use that cannot
+   wait for W does not wait at all, and the terms of those that wait are added in autograd's order
    (`penstock.runtime.split_backward.backward`).
 3. The loss is scaled by the seed of its backward (`seeds`), never by dividing gradients afterwards.
 4. The gradient of a value that several stages use comes back from the last consumer to the one before it, and is a
    root of that stage's backward, so that it is the first term of the sum there (`backward`).
-5. Strides and the address modulo a cache line survive a cut (`Layout`), for values and gradients alike; every
-   microbatch has its own allocation (`own`). For another address, BLAS takes another path, with other bits.
+5. Strides, and the address modulo a cache line, survive a cut (`Layout`), for values and gradients alike; every
+   microbatch has its own allocation (`own`). At another address BLAS takes another path, with other bits.
 6. A received tensor may be updated in place (`Receive` hands the buffer on as a value that is not a leaf).
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
 8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
@@ -76,7 +76,7 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
 
 @contextmanager
 def outside_autocast(device_type: str) -> Iterator[None]:
-    """Around parts of a backward, for a step that runs under autocast."""
+    """Turns autocast off for part of a backward, in a step that runs under it."""
     if not torch.is_autocast_enabled(device_type):
         yield
         return
@@ -132,7 +132,7 @@ class Buffer(NamedTuple):
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, with the conjugation and negation that torch puts off carried out."""
+    """The tensor without its graph, and with any conjugation or negation that torch has put off carried out."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -157,7 +157,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
         tensor = on_memory_of(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
-    if is_overlapping(narrow, stride):  # such a tensor cannot be written to; contiguous is the nearest
+    if is_overlapping(narrow, stride):  # such a tensor cannot be written to: use a contiguous one
         return Buffer(
             torch.empty(shape, dtype=dtype, device=device),
             torch.empty(_numel(shape), dtype=dtype, device=device),
@@ -169,7 +169,7 @@ def allocate(layout: Layout, device: torch.device) -> Buffer:
 
 
 def on_memory_of(memory: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """A tensor on another's memory, but not a view of it: autograd refuses to update views that `Receive` returns."""
+    """A tensor on another's memory, yet not a view of it: autograd refuses to update views that `Receive` returns."""
     return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
         memory.untyped_storage(), offset, shape, stride
     )
@@ -185,7 +185,7 @@ def flat_bytes(layout: Layout) -> int:
 
 
 def unpack(buffer: Buffer) -> Tensor:
-    """The tensor, once `buffer.flat` has been filled."""
+    """The tensor in a buffer whose `flat` has been filled."""
     if buffer.packed:
         target = _unexpanded(buffer.tensor)
         target.copy_(buffer.flat.view(target.shape))

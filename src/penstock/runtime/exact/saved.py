@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SavedTensor(NamedTuple):
-    """A tensor without its graph, on the same memory, so that whatever came before it can be freed.
+    """A tensor without its graph, in the same memory, so that whatever it was computed from can be freed.
 
     Attributes:
         version: autograd's count of in-place updates of the tensor.

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.compat import generator_of
+
 _MASK = (1 << 64) - 1
 
 
@@ -51,10 +53,10 @@ class Streams:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.first_microbatch = 0
-        """This replica's first microbatch in the whole batch: a replica draws what one device would for its part."""
+        """The number of this replica's first microbatch in the whole batch: a replica draws what one device would."""
         self.seeds_foreign = False
-        """Whether Python's and numpy's generators are set as torch's are: if a bound model draws from them. For a loss
-        function, which may draw from anything, they always are."""
+        """Whether Python's and numpy's generators are set like torch's: only if a bound model draws from them. For a
+        loss function, which may draw from anything, they always are."""
         self.seedings = 0
         """How often the generators were set."""
         self._keys: dict[str, int] = {}
@@ -84,8 +86,8 @@ class Streams:
 
     @contextmanager
     def drawing(self, step: int, devices: tuple[torch.device, ...]) -> Iterator[None]:
-        """Runs one step's draws on these streams, and restores the user's generators afterwards."""
-        # The CPU's is always among them: it is the one that checkpointing restores, whatever the device.
+        """Wraps a step: draws come from these streams. Restores the user's generators afterwards."""
+        # Always includes the CPU's: checkpointing restores that one, whatever the device.
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
@@ -108,7 +110,7 @@ class Streams:
 
         Args:
             offsets: how often each module was called on earlier stages, if at all.
-            again: whether in backward, where recomputation must draw the same numbers again.
+            again: whether this is in backward, where recomputation must draw the same numbers again.
         """
         self._base = mix(self.seed, self._step, self.first_microbatch + microbatch)
         self._calls = dict(offsets)
@@ -159,7 +161,7 @@ class Streams:
 
 
 class _Hook:
-    """A pre-hook that sets the stream. A copy of the module (a reference, say) leaves the hook behind."""
+    """A pre-hook that sets the stream. A deep copy of the module (a reference model, say) does not keep it."""
 
     def __init__(self, streams: Streams | None, name: str) -> None:
         self._streams = streams
@@ -174,12 +176,3 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None, self._name)
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The default generator of a device."""
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator: torch.Generator = torch.cuda.default_generators[index]
-        return generator
-    return torch.default_generator

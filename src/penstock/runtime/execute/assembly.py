@@ -56,7 +56,7 @@ def _deferred_norms(stage: StageContext) -> Feature | None:
 
 
 FEATURES: tuple[Make, ...] = (
-    RecomputedLayers.of,  # replaces the stage's code, which all later features look at
+    RecomputedLayers.of,  # replaces the stage's code, which all later features see
     Offload.of,
     _recomputed,
     Compiled.of,

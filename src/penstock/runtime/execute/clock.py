@@ -1,8 +1,8 @@
-"""When actions ran, on the clock that all processes of a machine share, without delaying anything.
+"""Records when actions ran, on the clock that all processes of a machine share, without delaying anything.
 
-A GPU lags behind the process that gives it work, so marks are queued with its work and read after the step. Waiting for
+A GPU lags behind the process that gives it work, so marks are queued with the work and read after the step. Waiting for
 the whole device at each mark would also wait for receives that are only posted, on NCCL's own streams: two ranks that
-have each posted one would then wait for each other.
+each posted one would wait for each other.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 
 class Clock(Protocol):
-    """Marks of one rank's work; in nanoseconds of `time.perf_counter_ns` once `finish` has returned."""
+    """Marks times in one rank's work. After `finish` they are nanoseconds of `time.perf_counter_ns`."""
 
     def start(self) -> None:
         """Called before the first mark of a step."""
 
     def mark(self) -> Any:
-        """The moment at which the work given so far is done. Never waits for it."""
+        """Marks the moment at which the work given so far is done, without waiting for it."""
 
     def finish(self) -> None:
         """Waits for all marks."""

@@ -1,4 +1,4 @@
-"""What the processes of one mesh send each other besides the messages of a schedule, and how one reports its failure.
+"""What the processes of a mesh exchange besides the messages of a schedule, and how a process reports its failure.
 
 The watchdog knows of every wait: if another process is lost or has failed, the wait ends with the first cause.
 """
@@ -35,7 +35,7 @@ class Control:
 
     Attributes:
         groups: the process groups; None if this process is alone.
-        watchdog: that of the whole mesh.
+        watchdog: the whole mesh's watchdog.
         line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
 
@@ -101,7 +101,7 @@ class Control:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
         assert self.groups is not None
         while len(self._sums) >= BROADCASTS_IN_FLIGHT:
-            self._end_sum()  # done long ago, but pending work must not be dropped
+            self._end_sum()  # finished long ago, but pending work must not be dropped
         pending = all_reduce([value], self.groups.everyone)
         self._sums.append(pending)
 
@@ -122,18 +122,18 @@ class Control:
 
     @contextmanager
     def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Around work that every process does alike and on its own: if one refuses, all raise, once all are done.
+        """Wraps work that every process does by itself in the same way: if one refuses, all raise, once all are done.
 
         Otherwise a process that is ahead would report its refusal while another, about to refuse the same, seems to
-        wait for it and ends as if the run had failed. Nothing within may wait for another process, unless a process
-        that raises a `kind` has waited for as much as the others.
+        wait for it and ends as if the run had failed. Nothing inside may wait for another process, unless a process
+        that raises a `kind` has taken part in the same waits as the others.
 
         Args:
             kind: what counts as a refusal; anything else ends the run immediately.
 
         Raises:
-            kind: what was raised within.
-            PipelineFailure: only other processes raised; it has the message of the first of them.
+            kind: what was raised inside.
+            PipelineFailure: only other processes raised; it has the first one's message.
         """
         if self.groups is None:
             yield
@@ -155,7 +155,7 @@ class Control:
 
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
-        """Around a wait outside a program: the watchdog knows of it, and an error names the first cause."""
+        """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         self.watchdog.position = Position(what, peers)
         try:
             yield
@@ -167,12 +167,12 @@ class Control:
         self.watchdog.position = OUTSIDE
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
+        """Wraps a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
         return self.waiting_for(what, self.others)
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Around this rank's own work, also within a wait: ranks that wait meanwhile name this rank."""
+        """Wraps this rank's own work, which may be inside a wait: ranks that wait meanwhile name this rank."""
         before, self.watchdog.position = self.watchdog.position, Position(what)
         try:
             yield
@@ -215,7 +215,7 @@ class Control:
                 error.add_note(f"penstock: in action {position.action}")
             return error
         if isinstance(error, (RuntimeError, OSError)):
-            # Most likely a neighbour left; but outside a wait it may just as well be the model's own error.
+            # Most likely a neighbour left. But outside a wait it may just as well be the model's own error.
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)

@@ -1,4 +1,4 @@
-"""The ranks that this process drives: their transports and watchdog, and the running of programs on them."""
+"""Drives this process's ranks: holds their transports and watchdog, and runs programs on them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import clock_of
@@ -41,7 +42,7 @@ class BoundSchedule:
     """A schedule bound to partitions, for the ranks of this process."""
 
     number: int
-    """The number of its programs; the same on every rank."""
+    """The number of its programs, which is the same on every rank."""
     partitions: tuple[Partition, ...]
     """One per microbatch."""
     actions: tuple[BoundAction, ...]
@@ -77,9 +78,9 @@ class Engine:
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
+            torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience)
-        self._sending = Position("its last sends", self.control.line)  # a first step waits for them
+        self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
         self.transports: dict[int, Transport]
@@ -96,8 +97,18 @@ class Engine:
                 if cause is error:
                     raise
                 raise cause from error
-            atexit.register(self.close)  # what was sent must arrive even if a script does not close
+            atexit.register(self.close)  # what was sent must arrive even if a script does not call close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
+
+    @property
+    def recorded_for(self) -> torch.device:
+        """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
+
+        A forward may ask where it runs (`torch.autocast(x.device.type)`). So a process that drives a CPU and an
+        accelerator records all stages as if on the accelerator.
+        """
+        devices = (self.devices[rank] for rank in self.ranks)
+        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
@@ -253,7 +264,7 @@ class Engine:
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
-        """Around a step: if it raises, none of its work is left pending."""
+        """Wraps a step: if it raises, none of its work is left pending."""
         try:
             yield
         except BaseException:
@@ -291,8 +302,9 @@ class Engine:
         return [r for rank in self.ranks for r in self._reducers[rank].values()] if bound.training else []
 
     def announce(self, numbers: Sequence[int], source_rank: int) -> list[int]:
-        """Returns one rank's numbers on every rank of the pipeline; each passes equally many. That rank does not wait
-        for the others."""
+        """Returns one rank's numbers on every rank of the pipeline, each of which passes as many. That rank does not
+        wait for the others.
+        """
         if self.control.groups is None:
             return list(numbers)
         buffer = torch.tensor(numbers, dtype=torch.float64)
@@ -328,7 +340,7 @@ class Engine:
 @contextmanager
 def _same_autocast_after() -> Iterator[None]:
     """Restores autocast: a recorded forward that raises cannot leave the autocast that it entered."""
-    before = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    before = {kind: torch.is_autocast_enabled(kind) for kind in autocast_kinds()}
     try:
         yield
     except BaseException:
@@ -338,5 +350,5 @@ def _same_autocast_after() -> Iterator[None]:
 
 
 def draws_in_glue(partition: Partition) -> bool:
-    """Whether the model draws random numbers outside of all called modules."""
+    """Whether the model draws random numbers outside all called modules."""
     return any(stage.draws_outside_modules for stage in partition.stages)

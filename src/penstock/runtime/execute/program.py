@@ -35,7 +35,7 @@ Moment = tuple[Action, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """One action of one rank: `run(action, wait(microbatch))`, in which only `wait` may block."""
+    """One action of one rank, run as `run(action, wait(microbatch))`. Only `wait` may block."""
 
     rank: int
     action: Action
@@ -59,7 +59,7 @@ def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Mome
 
 
 def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns, by rank, when each of them waited and ran.
+    """Runs actions in order. Returns, by rank, when each action waited and ran.
 
     Args:
         clocks: one per rank.
@@ -89,14 +89,14 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """The data of one step. Ranks without the first or the last stage leave its part empty.
+    """The data of one step. Ranks without the first or the last stage leave that stage's part empty.
 
     Attributes:
         inputs: for each microbatch, the model's inputs by position among the first stage's inputs.
-        targets: for each microbatch; None in an evaluation without one.
+        targets: one per microbatch; None in an evaluation without a target.
         weights: the weight of each microbatch's loss.
         keep_outputs: whether to keep the model's output for each microbatch.
-        loss_scale: what gradients are multiplied by.
+        loss_scale: the factor by which gradients are multiplied.
         changes: how often the model was found changed between two steps.
     """
 
@@ -202,5 +202,5 @@ class Program:
 
 
 def model_inputs(meta: StageMeta) -> list[int]:
-    """Positions, among a stage's inputs, of the model's own inputs, in their order."""
+    """The positions of the model's own inputs among a stage's inputs, in order."""
     return [position for position, i in enumerate(meta.inputs) if i.source == MODEL_INPUT]

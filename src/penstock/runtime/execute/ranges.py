@@ -17,8 +17,8 @@ from penstock.runtime.execute.program import BoundAction
 def is_profiling() -> bool:
     """Whether torch's profiler, or `emit_nvtx`, is on.
 
-    Torch has no public way to ask. `_is_profiler_enabled` is what its own optimizers check; without it, every step has
-    its ranges, at about 15 microseconds per action.
+    Torch has no public way to ask. Its own optimizers check `_is_profiler_enabled`; in a torch without it, every step
+    has ranges, which cost about 15 microseconds per action.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", True))
 

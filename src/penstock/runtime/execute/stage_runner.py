@@ -1,8 +1,8 @@
-"""Forward and backward of one microbatch on one stage; the backward whole (B) or split (I and W).
+"""Runs forward and backward of one microbatch on one stage. The backward is full (B) or split (I and W).
 
-Between the two, a stage keeps no more for a microbatch than autograd itself keeps: the edges to start backward from,
-and a slot for the gradient of each input; or, if the forward runs again in backward, what it needs for that. Values and
-gradients are dropped as soon as they are handed on.
+Between the two, a stage keeps little for a microbatch besides what autograd itself keeps: the edges to start backward
+from, and a slot for the gradient of each input; or, if the forward runs again in backward, what it needs for that.
+Values and gradients are dropped as soon as they are passed on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Outbox:
     mail: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
 
     def dispatch(self, routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None]) -> None:
-        """Hands values on to stages of this rank, and keeps the rest until the schedule sends them."""
+        """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
         for route in routes:
             message = [values[position] for position in route.positions]
             if route.remote:
@@ -55,8 +55,8 @@ class StageRunner:
         stage: the stage and what surrounds it.
         functions: the stage's forward for each microbatch (the same function, unless sizes differ).
         routes: where values and gradients come from and go to.
-        split: runs the backward of some microbatches in two parts; None if all are whole.
-        features: what the stage does besides.
+        split: runs the backward of some microbatches in two parts; None if all are full.
+        features: what else the stage does.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StageRunner:
         return args
 
     def forward(self, action: Action, args: list[Any]) -> None:
-        """Runs the stage; keeps what backward starts from; hands the outputs on."""
+        """Runs the stage, keeps what backward starts from, and passes the outputs on."""
         microbatch = number(action)
         with self.features.around(action):
             rerun = None if self._learns_from_loss(microbatch) else self.features.keep(microbatch, args)
@@ -126,10 +126,14 @@ class StageRunner:
             self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
     def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
-        """The forward, and the loss: what backward starts from, and the outputs with their graph. Empties `args`.
+        """Runs the forward, and the loss if there is one. Empties `args`.
+
+        Returns what backward starts from, and the outputs with their graph.
 
         Args:
-            runs_again: backward will not start from this run, but from another one.
+            microbatch: the microbatch's number.
+            args: the stage's inputs.
+            runs_again: whether backward starts from another run rather than this one.
         """
         if self._streams is not None:
             self._streams.begin(microbatch, self._draw_offsets, stage=self.meta.index)
@@ -159,7 +163,7 @@ class StageRunner:
         return _Saved([*roots, *passed_on], slots), outputs
 
     def _again(self, microbatch: int) -> _Saved:
-        """Runs a forward again, on the same inputs, for its graph; drops what was kept for that."""
+        """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
             return self._run(microbatch, rerun.args())[0]
@@ -175,7 +179,7 @@ class StageRunner:
         return grads
 
     def backward(self, action: Action, grads: list[Tensor | None]) -> None:
-        """Runs B or I; hands the gradients of the inputs on."""
+        """Runs B or I, and passes the gradients of the inputs on."""
         microbatch = number(action)
         with self.features.around(action), self.features.backward(microbatch):
             again = microbatch in self._kept
@@ -214,8 +218,10 @@ class StageRunner:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
 
     def _learns_from_loss(self, microbatch: int) -> bool:
-        """Whether a split is learned from the graph of this microbatch's loss. Its forward then does not run again,
-        which would call the loss twice."""
+        """Whether a split is learned from the graph of this microbatch's loss.
+
+        If so, its forward does not run again, which would call the loss twice.
+        """
         split = self._split_of(microbatch) if self._head is not None else None
         return split is not None and not split.decided
 

@@ -1,4 +1,4 @@
-"""Which transport carries what the ranks of this process send: one of Penstock's, or the user's own."""
+"""Chooses the transport for this process's ranks: one of Penstock's, or the user's own."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ def transport_of(
     """This rank's side of the transport that all ranks chose. Every rank calls it.
 
     Raises:
-        ArgumentError: they did not choose the same one, or their factory made something else.
+        ArgumentError: they did not choose the same one, their factory made something else, or they compute on devices
+            of different types.
         Exception: whatever the factory raised.
     """
     possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
-    said: list[tuple[str, bool]] = control.gather((_name_of(choice), possible))
+    said: list[tuple[str, bool, str]] = control.gather((_name_of(choice), possible, device.type))
     with control.agreed():
-        _check_same([name for name, _ in said], control.world.name)
+        _check_same([name for name, _, _ in said], control.world.name)
+        _check_devices([kind for _, _, kind in said])
     plain = DistributedTransport(rank, groups, device)
     if callable(choice):
         made = _made(choice, rank, device, control)
@@ -55,7 +57,7 @@ def transport_of(
 
 
 def _name_of(choice: TransportChoice) -> str:
-    """A name that all ranks can compare; for a factory, that of its code."""
+    """A name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
         return repr(choice)
     function = choice.func if isinstance(choice, partial) else choice
@@ -72,6 +74,17 @@ def _check_same(names: Sequence[str], here: int) -> None:
     raise ArgumentError(
         f"transport: rank {here} has {own}, and rank {other} {names[other]}; every rank must pass the same"
     )
+
+
+def _check_devices(kinds: Sequence[str]) -> None:
+    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise ArgumentError(
+            f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
+            "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
+            "rank"
+        )
 
 
 def _made(factory: TransportFactory, rank: int, device: torch.device, control: Control) -> PointToPoint:

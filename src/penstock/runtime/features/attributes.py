@@ -1,7 +1,8 @@
-"""Attributes that a stage's forwards, or a loss, set for the first time after the first step: because a flag was
-switched, a count got that far, the batch's values ask for it, or a block had been left out by chance until then.
+"""Notices attributes that a stage's forwards, or a loss, set for the first time after the first step: a flag was
+switched, a count reached some number, the batch's values require it, or a block was left out by chance until then.
 
-Attributes are read around every forward, so no Python runs for a single one unless something has changed.
+Attributes are read before and after every forward. To keep that cheap, no Python runs per attribute unless something
+has changed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LARGEST = 100
 
 
 Reading = tuple[list[int], list[Any], list[Any]]
-"""The number of entries of each holder, and the keys and values of all holders, one after the other."""
+"""The number of entries of each holder, and the keys and values of all holders, one after another."""
 
 
 Held = tuple[str, dict[Any, Any], bool]
@@ -46,7 +47,7 @@ class Attributes:
         return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
 
     def set_since(self, before: Reading, known: Collection[Key]) -> Mapping[Key, tuple[Place, Any]]:
-        """The places that have changed, except known ones, each with its previous contents."""
+        """The places that have changed, apart from known ones, each with its previous contents."""
         lengths, keys, values = self.read()
         changed: list[int] = []
         if lengths == before[0]:
@@ -78,8 +79,10 @@ class Attributes:
 
 
 def holders(owner: Any) -> Iterator[Held]:
-    """The attributes of a module or an object and of the objects in them, and the dicts in them; nothing for those of
-    torch's own classes, which set nothing."""
+    """The attributes of a module or an object, those of objects in them, and the dicts in them.
+
+    Nothing for a module of torch's own classes, which sets nothing.
+    """
     own = getattr(owner, "__dict__", None)
     if not isinstance(own, dict) or is_of_others(type(owner).__module__):
         return

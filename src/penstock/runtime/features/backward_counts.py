@@ -1,8 +1,8 @@
-"""What a backward adds up besides buffers, in a hook on a gradient or in an autograd function: a count of its calls, a
-sum in its own tensor.
+"""Refuses what a backward adds up outside buffers, in a hook on a gradient or in an autograd function, if a stage has
+copies: a count of its calls, a sum in a tensor of its own.
 
-Backwards of a stage run in order, so each finds there what it would on one device. But each of two copies of a stage
-runs only part of them.
+Backwards of a stage run in order, so each finds there what it would on one device. But each copy of a stage runs only
+some of them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
-"""The number of a stage's forwards and backwards that are watched; later ones behave alike."""
+"""How many of a stage's forwards and backwards are watched; later ones behave alike."""
 
 Values = dict[tuple[int, str], tuple[object, int]]
 
 
 class BackwardCounts(Feature):
-    """Refuses whole numbers and tensors in attributes that the backward of a stage with several copies changes.
+    """Refuses changes to whole numbers and tensors in attributes by the backward of a stage with several copies.
 
     Other attributes are left alone: hooks may note there what they find, for the user to look at.
 
     Args:
-        index: the stage's.
+        index: the stage's index.
         modules: the modules whose code the stage runs.
     """
 
@@ -46,7 +46,7 @@ class BackwardCounts(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: what it changes itself, a forward that runs again in backward may change too."""
+        """Wraps a forward: whatever it changes, a forward that runs again in backward may change too."""
         self._forwards += 1
         before = self._values() if self._forwards <= LOOKS else {}
         yield
@@ -55,7 +55,7 @@ class BackwardCounts(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Around autograd's backward. Raises PartitionError if it changes something that no forward changes."""
+        """Wraps autograd's backward. Raises PartitionError if it changes something that no forward changes."""
         self._backwards += 1
         before = self._values() if self._backwards <= LOOKS else {}
         yield

@@ -1,4 +1,4 @@
-"""Random numbers drawn in backward: in a hook on a gradient, or in the backward of an autograd function.
+"""Refuses random numbers drawn in backward: in a hook on a gradient, or in the backward of an autograd function.
 
 A forward draws from streams keyed by module, which hooks on the modules set. In backward nothing says which module is
 drawing, so the numbers would depend on the schedule and the cuts.
@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
+from penstock.compat import generator_of
 from penstock.errors import PartitionError
-from penstock.runtime.exact.streams import Streams, generator_of
+from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
 
 LOOKS = 3
-"""The number of a stage's backwards in which Python's and numpy's generators are checked: later ones behave alike, and
-in a long training other threads draw from these generators too."""
+"""How many of a stage's backwards are checked for draws from Python's and numpy's generators: later ones behave alike,
+and in a long run other threads draw from these generators too."""
 
 
 class BackwardDraws(Feature):
-    """Refuses what a stage's backward draws from torch's default generators, or Python's and numpy's.
+    """Refuses draws from torch's default generators, or Python's or numpy's, in a stage's backward.
 
     Args:
         stage: the stage's index.
@@ -45,18 +46,18 @@ class BackwardDraws(Feature):
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
 
     def autograd(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around autograd's backward: see `refused`."""
+        """Wraps autograd's backward: see `refused`."""
         return self.refused()
 
     def weights(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around the work that a split backward put off: see `refused`."""
+        """Wraps the work that a split backward put off: see `refused`."""
         return self.refused()
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Around code that must not draw.
+        """Wraps code that must not draw.
 
-        A forward that runs again within it, as in checkpointing, is not a draw: it restores or seeds the generators.
+        A forward that runs again in it, as in checkpointing, does not count: it restores or seeds the generators.
 
         Raises:
             PartitionError: the code drew.

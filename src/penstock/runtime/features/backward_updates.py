@@ -1,5 +1,5 @@
-"""What a backward updates: buffers, in a hook, in an autograd function, or in a forward that a checkpoint runs again;
-and parameters, in a hook that takes the optimizer's step.
+"""Refuses updates in backward that would differ from plain training: of buffers, in a hook, an autograd function, or a
+forward that a checkpoint runs again; and of parameters, in a hook that takes the optimizer's step.
 
 A backward may keep a sum over microbatches, since backwards run in order. Anything that the forward also reads or
 updates, such as a moving average, depends on how forwards and backwards alternate: in plain training each backward
@@ -32,14 +32,14 @@ from penstock.runtime.gradients.distribution import is_distributed
 from penstock.schedule import Op
 
 LOOKS = 3
-"""The number of a stage's backwards in which reads are watched; later ones behave alike."""
+"""How many of a stage's backwards are watched for reads; later ones behave alike."""
 
 SMALL = 2**16
-"""Buffers of up to this many bytes are compared bit by bit in these backwards."""
+"""Buffers of at most this many bytes are compared bit by bit in these backwards."""
 
 LOOKS_AT_HOOKS = 16
-"""The number of backwards, counted from when hooks are added, in which parameters with hooks are compared bit by bit: a
-hook may wait for several backwards before it writes through `.data`. Writes that autograd tracks are always seen."""
+"""In how many backwards after hooks are added parameters with hooks are compared bit by bit: a hook may wait for
+several backwards before it writes through `.data`. Writes that autograd tracks are always seen."""
 
 
 class _Noted(NamedTuple):
@@ -54,7 +54,7 @@ class BackwardUpdates(Feature):
 
     Args:
         copies: whether the schedule runs several copies of the stage.
-        splits: the microbatches whose backward ends with their W.
+        splits: the microbatches whose backward ends with W.
         deferred: buffers of batch norms that are updated once per step.
     """
 
@@ -102,7 +102,7 @@ class BackwardUpdates(Feature):
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
-        self._changes = 0  # those of the model that are watched
+        self._changes = 0  # the count of the model's changes when watching began
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
         self._hooked: str | None = None
@@ -115,7 +115,7 @@ class BackwardUpdates(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: notes what it leaves behind."""
+        """Wraps a forward: notes what it leaves behind."""
         self._latest = microbatch
         looks = self._looks < LOOKS
         hooks = self._gradient_hooks() if looks else set()
@@ -128,11 +128,11 @@ class BackwardUpdates(Feature):
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     def autograd(self, microbatch: int) -> Context:
-        """Around autograd's backward.
+        """Wraps autograd's backward.
 
         Raises:
-            PartitionError: it updates a parameter, or a buffer that forwards update, or it reads a buffer that is no
-                longer as its own forward left it.
+            PartitionError: it updates a parameter, or a buffer that forwards update, or it reads a buffer that has
+                changed since its own forward.
         """
         left = self._left.pop(microbatch, {})
         if microbatch == self._latest and not self._copies:
@@ -143,20 +143,20 @@ class BackwardUpdates(Feature):
         return self._watched(left)
 
     def weights(self, microbatch: int) -> Context:
-        """Around the work that a split backward put off. Raises PartitionError as `autograd` does."""
+        """Wraps the work that a split backward put off. Raises PartitionError as `autograd` does."""
         left = self._left.pop(microbatch, {})
         return NOTHING if microbatch == self._latest else self._watched(left)
 
     @contextmanager
     def _watched_alone(self) -> Iterator[None]:
-        """Around a backward that directly follows its forward, and in which layers run again."""
+        """Wraps a backward that directly follows its forward, and in which layers run again."""
         taken = self._noted(self._taken_again)
         yield
         self._refuse_changed(taken, self._refusal_of_taken)
 
     @contextmanager
     def _watched(self, left: Mapping[str, Tensor]) -> Iterator[None]:
-        """Around a backward, or its W, if forwards of other microbatches may have run since its forward."""
+        """Wraps a backward, or its W, if forwards of other microbatches may have run since its forward."""
         if self._hooked is not None:
             raise self._refuses_hook("registers anew, and hooks of other microbatches would run with it")
         stale = {
@@ -178,8 +178,9 @@ class BackwardUpdates(Feature):
             )
 
     def _noted(self, buffers: Mapping[str, Tensor]) -> Sequence[_Noted]:
-        """The current state of buffers. In the first backwards small ones are copied, since autograd does not see
-        writes through `.data`."""
+        """The current state of buffers. Small ones are copied in the first backwards, since autograd does not see
+        writes through `.data`.
+        """
         if not buffers:
             return ()
         looks = self._looks <= LOOKS
@@ -262,12 +263,13 @@ _TORCH, _PENSTOCK = str(Path(torch.__file__).parent), str(Path(__file__).parents
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds out whether operators read some memory, other than to update it. Compiled code runs unchanged; only what it
-    leaves to torch's own kernels is seen.
+    """Finds out whether operators read some memory other than to update it.
+
+    Compiled code runs unchanged; only what it leaves to torch's own kernels is seen.
 
     Attributes:
-        found: what is read, in order.
-        ignored: memory that may currently be read.
+        found: the names of what is read, in order.
+        ignored: memory that may be read at present.
     """
 
     supports_higher_order_operators = True
@@ -280,7 +282,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, or torch would run compiled code as if it were not compiled."""
+        """True: otherwise torch would run compiled code as if it were not compiled."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Stages compiled by `torch.compile`.
 
-Python sets a module's random stream between two graphs: the compiler never looks into a `torch.Generator`. Inductor's
-own random numbers would give other masks than the uncompiled model's, so it must draw torch's, unless the caller's
-arguments do not allow that.
+Python sets a module's random stream between two graphs: the compiler does not look into a `torch.Generator`. Inductor's
+own random numbers would give other masks than the uncompiled model's, so it has to draw torch's, unless the caller's
+arguments rule that out.
 """
 
 from __future__ import annotations
@@ -127,10 +127,10 @@ def any_compiled(modules: Iterable[nn.Module]) -> bool:
 
 
 class OwnGradients(Feature):
-    """Around the backward of a stage with compiled code, whose gradients may share memory with each other.
+    """Separates the gradients of a stage with compiled code, which may share memory with each other.
 
-    Autograd takes over a first gradient as it is, and adds the next microbatch's to it in place, which would change the
-    other gradient too. (With torch 2.13 this makes accumulated gradients wrong by as much as their size; it takes only
+    Autograd takes a first gradient over as it is, and adds the next microbatch's to it in place, which would change the
+    other gradient too. (With torch 2.13 this makes accumulated gradients wrong by as much as their size. It takes only
     two parameters, one of which is added to a slice of the other.)
     """
 

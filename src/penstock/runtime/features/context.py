@@ -29,8 +29,8 @@ class Binding:
         partitions: one per microbatch; they differ only in shapes.
         schedule: includes communication.
         training: whether backward runs too.
-        recompute: one choice per stage of one copy of the model, in training.
-        offload: the same for offload: whether what backward needs goes to the host's memory meanwhile.
+        recompute: in training, one choice per stage of one copy of the model.
+        offload: the same for offload: whether what backward needs waits in the host's memory.
         norms: batch norms whose statistics are deferred, in training.
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
@@ -54,7 +54,7 @@ class StageContext:
     """One stage of one rank's program.
 
     Attributes:
-        rank: its number in messages.
+        rank: the rank's number in messages.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
         head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
@@ -112,7 +112,7 @@ class StageContext:
         return self.binding.sharded.get(self.index)
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the stage's forward uses now: sharded ones change with every gathering."""
+        """The parameters that the stage's forward uses now. Sharded ones are new after each gathering."""
         return self.recorded.parameters if self.sharded is None else self.sharded.parameters()
 
     def held(self) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ class DeferredNorms(Feature):
     """The batch norms of one process's stages.
 
     Args:
-        modules: the model's, by name; those that are not batch norms, or track no statistics, are skipped.
+        modules: the model's modules, by name; those that are not batch norms, or track no statistics, are skipped.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -83,7 +83,7 @@ class DeferredNorms(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: notes what enters the modules in the first run of this microbatch, but not in backward."""
+        """Wraps a forward: notes what enters the modules in this microbatch's first run, but not in backward."""
         self._microbatch = microbatch
         try:
             yield
@@ -92,7 +92,7 @@ class DeferredNorms(Feature):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a training step: buffers do not change until its end, and not at all if it raises."""
+        """Wraps a training step: buffers do not change until its end, and not at all if it raises."""
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if norm.training and not _is_elsewhere(norm)}
         ended = False
@@ -134,8 +134,9 @@ class DeferredNorms(Feature):
                 self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
 
     def compare(self, norm: nn.Module) -> None:
-        """Called after a module with its own forward: raises ArgumentError if it normalised something other than what
-        entered it."""
+        """Called after a module with its own forward. Raises ArgumentError if it normalised something other than what
+        entered it.
+        """
         expected = self._expected.pop(norm, None)
         if expected is None or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
             return
@@ -191,7 +192,7 @@ def _commit(norm: nn.Module, seen: Mapping[int, Sequence[Moments]]) -> None:
 
 
 class _Hook:
-    """A hook that a copy of the module (a reference, say) leaves behind."""
+    """A hook that a deep copy of the module (a reference model, say) does not keep."""
 
     def __init__(self, norms: DeferredNorms | None) -> None:
         self._norms = norms

@@ -1,4 +1,4 @@
-"""Defines a feature: something that a stage does besides its forward and backward, in hooks that say when.
+"""Defines features: what a stage does besides its forward and backward, in hooks that determine when.
 
 A feature overrides the hooks that it needs and leaves the others alone. If several features have the same hook, the
 first in the order of `assembly.py` is the outermost.
@@ -41,63 +41,65 @@ class Start(NamedTuple):
 
 
 class Rerun(Protocol):
-    """A forward that runs again in backward: what it needs is kept instead of its graph."""
+    """What it takes to run a forward again in backward, kept instead of its graph."""
 
     def args(self) -> list[Any]:
-        """Its arguments as they were.
+        """The forward's arguments as they were.
 
         Raises:
             PartitionError: they are no longer known.
         """
 
     def as_before(self) -> Context:
-        """Around its second run: gives the stage the state that the first run found, and restores it afterwards."""
+        """Wraps the second run: gives the stage the state that the first run found, and restores it afterwards."""
 
 
 class Feature:
-    """The hooks of a stage. Contexts may raise, before the work or after it."""
+    """A feature's hooks. Contexts may raise before or after the work that they wrap."""
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stage with other code, before anything else looks at it: one per microbatch, which differ in shapes."""
+        """Replaces a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
+        differ in shapes.
+        """
         return stages
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """What runs the stage's code instead of `run`."""
+        """The function that runs the stage's code instead of `run`."""
         return run
 
     def begin_step(self, start: Start) -> None:
         """Called before a step's first action. Drops anything left by a step that raised."""
 
     def around(self, action: Action) -> Context:
-        """Around each computation: a forward, a backward, or a part of one."""
+        """Wraps each computation: a forward, a backward, or a part of one."""
         return NOTHING
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
-        """Called before a forward: how to run it again in backward, if it should; then its graph is dropped."""
+        """Called before a forward. Returns how to run it again in backward if it should; its graph is then dropped."""
         return None
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Around the first run of a forward. `runs_again`: backward starts from another run of it."""
+        """Wraps the first run of a forward. `runs_again`: whether backward starts from a later run of it."""
         return NOTHING
 
     def run(self, microbatch: int) -> Context:
-        """Around the stage's code, the first time and again."""
+        """Wraps every run of the stage's code."""
         return NOTHING
 
     def backward(self, microbatch: int) -> Context:
-        """Around a whole backward, or the part that gives input gradients, including a forward that runs again."""
+        """Wraps a full backward, or the part that gives input gradients, including a forward that runs again."""
         return NOTHING
 
     def again(self, microbatch: int) -> Context:
-        """Around a forward that runs again."""
+        """Wraps a forward that runs again."""
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Around autograd's own part of a backward."""
+        """Wraps autograd's own part of a backward."""
         return NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around the weight gradients that a split backward put off."""
+        """Wraps the weight gradients that a split backward put off."""
         return NOTHING
 
 

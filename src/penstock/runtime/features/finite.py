@@ -1,7 +1,7 @@
-"""NaN and Inf, found by the action that makes them: `check_finite=True`.
+"""Finds NaN and Inf in the action that makes them: `check_finite=True`.
 
 Whatever leaves a stage is checked: values that take a gradient, the loss, gradients of inputs and parameters. Inside a
-stage an infinity may be intended (a mask), so findings there are only noted, and reported once something bad leaves.
+stage an infinity may be intended (a mask), so it is only noted there, and reported once something bad leaves the stage.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class FiniteStage(Feature):
         self._looks_at_gradients = True
 
     def begin_step(self, start: Start) -> None:
-        """In a step with a scaled loss, infinite gradients are left to the scaler."""
+        """Leaves infinite gradients to the scaler in a step with a scaled loss."""
         self._looks_at_gradients = start.loss_scale == 1.0
         self._last = None
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The stage's forward, call by call."""
+        """The stage's forward, run call by call."""
         module = recorded_code(stage, "check_finite=True")
 
         def forward(*args: Any) -> Sequence[Tensor]:

@@ -1,7 +1,7 @@
-"""Stages that keep something from one forward to the next, as batch norm does: they must see microbatches in order.
+"""Refuses stages that keep something from one forward to the next, as batch norm does, unless forwards run in order.
 
-They do on one device, and in all of Penstock's schedules except those with two copies of a stage, each of which sees
-only part of the batch. A user's own schedule may run forwards in any order.
+They run in order on one device, and in all of Penstock's schedules except those with two copies of a stage, each of
+which sees only part of the batch. A user's own schedule may run forwards in any order.
 
 What is known from the recording is refused at once. But a forward may begin to keep something later, because a flag was
 switched or the batch's values ask for it. If it updates a tensor, it is refused. Anything else that it sets may be a
@@ -39,6 +39,7 @@ class ForwardOrder(Feature):
     """Refuses forwards that carry something over from one microbatch to the next.
 
     Args:
+        stage: the stage, and what surrounds it.
         why: what is wrong with the order.
         kept: what the forwards keep.
     """
@@ -98,7 +99,7 @@ class ForwardOrder(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward. Raises PartitionError afterwards if it has carried something over."""
+        """Wraps a forward. Raises PartitionError afterwards if it has carried something over."""
         if self._looks:
             self._kept.find()
         look = self._kept.look(closely=self._looks > 0)

@@ -1,10 +1,10 @@
-"""State that a module keeps from its forward for its own backward: in attributes, or in lists, dicts and objects there;
-or wherever else the recorded forward left something, such as a class attribute or a global dict.
+"""Keeps the state that a module's forward leaves for its own backward: in attributes, in lists, dicts and objects
+there, or wherever else the recorded forward left something, such as a class attribute or a global dict.
 
 A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
 in backward. In plain training a microbatch's backward directly follows its forward; in a pipeline other forwards may
-run between the two and overwrite what was noted. So whatever a forward sets is kept for each microbatch, and restored
-for its backward.
+run between the two and overwrite what was noted. So whatever a forward sets is kept per microbatch, and restored for
+its backward.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Values = dict[Key, Any]
 
 
 class ContainerCopies:
-    """The current contents of the containers of some modules, and of `traces`, and the numbers in their attributes, for
-    a layer that runs again within a backward."""
+    """Copies of the containers that some modules and `traces` hold, and of the numbers in their attributes, for a layer
+    that runs again within a backward.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], traces: Iterable[Trace] = ()) -> None:
         found = [(place, place.read()) for place in Survey(modules, traces).places.values()]
@@ -40,7 +41,7 @@ class ContainerCopies:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Restores these for a while. What is added or removed in the meantime is discarded."""
+        """Restores the copies temporarily. Anything added or removed in the meantime is discarded."""
         now = [place.read() for place, _ in self._contents]
         for place, contents in self._contents:
             place.write(contents)
@@ -53,7 +54,7 @@ class ContainerCopies:
 
 @dataclass(frozen=True, slots=True)
 class Snapshots:
-    """What the places held before and after a microbatch's forward, and after it ran again, if it did."""
+    """The contents of the places before and after a microbatch's forward, and after it ran again if it did."""
 
     before: Values
     after: Values
@@ -63,14 +64,14 @@ class Snapshots:
 class ForwardState(Feature):
     """The state that the modules of one stage hold between forward and backward.
 
-    Which places a forward sets is learned by comparing before and after, in every forward of the first step, and of
-    the first one after a change of the model or a step that raised. Attributes first set later are noticed in any step,
-    and then everything is learned anew.
+    It learns which places a forward sets by comparing before and after, in every forward of the first step, and of the
+    first one after the model changed or a step raised. Attributes that are first set later are noticed in any step;
+    then everything is learned anew.
 
     Args:
         survey: finds the existing places.
         owners: the modules and objects whose attributes are looked at in every step.
-        splits: the microbatches whose backward ends with their W.
+        splits: the microbatches whose backward ends with W.
     """
 
     @classmethod
@@ -91,7 +92,7 @@ class ForwardState(Feature):
         self._changes = -1  # the count of changes at the last learning
         self._kept: dict[int, Snapshots] = {}
         self._ran: list[int] = []  # the microbatches of this step's forwards
-        self._latest = -1  # that of the last one
+        self._latest = -1  # the microbatch of the last one
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
@@ -105,7 +106,7 @@ class ForwardState(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: keeps what it sets."""
+        """Wraps a forward: keeps what it sets."""
         survey = self._survey() if self._learning else None
         reading = self._attributes.read()
         places = self._places if survey is None else survey.places
@@ -113,14 +114,14 @@ class ForwardState(Feature):
         yield
         self._latest = microbatch
         if survey is not None:
-            # A list or an object that was not there before is known by the place where it was put.
+            # A new list or object is covered by the place where it was put.
             found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
             self._add([place for place in changed if place.key not in self._places], before)
         elif late := self._attributes.set_since(reading, self._places):
             before.update({key: was for key, (_, was) in late.items()})
             self._add([place for place, _ in late.values()], before)
-            self._learning, self._changes = True, -1  # in the rest of this step, and in the next one
+            self._learning, self._changes = True, -1  # for the rest of this step, and in the next one
         self._ran.append(microbatch)
         if self._places:
             before = {key: before.get(key, MISSING) for key in self._places}
@@ -137,16 +138,16 @@ class ForwardState(Feature):
                 values.update({key: before.get(key, MISSING) for key in new})
 
     def backward(self, microbatch: int) -> Context:
-        """Around a backward: restores what its forward set."""
+        """Wraps a backward: restores what its forward set."""
         return self._put_back(microbatch, ends=microbatch not in self._splits) if self._places else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around W, in which hooks on the gradients of parameters run: restores what the I part left."""
+        """Wraps W, in which hooks on the gradients of parameters run: restores what the I part left."""
         return self._put_back(microbatch, ends=True) if self._places else NOTHING
 
     @contextmanager
     def again(self, microbatch: int) -> Iterator[None]:
-        """Around the stage's forward when it runs again within a backward: restores what it found the first time."""
+        """Wraps the stage's forward when it runs again within a backward: restores what it found the first time."""
         kept = self._kept.get(microbatch)
         if kept is None:
             yield
@@ -182,10 +183,10 @@ class ForwardState(Feature):
             )
 
     def _settle(self, microbatch: int, kept: Snapshots, now: Values, left: Values) -> Iterator[Place]:
-        """Ends a backward. `now` is what was there before it, `left` what it left. Yields numbers that it changed.
+        """Ends a backward. `now`: the contents before it; `left`: what it left. Yields numbers that it changed.
 
-        What backward took from a container, or added to it, is taken or added for later backwards too: a stack that
-        forwards push to and backwards pop from ends up empty, and one that backward leaves alone does not change.
+        Whatever backward took from a container or added to it is taken or added for later backwards too: a stack that
+        forwards push to and backwards pop from ends up empty, and one that backwards leave alone does not change.
         """
         for key, value in now.items():
             place, before, after = self._places[key], kept.after[key], left[key]
@@ -197,7 +198,7 @@ class ForwardState(Feature):
             elif microbatch != self._latest or place.same(after, before):
                 if type(before) in (int, float) and type(after) in (int, float) and before != after:
                     yield place
-                place.write(value)  # otherwise what backward left is what plain torch leaves
+                place.write(value)  # otherwise backward left what plain torch leaves
 
     def _now(self) -> Values:
         return {key: place.read() for key, place in self._places.items()}
@@ -208,7 +209,7 @@ class ForwardState(Feature):
 
 
 class LossMemory(ForwardState):
-    """The state that the loss holds between its call and the backward.
+    """The state that the loss keeps between its call and the backward.
 
     If the last stage runs again, the loss is first called within the backward, and nothing is kept.
     """
@@ -222,7 +223,7 @@ class LossMemory(ForwardState):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward, and the loss after it."""
+        """Wraps a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield
 
@@ -234,7 +235,7 @@ def roots_of(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _renamed(contents: Any, again: Any, first: Any) -> Any:
-    """A container's contents, with what the first run of a forward put there instead of what the second run did."""
+    """A container's contents, with what a forward's first run put there in place of what its second run did."""
     renamed = contents.copy()
     if isinstance(contents, set):
         return renamed
@@ -250,7 +251,7 @@ def _renamed(contents: Any, again: Any, first: Any) -> Any:
 
 
 def _amended(contents: Any, before: Any, after: Any) -> Any:
-    """A container's contents, changed as `before` was to give `after`."""
+    """A container's contents, with the changes that turn `before` into `after`."""
     if same_items(before, after):
         return contents
     if same_items(contents, before):

@@ -1,4 +1,4 @@
-"""What `parallelize` is applied to: each stage as a module that holds the model's own modules under their names.
+"""The frames that `parallelize` is applied to: each stage as a module that holds the model's own modules by name.
 
 A stage is recorded anew for each signature of its inputs and modes, but sharded only once. So its code runs inside a
 permanent frame: hooks on the frame (such as those of `fully_shard`) run, and the code finds its parameters there.
@@ -66,7 +66,7 @@ class Sharded:
             part.unshard()
 
     def reshard(self) -> None:
-        """Frees what was gathered."""
+        """Frees the gathered parameters."""
         for part in self._parts:
             part.reshard()
 
@@ -76,7 +76,7 @@ class Sharded:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Around the last backward of a stage, which sums and scatters gradients."""
+        """Wraps the last backward of a stage, which sums and scatters gradients."""
         self._reduce(True)
         try:
             yield
@@ -95,7 +95,7 @@ class Frames:
 
     Args:
         model: the model whose modules they hold.
-        stages: recorded before anything is sharded.
+        stages: the stages, recorded before anything is sharded.
         parallelize: the user's function.
     """
 
@@ -120,7 +120,7 @@ class Frames:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Removes for a while what `parallelize` put around the modules: a recording runs the model's own code."""
+        """Temporarily removes what `parallelize` put around the modules: a recording runs the model's own code."""
         present = [
             (module, type(module), {name: getattr(module, name) for name in _HOOKS})
             for module, *_ in self._plain.values()

@@ -1,7 +1,7 @@
-"""Parameters and buffers that a stage's forward updates although its backward uses them.
+"""Checks parameters and buffers that a stage's forward updates although its backward uses them.
 
 On one device a microbatch's backward finds what its own forward left. With several microbatches in flight it may find
-what another's forward wrote, and autograd does not notice if that went through `.data`.
+what another one's forward wrote, and autograd does not notice if that went through `.data`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.schedule import Action, Op
 
 
 class Overwritten(Feature):
-    """A stage's backward must find, to the bit, what its forward left; a forward that runs again works on copies.
+    """Checks that a stage's backward finds, bit for bit, what its forward left. A forward that runs again uses copies.
 
     Args:
         row: the actions of the stage's rank, in order.
@@ -69,7 +69,7 @@ def refuse_in_flight(stage: Stage, row: Iterable[Action]) -> None:
         row: the actions of the stage's rank, in order.
 
     Raises:
-        PartitionError: the stage is such a stage.
+        PartitionError: this is such a stage.
     """
     if not stage.overwritten_strays:
         return

@@ -1,7 +1,7 @@
-"""Activations that wait in the host's memory: what a forward saves for backward goes there, and comes back in time.
+"""Offloads activations: what a forward saves for backward goes to the host's memory, and comes back in time.
 
 Parameters and buffers stay where they are. On a GPU the copies overlap with computation, on their own stream (this path
-has not run on any GPU yet). If the device is the host itself, the copies are made anyway, and save nothing.
+has not run on any GPU yet). If the device is the host itself, the copies are still made, but save nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.runtime.gradients.distribution import local
 
 
 class Away:
-    """One tensor on the host, and the way back: the same elements, strides and misalignment.
+    """A tensor on the host, and what it takes to bring it back with the same elements, strides and misalignment.
 
     `bring` may be called ahead of `get`, so that the copy overlaps with other computation.
     """
@@ -72,7 +72,7 @@ class Offload(Feature):
     """The saved tensors of one stage.
 
     Args:
-        held: gives the parameters and buffers that live on the stage now and stay there.
+        held: returns the parameters and buffers that live on the stage now and stay there.
     """
 
     @classmethod
@@ -100,18 +100,18 @@ class Offload(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: sends what it saves to the host, unless its graph is dropped."""
+        """Wraps a forward: sends what it saves to the host, unless its graph is dropped."""
         if runs_again:
             yield
             return
         held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
-        self._stays = {part.untyped_storage().data_ptr() for part in held}  # it may have new memory
+        self._stays = {part.untyped_storage().data_ptr() for part in held}  # they may have new memory
         self._microbatch = microbatch
         with saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def backward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Called before a backward: starts to fetch all that its forward saved, in the order in which it is needed."""
+        """Called before a backward: starts to fetch all that its forward saved, in the order of need."""
         for ref in reversed(self._away.pop(microbatch, ())):
             away = ref()
             if away is not None:
@@ -140,6 +140,6 @@ def _unpack(saved: Any) -> Tensor:
 
 
 def can_go(tensor: Tensor) -> bool:
-    """Whether a tensor can go to the host: plain ones can; foreign subclasses, sparse and quantized ones stay."""
+    """Whether a tensor can go to the host. Plain ones can; foreign subclasses, sparse and quantized ones stay."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     return plain and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0

@@ -11,9 +11,9 @@ from penstock.schedule import Op, Schedule
 Recompute = str | int
 """Which forwards of a stage run again in backward, so that their results need not be kept.
 
-"always": the whole stage, for every microbatch; only what enters the stage is kept. "except_last": the same, except for
+"always": the whole stage, for every microbatch; only the stage's inputs are kept. "except_last": the same, except for
 the last microbatch that the stage runs. A number n: for every microbatch, the stage's layers 0, n, 2n, ..., each just
-before its own backward; only what enters those layers is kept, and all that the other layers compute. A layer is a
+before its own backward; only those layers' inputs are kept, and everything that the other layers compute. A layer is a
 module with parameters that the stage's code calls as a whole.
 """
 
@@ -25,9 +25,11 @@ OffloadChoice = bool | Sequence[bool] | Mapping[int, bool]
 
 
 def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[str]) -> tuple[Recompute, ...]:
-    """The choice of each stage.
+    """Each stage's choice.
 
     Args:
+        choice: in any of the three forms.
+        stages: the number of stages.
         policies: the known names.
 
     Raises:
@@ -40,7 +42,7 @@ def recompute_by_stage(choice: RecomputeChoice, stages: int, policies: Iterable[
 
 
 def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
-    """The choice of each stage. Raises ArgumentError if it is not one for these stages."""
+    """Each stage's choice. Raises ArgumentError if the argument does not fit these stages."""
     found = _per_stage("offload", choice, stages, False)
     for each in found:
         if not isinstance(each, bool):
@@ -59,7 +61,7 @@ def notes(offload: Sequence[bool], order: Schedule) -> list[str]:
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
-    """The choice of each stage; `given` has one of the three forms."""
+    """Each stage's choice. `given` has one of the three forms."""
     if isinstance(given, Mapping):
         unknown = [stage for stage in given if stage not in range(stages)]
         if unknown:

@@ -1,7 +1,7 @@
-"""Stages whose forward runs again in backward: for which microbatches, and what is kept for that.
+"""Runs a stage's forward again in backward: chooses the microbatches, and keeps what that needs.
 
-The first run is an ordinary one whose graph is dropped, not one under `no_grad`, where some modules use other kernels,
-with other bits. The peak is the same, since the second run also builds the graph of one microbatch.
+The first run is an ordinary one whose graph is dropped, rather than one under `no_grad`, where some modules use other
+kernels, with other bits. The peak is the same, since the second run also builds the graph of one microbatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT_FORWARDS: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None
     "except_last": lambda forwards: forwards[-1:],
     "always": lambda forwards: (),
 }
-"""By policy, which of the microbatches that a stage runs, in order, are kept anyway."""
+"""For each policy, which of a stage's microbatches, given in the order in which they run, keep their forward."""
 
 
 def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
@@ -61,7 +61,7 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
 
     Args:
         policies: one per stage of the model.
-        order: its rows have at least the computations.
+        order: the schedule, with or without communication.
     """
     said: dict[str, list[int]] = {}
     for stage, rank in enumerate(order.placement.rank_of):
@@ -88,7 +88,7 @@ class BufferCopies(NamedTuple):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes the copies the modules' buffers for a while, so that they are updated instead."""
+        """Temporarily makes the copies the modules' buffers, so that they are updated instead."""
         now = [part._buffers[name] for part, name in self.places]
         try:
             for (part, name), copy in zip(self.places, self.copies, strict=True):
@@ -172,7 +172,7 @@ class RecomputedStage(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Refuses a forward that updates what is not a buffer."""
+        """Refuses a forward that runs again and updates a buffer that the recording did not see it update."""
         before = [stray._version for _, stray in self._strays] if runs_again else []
         yield
         for (name, stray), version in zip(self._strays, before, strict=False):
@@ -194,8 +194,9 @@ class RecomputedStage(Feature):
         return SavedTensor.of(arg)
 
     def _arg(self, position: int, arg: Any) -> Any:
-        """What was kept, in the form that the forward takes. Raises PartitionError if it was updated in place since,
-        which the recording did not show."""
+        """A kept argument, in the form that the forward takes. Raises PartitionError if it was updated in place since
+        then, which the recording did not show.
+        """
         if isinstance(arg, Away):
             return arg.get()
         if not isinstance(arg, SavedTensor):
@@ -239,6 +240,6 @@ def updated_buffers(stage: Stage) -> list[Tensor]:
 
 
 def overwritten(meta: StageMeta, stages: Sequence[StageMeta]) -> list[int]:
-    """Positions of a stage's inputs that any stage updates in place: those of one rank share their memory."""
+    """The positions of a stage's inputs that any stage updates in place: stages of one rank share their memory."""
     names = {i.name for stage in stages for i in stage.inputs if i.mutated}
     return [position for position, i in enumerate(meta.inputs) if i.name in names]

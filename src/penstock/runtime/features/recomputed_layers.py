@@ -1,7 +1,7 @@
-"""Every n-th layer of a stage, run again just before its own backward: its activations are not kept.
+"""Runs every n-th layer of a stage again just before its own backward, so that its activations need not be kept.
 
-`torch.utils.checkpoint` runs it again inside the stage's one backward, so gradients are added as usual. This file does
-what it leaves to its callers: buffers are updated once, and inputs that are updated in place later are copied first.
+`torch.utils.checkpoint` reruns it inside the stage's one backward, so gradients are added as usual. This file does what
+that leaves to its callers: buffers are updated once, and inputs that are updated in place later are copied first.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RunsAgain(nn.Module):
 
     Args:
         traces: where the model's forward leaves something besides its result.
-        copies: whether to keep copies of its inputs, because they are updated in place before that.
+        copies: whether to keep copies of its inputs, because they are updated in place before it runs again.
     """
 
     def __init__(self, layer: nn.Module, buffers: Buffers, traces: Sequence[Trace], *, copies: bool) -> None:
@@ -143,10 +143,10 @@ class RunsAgain(nn.Module):
 
 
 class _Call:
-    """One call of a layer, which `checkpoint` makes twice, or more often if its backward calls autograd itself.
+    """A call of a layer, which `checkpoint` makes twice, or more often if its backward calls autograd itself.
 
     Attributes:
-        first: what the first run takes instead of the copies that are kept.
+        first: the arguments of the first run, if copies are kept for the others.
         takes_gradient: one per tensor among the arguments, if copies are kept.
     """
 
@@ -159,10 +159,10 @@ class _Call:
         self._has_run = False
 
     def checkpointed(self, kept: Sequence[Any]) -> Any:
-        """The first run, and what is needed to run again on what is kept.
+        """Makes the first run, and prepares for running again on what is kept.
 
-        The second run continues to its end, though it has the last activation earlier: what a layer does after that in
-        Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
+        The second run continues to its end, although it has the last activation earlier: then whatever the layer does
+        after that in Python (`self.busy = False`, `handle.remove()`) is done before the next microbatch.
         """
         contexts = nullcontext(), _AsBefore(self)
         results = checkpoint(self, *kept, use_reentrant=False, context_fn=lambda: contexts, early_stop=False)
@@ -180,7 +180,7 @@ class _Call:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Around each further run."""
+        """Wraps each further run."""
         if not self._has_run:
             raise PartitionError(
                 f"recompute: a {type(self._layer).__name__} takes a gradient within its own forward "
@@ -192,7 +192,7 @@ class _Call:
 
 
 class _AsBefore:
-    """A context that can be entered repeatedly, since `checkpoint` keeps one for all runs."""
+    """A context that can be entered repeatedly, since `checkpoint` uses the same one for all runs."""
 
     def __init__(self, call: _Call) -> None:
         self._call = call
@@ -208,7 +208,7 @@ class _AsBefore:
 
 
 def _are(leaves: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether the leaves are the given values themselves, with no containers: a list of one tensor has one leaf too."""
+    """Whether the leaves are the given values themselves, without containers: a list of one tensor has one leaf too."""
     return len(leaves) == len(given) and all(map(operator.is_, leaves, given))
 
 
@@ -217,7 +217,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def received(value: Tensor, takes_gradient: bool) -> Tensor:
-    """A copy that is again a value of a graph, which may be updated in place."""
+    """Makes a kept copy a value of a graph again, which may be updated in place."""
     if not takes_gradient:
         return value
     anchor = torch.empty(0, device=value.device, requires_grad=True)

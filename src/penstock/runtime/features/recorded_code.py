@@ -12,7 +12,7 @@ def recorded_code(stage: Stage, option: str) -> fx.GraphModule:
     """The code of a recorded stage.
 
     Raises:
-        ArgumentError: the stage came ready-made, so only its maker knows what it calls.
+        ArgumentError: the stage is ready-made, so what it calls is unknown.
     """
     if isinstance(stage.module, fx.GraphModule):
         return stage.module

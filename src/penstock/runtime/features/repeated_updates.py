@@ -1,11 +1,11 @@
-"""Batch norm within a module that runs itself again in backward, as `torch.utils.checkpoint` does.
+"""Handles batch norm inside a module that runs itself again in backward, as `torch.utils.checkpoint` does.
 
 In plain torch the second run updates the running statistics once more, right after the first. In a pipeline the
 forwards of other microbatches may run between the two, and an average depends on the order of its updates. So a
-module's forward makes all the updates of its microbatch together, and reruns in backward make none. Their number is
-learned from the first backward; updates made until then are made again in the right order.
+module's forward makes all of its microbatch's updates at once, and reruns in backward make none. Their number is
+learned from the first backward; updates made before that are redone in the right order.
 
-So what a forward computes must not depend on these buffers, which in plain torch are between two updates at that point.
+What a forward computes must therefore not depend on these buffers, which in plain torch are then between two updates.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Hook = Callable[[nn.Module, Any], None]
 
 
 class _Call(NamedTuple):
-    """One call of a module in a forward: its microbatch and arguments, to make the same updates again."""
+    """A call of a module in a forward: its microbatch and its arguments, to redo the same updates."""
 
     microbatch: int
     args: Sequence[Any]
@@ -45,10 +45,10 @@ class RepeatedUpdates(Feature):
     """The modules of one stage that update buffers of their own.
 
     Args:
-        modules: those whose forward the stage runs.
-        updated: buffers that the stage's forward updates.
-        checkpointed: modules that plain torch would run again, though the stage does not: once per call.
-        looks: whether the operators of the first forward can be watched: none is compiled, or runs on parts of tensors.
+        modules: the modules whose forward the stage runs.
+        updated: the buffers that the stage's forward updates.
+        checkpointed: modules that plain torch would run again, though the stage does not; one entry per call.
+        looks: whether the first forward's operators can be watched: none is compiled, or runs on parts of tensors.
     """
 
     @classmethod
@@ -88,7 +88,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward of the stage."""
+        """Wraps a forward of the stage."""
 
         def entered(each: _Watched) -> Hook:
             learns = self._learning and not each.known
@@ -102,7 +102,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def _reads_of_others(self) -> Iterator[None]:
-        """Around the first forward: notes which buffers are read by code other than the modules that update them."""
+        """Wraps the first forward: notes which buffers are read by code other than the modules that update them."""
         self._looks = False
         with Reads(self._names) as reads, ExitStack() as stack:
             for each in self._watched:
@@ -128,7 +128,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Around a backward of the stage, but not around a forward that the pipeline itself runs again."""
+        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again."""
         with ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
@@ -148,9 +148,9 @@ class RepeatedUpdates(Feature):
 
 
 class _Watched:
-    """One module, known by the name of one of its buffers.
+    """A module, identified by the name of one of its buffers.
 
-    Its hooks are there while the stage runs. If it is called after the first backward, every backward runs it again.
+    Its hooks exist only while the stage runs. If it is called after the first backward, every backward runs it again.
     """
 
     def __init__(self, module: nn.Module, name: str, checkpointed: int) -> None:
@@ -162,10 +162,10 @@ class _Watched:
         self._first: BufferCopies | None = None
         self._calls: list[_Call] = []
         self._again = checkpointed
-        self._due: Counter[int] = Counter()  # by microbatch: how often its backward is to run the module again
-        self._ran = 0  # and how often this one has
+        self._due: Counter[int] = Counter()  # by microbatch: how often its backward should run the module again
+        self._ran = 0  # how often the current backward has run it
         self._own = dict(module._buffers)
-        self._is_ours = False  # whether the call in backward is one that the pipeline makes, on copies of the buffers
+        self._is_ours = False  # whether the pipeline makes the call in backward, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []
         self._looks = LOOKS
 
@@ -182,7 +182,7 @@ class _Watched:
             self._calls.clear()
 
     def note(self, microbatch: int, module: nn.Module, args: Any) -> None:
-        """Called before a call in a forward, while it is unknown whether backward runs it again."""
+        """Called before a call in a forward while it is unknown whether backward repeats it."""
         if module.training:
             self._first = self._first or self._buffers.copy()
             self._calls.append(
@@ -196,7 +196,7 @@ class _Watched:
             self._update(args, self._again)
 
     def put_aside(self, module: nn.Module, _args: Any) -> None:
-        """Called before a call in backward, which then updates copies: those the pipeline put there, or new ones."""
+        """Called before a call in backward, which then updates copies: the pipeline's, or new ones."""
         self._is_ours = any(module._buffers[name] is not buffer for name, buffer in self._own.items())
         aside = nullcontext() if self._is_ours else self._buffers.copy().in_place()
         aside.__enter__()
@@ -208,7 +208,7 @@ class _Watched:
         self._ran += module.training and not self._is_ours
 
     def learn(self, microbatch: int) -> bool:
-        """Corrects what the forwards before the first backward left; returns whether the module runs again at all."""
+        """Corrects what the forwards before the first backward left. Returns whether the module runs again at all."""
         calls, self._calls = self._calls, []
         self._again += self._ran if self._first is not None else 0
         in_forward = sum(call.microbatch == microbatch for call in calls)
@@ -231,8 +231,7 @@ class _Watched:
         return True
 
     def check(self, microbatch: int) -> None:
-        """Called after a backward. Raises PartitionError if it did not run the module as often as its forward
-        assumed."""
+        """Called after a backward. Raises PartitionError unless it ran the module as often as its forward assumed."""
         due, ran, self._ran = self._due.pop(microbatch, 0), self._ran, 0
         if not self.known and ran != due:
             raise PartitionError(
@@ -270,7 +269,7 @@ class _Watched:
         return torch.random.fork_rng({buffer.get_device() for buffer in held if buffer.is_cuda})
 
     def _refuse_dependence(self, result: Any, args: Sequence[Any]) -> None:
-        """Raises PartitionError if the module's result after its last update differs from that before it."""
+        """Raises PartitionError if the module's result differs before and after its last update."""
         with self._buffers.copy().in_place(), torch.no_grad(), self._same_draws():
             again = self.module.forward(*args)
         pairs = zip(tensors_in(result), tensors_in(again), strict=False)

@@ -1,4 +1,4 @@
-"""A stage in the frame that `parallelize` was applied to, and the reduction of its gradients if it is sharded."""
+"""Runs a stage in the frame that `parallelize` was applied to, and reduces its gradients if it is sharded."""
 
 from __future__ import annotations
 
@@ -51,12 +51,13 @@ class Reduced(Feature):
         self._reduces = True
 
     def begin_step(self, start: Start) -> None:
-        """Notes whether this step reduces: not every step does, see `Pipeline.no_sync`."""
+        """Notes whether this step reduces. Not every step does; see `Pipeline.no_sync`."""
         self._reduces = start.reduces
 
     def run(self, microbatch: int) -> AbstractContextManager[None]:
-        """Clears autocast's cache: a weight cast for another microbatch would get its gradient after the reduction,
-        since in backward what was made first comes last."""
+        """Clears autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
+        reduction, since in backward what was made first comes last.
+        """
         torch.clear_autocast_cache()
         return nullcontext()
 

@@ -1,8 +1,8 @@
-"""What a forward writes in place into tensors that are not buffers, and its own backward reads: an attribute that holds
-a plain tensor, a parameter without gradient.
+"""Handles in-place writes by a forward to tensors that are not buffers and that its own backward reads: a plain tensor
+in an attribute, a parameter without gradient.
 
-Whatever is set anew is restored for each microbatch (`forward_state.py`). Memory that is written to stays as the last
-forward left it, so a backward that reads it is refused if other forwards ran in between.
+Attributes that are set anew are restored for each microbatch (`forward_state.py`). Memory that is written to stays as
+the last forward left it, so a backward that reads it is refused if other forwards ran in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BACKWARDS = 4
 """Forwards are watched until the stage has run this many backwards; later ones behave alike."""
 
 SMALL = 2**16
-"""Tensors of up to this many bytes are compared bit by bit; larger ones by autograd's count of updates."""
+"""Tensors of at most this many bytes are compared bit by bit; larger ones by autograd's count of updates."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,10 +54,10 @@ class TensorState(Feature):
     """Refuses a backward that reads a tensor which later forwards of the stage have written to.
 
     Args:
-        index: the stage's.
+        index: the stage's index.
         survey: finds the existing tensors.
         known: tensors handled elsewhere: the stage's buffers.
-        splits: the microbatches whose backward ends with their W.
+        splits: the microbatches whose backward ends with W.
     """
 
     @classmethod
@@ -79,7 +79,7 @@ class TensorState(Feature):
         self._written: dict[int, tuple[str, Tensor]] = {}
         self._left: dict[int, dict[int, TensorReading]] = {}
         self._backwards = 0
-        self._changes = 0  # those of the model that are watched
+        self._changes = 0  # the count of the model's changes when watching began
         self._latest = -1
 
     def begin_step(self, start: Start) -> None:
@@ -92,7 +92,7 @@ class TensorState(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward: notes what it writes to."""
+        """Wraps a forward: notes what it writes to."""
         self._latest = microbatch
         if self._backwards >= BACKWARDS:
             yield
@@ -108,13 +108,13 @@ class TensorState(Feature):
         self._left[microbatch] = {key: TensorReading.of(tensor) for key, (_, tensor) in self._written.items()}
 
     def again(self, microbatch: int) -> Context:
-        """Around a forward that runs again, and so writes once more."""
+        """Wraps a forward that runs again, and so writes again."""
         if microbatch != self._latest:
             self._latest = -1
         return NOTHING
 
     def autograd(self, microbatch: int) -> Context:
-        """Around autograd's backward. Raises PartitionError if it reads what other forwards wrote in the meantime."""
+        """Wraps autograd's backward. Raises PartitionError if it reads what other forwards wrote in the meantime."""
         watches = self._backwards < BACKWARDS and microbatch != self._latest
         self._backwards += 1
         keeps = microbatch in self._splits
@@ -122,7 +122,7 @@ class TensorState(Feature):
         return self._watched(left) if watches and left else NOTHING
 
     def weights(self, microbatch: int) -> Context:
-        """Around W, in which hooks on the gradients of parameters run. Raises PartitionError as `autograd` does."""
+        """Wraps W, in which hooks on the gradients of parameters run. Raises PartitionError as `autograd` does."""
         left = self._left.pop(microbatch, None)
         return self._watched(left) if left and microbatch != self._latest else NOTHING
 
@@ -152,7 +152,7 @@ class TensorState(Feature):
 
 
 class LossTensors(TensorState):
-    """The same for what the loss writes to. If the last stage runs again, the loss is called within the backward."""
+    """The same for tensors that the loss writes to. If the last stage runs again, backward calls the loss."""
 
     @classmethod
     def of(cls, stage: StageContext) -> LossTensors | None:
@@ -163,6 +163,6 @@ class LossTensors(TensorState):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Around a forward, and the loss after it."""
+        """Wraps a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield

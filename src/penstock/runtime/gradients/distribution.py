@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part: `torch.distributed.tensor.DTensor`, which is slow to import."""
+"""Distributed tensors, of which each process holds a part: torch's `DTensor`, which is slow to import."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor. A collective if it is distributed."""
+    """The whole tensor. A collective if it is distributed."""
     full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return full
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:
-    """Copies a value into a tensor of which this process may hold only a part; then the value is distributed in the
-    same way, or whole. Needs no communication."""
+    """Copies a value into a tensor of which this process may hold only a part. Needs no communication.
+
+    For such a tensor the value is either whole or distributed in the same way.
+    """
     if is_distributed(tensor) and not is_distributed(value):
         from torch.distributed.tensor import distribute_tensor
 
@@ -40,8 +42,11 @@ def copy_into(tensor: Tensor, value: Tensor) -> None:
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """This process's part of a parameter's gradient, divided as the parameter is. A collective if it is not divided so:
-    for a parameter that sequence parallelism leaves whole, each process has one term of the gradient (`Partial`)."""
+    """This process's part of a parameter's gradient, divided like the parameter.
+
+    A collective if the gradient is not divided like that: for a parameter that sequence parallelism leaves whole, each
+    process has one term of the gradient (`Partial`).
+    """
     grad = parameter.grad
     if grad is None:
         return None
@@ -60,7 +65,7 @@ def check_sharding(stage: Stage, divided: Sequence[str], shared: Mapping[str, Se
     """Refuses a sharding that would make gradients wrong.
 
     Args:
-        stage: one that the user's function has been applied to.
+        stage: a stage to which the user's function has been applied.
         divided: the mesh dimensions along which the batch is divided.
         shared: the parameters that several stages hold, with those stages.
 

@@ -1,7 +1,7 @@
 """Data parallelism: several pipelines hold the same model, and each trains on its own part of the batch.
 
 A stage's gradients are averaged over the replicas, in buckets, as soon as its last backward is done, while other stages
-still run. Losses are weighted over the whole batch, so that replicas may hold batches of different sizes.
+still run. Losses are weighted over the whole batch, so replicas may have batches of different sizes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Average:
     """Averages the gradients of some parameters over the replicas.
 
     Args:
-        parameters: in the same order on each replica.
-        groups: those of the pipeline.
-        position: the name of this wait, and the peers waited for.
+        parameters: the parameters, in the same order on each replica.
+        groups: the pipeline's process groups.
+        position: the name of this wait, and the peers that it waits for.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, position: Position) -> None:
@@ -54,7 +54,7 @@ class Average:
         """Called before a step that averages.
 
         Args:
-            set_aside: what `.grad` holds was already averaged.
+            set_aside: whether `.grad` was already averaged, and so is set aside.
         """
         self._open = True
         for total in self._sums if set_aside else ():
@@ -121,7 +121,7 @@ class Replicas:
             average.begin_step(set_aside=not self.behind)
 
     def end_step(self, averages: Mapping[int, Average], buffers: Sequence[Tensor], watched: Watched) -> None:
-        """Called after a step: waits for the averages; gives every replica the first one's `buffers`, as DDP does."""
+        """Called after a step: waits for the averages, and gives every replica the first one's `buffers`, like DDP."""
         self.behind = not self.active
         trained = {id(parameter): parameter for average in averages.values() for parameter in average.parameters}
         if self.active:
@@ -138,8 +138,10 @@ class Replicas:
         copy_from_first(buffers, self._groups.replicas)
 
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
-        """Averages gradients left by steps that did not average, for parameters that this step does not train because
-        they were frozen since, or because its kind of batch does not use them."""
+        """Averages gradients left by steps that did not average, for parameters that this step does not train.
+
+        They were frozen since then, or this kind of batch does not use them.
+        """
         average = self._average(parameters, SHARED)
         watched.position = average.position
         average.begin_step(set_aside=False)
@@ -150,7 +152,7 @@ class Replicas:
         """The mean of a weight over the replicas. Every replica calls it before every step.
 
         Args:
-            settings: a number for whatever else must be the same; small enough that its sums are exact.
+            settings: a number that stands for everything else that must be the same, small enough for exact sums.
 
         Raises:
             ArgumentError: another replica does something else, so they would wait for each other in vain.
@@ -178,7 +180,7 @@ _ALIKE = (
 
 
 def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """The parameters in pieces of one dtype and at most `most_bytes`, or of a single parameter."""
+    """Groups parameters into buckets, each of one dtype and at most `most_bytes`, or of a single parameter."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)

@@ -1,4 +1,4 @@
-"""Sums of gradients over processes: the step's own contribution, in flat buffers, while other stages still run."""
+"""Sums gradients over processes: only the step's own contribution, in flat buffers, while other stages still run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ Reduce = Callable[[Sequence[Tensor]], Pending]
 
 
 class GradientSum:
-    """The gradients of some parameters, summed over all processes that hold them.
+    """Sums the gradients of some parameters over all processes that hold them.
 
     Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere. There is
-    one buffer per dtype: the gradients, then for each the number of processes that have one.
+    one buffer per dtype: the gradients, then for each gradient the number of processes that have it.
 
     Args:
-        parameters: the same, in the same order, on each process.
+        parameters: the same parameters, in the same order, on each process.
+        reduce: starts the sum of the buffers.
         divisor: divides the sum.
     """
 

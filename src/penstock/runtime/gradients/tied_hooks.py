@@ -1,4 +1,4 @@
-"""Hooks on the gradient of a parameter that several stages hold.
+"""Refuses hooks on the gradient of a parameter that several stages hold.
 
 In plain torch a hook is called once per backward, with the sum over all uses of the parameter, or with what has been
 accumulated so far. Here each stage has its own backward, and so only part of that sum; in bidirectional schedules each
@@ -24,7 +24,7 @@ class Tied(NamedTuple):
     Attributes:
         name: its canonical name.
         stages: the stages that hold it.
-        in_one_backward: whether one microbatch passes through several of them; if not, they are copies of one stage.
+        in_one_backward: whether a microbatch passes through several of these stages; otherwise they are copies of one.
     """
 
     name: str
@@ -48,7 +48,7 @@ def tied_among(stages: Sequence[Stage], here: Iterable[Stage], pipelines: int) -
 
 
 def refuse_hooks(tied: Iterable[Tied]) -> None:
-    """Raises PartitionError if one of them has a hook that would see only part of the gradient."""
+    """Raises PartitionError if one of these parameters has a hook that would see only part of its gradient."""
     for name, stages, parameter, in_one_backward in tied:
         if has_accumulation_hooks(parameter) or (in_one_backward and has_gradient_hooks(parameter)):
             raise PartitionError(

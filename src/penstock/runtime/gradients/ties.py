@@ -19,7 +19,7 @@ from penstock.stages import ties_across_ranks
 
 @dataclass(frozen=True, slots=True)
 class TieGroup:
-    """Parameters, by canonical name, that live on exactly these stages, and the ranks that hold those stages."""
+    """Parameters, by canonical name, that live on exactly these stages, and the ranks that hold the stages."""
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
@@ -35,7 +35,7 @@ def tie_groups(ties: Mapping[str, Sequence[int]], rank_of: Sequence[int]) -> tup
 
 
 class TieReducer:
-    """One rank's part in one group.
+    """One rank's part in the reduction of a group.
 
     Args:
         names: what messages call the ranks.
@@ -58,10 +58,10 @@ class TieReducer:
 
         peers = tuple(names[rank] for rank in group.ranks if rank != transport.rank)
         self.position = Position(f"REDUCE_GRAD{index}", peers)
-        """What a rank does while it waits for the sum."""
+        """The rank's position while it waits for the sum."""
 
     def start_equal(self) -> None:
-        """Starts to copy the first rank's parameters to the group's others: a sum in which those contribute zeros."""
+        """Starts to copy the first rank's parameters to the others: a sum in which the others contribute zeros."""
         for parameter in self.parameters:
             if self._rank != self._first:
                 parameter.data.zero_()

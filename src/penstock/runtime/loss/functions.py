@@ -1,4 +1,4 @@
-"""The user's loss function: of output and target, or of the output alone."""
+"""Loss functions of output and target, or of the output alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
                 "pipe.needs_targets is true"
             ) from error
 
-    update_wrapper(call, loss, updated=())  # for code that looks at what the loss reads
+    update_wrapper(call, loss, updated=())  # for code that inspects what the loss reads
     return call
 
 

@@ -34,16 +34,16 @@ def weights(
     replicas: int = 1,
     mean: Callable[[float], float] = float,
 ) -> list[float]:
-    """The factor for each microbatch's loss, such that the sum is the loss of the whole batch.
+    """The factor for each microbatch's loss, such that the weighted losses add up to the whole batch's loss.
 
-    If several replicas each have part of the batch, the mean of their sums is that loss.
+    If several replicas each have part of the batch, the mean of their sums is the batch's loss.
 
     Args:
         reduction: see `Reduction`.
         sizes: rows in each microbatch.
-        targets: each microbatch's target; only a function looks at them.
+        targets: each microbatch's target; used only if the reduction is a function.
         replicas: the number of replicas.
-        mean: returns the mean over the replicas of what each of them passes in.
+        mean: returns the mean over the replicas of the numbers that they pass in.
 
     Raises:
         ArgumentError: the reduction is unknown, or its weights are negative or all zero.
@@ -66,7 +66,7 @@ def weights(
 
 
 def no_loss(output: object) -> ArgumentError:
-    """The error if there is neither a loss function nor a loss that the model computes."""
+    """The error if there is neither a loss function nor a model that computes its own loss."""
     return ArgumentError(
         f"loss_fn=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
         "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
@@ -74,7 +74,7 @@ def no_loss(output: object) -> ArgumentError:
 
 
 def checked_value(loss: Any, output: object) -> Tensor:
-    """The result of a loss function, or the model's own loss. Raises ArgumentError if it is not a scalar tensor."""
+    """Checks the result of a loss function, or the model's own loss: raises ArgumentError unless it is a scalar."""
     if loss is None:
         raise no_loss(output)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
@@ -97,8 +97,8 @@ class LossHead:
     `start` gives it a step's targets and weights; `losses` and `outputs` are in order of microbatch.
 
     Args:
-        loss: the user's; None if the model computes its own.
-        partitions: one per microbatch: makes the model's output from what leaves the last stage.
+        loss: the user's loss; None if the model computes its own.
+        partitions: one per microbatch; they build the model's output from what leaves the last stage.
         streams: random streams; the loss function has one for each microbatch.
         needed: whether there must be a loss.
         pipelines: how many copies of the last stage there are.
@@ -136,7 +136,7 @@ class LossHead:
 
     @property
     def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could store something."""
+        """Whether the loss can reach anything in which a call could store state."""
         return self._state.may_remember
 
     def survey(self) -> Survey:
@@ -144,7 +144,7 @@ class LossHead:
         return self._state.survey()
 
     def owners(self) -> Sequence[Any]:
-        """The loss, if it is an object with attributes, and the modules that it consists of."""
+        """The loss, if it is an object with attributes, and the modules that make it up."""
         return self._state.owners()
 
     def start(
@@ -160,7 +160,7 @@ class LossHead:
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
-        """What backward starts from, with its graph; None if neither a function nor the model gives a loss."""
+        """Computes a microbatch's loss. Returns what backward starts from, with its graph; None if there is no loss."""
         partition = self._partitions[microbatch]
         build = partition.build_output
         output = build(leaves)
@@ -205,11 +205,11 @@ class LossHead:
         return seed
 
     def counts(self, microbatch: int) -> bool:
-        """Whether a microbatch's loss is part of the batch's: its weight is not 0."""
+        """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> list[Tensor | None]:
-        """The terms that some microbatches add to the batch's loss, in order; None if its loss is elsewhere."""
+        """The terms that some microbatches add to the batch's loss, in order; None for a loss that is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches)
         return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
@@ -220,12 +220,12 @@ class LossHead:
 
 
 def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
-    """The loss of an output from which no backward starts: hooks added to it do nothing."""
+    """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
     return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """Sum of the losses times their weights, ascending by microbatch; None without losses.
+    """The sum of the losses times their weights, ascending by microbatch; None if there are no losses.
 
     A loss of weight 0 is left out: a mean over no tokens is NaN.
     """
@@ -243,7 +243,7 @@ def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> T
 def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
     """What a microbatch's backward starts from: its loss.
 
-    If its weight is 0, the loss may be NaN, and 0 * NaN is NaN: then it is a zero made from the model's output.
+    If its weight is 0, the loss may be NaN, and 0 * NaN is NaN; so it is then a zero made from the model's output.
     """
     others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
     if weight != 0 or not others:
@@ -253,7 +253,7 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def checked_scale(scale: float) -> float:
-    """The factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
+    """Checks the factor for a step's loss. Raises ArgumentError unless it is a positive, finite number."""
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
         raise ArgumentError(
             f"loss_scale={scale!r}: expected a positive, finite number, such as scaler.get_scale() of a "

@@ -1,12 +1,13 @@
-"""A loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
+"""Handles a loss that keeps state from one call to the next: a moving average in a buffer, a count of its calls.
 
-On one device it is called in order of microbatch, and in most schedules too. But each of two copies of the last stage
-calls it for only part of the batch, and a user's own schedule may use any order.
+One device calls it in order of microbatch, and so do most schedules. But each of two copies of the last stage calls it
+for only part of the batch, and a user's own schedule may use any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
 from types import FunctionType, MethodType
@@ -25,19 +26,20 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.front_end import Partition
 
 LOOKS = 6
-"""The number of calls in which everything that the loss reaches is examined; later ones behave alike."""
+"""In how many calls everything that the loss reaches is examined; later ones behave alike."""
 
 
 class LossState:
     """The state of a loss: buffers, other tensors that it updates, and whole numbers, which count something.
 
     Anything else that a call sets may be a note for the user to look at. So in the first calls the loss is called up to
-    twice more, with what is there now and with what was there before the first call: if it then returns something else,
-    that is state. Whatever it prints or logs appears again.
+    twice more, with the present contents and with those from before the first call: if it then returns something else,
+    they are state. Whatever it prints or logs appears again.
 
     Args:
+        loss: the loss; None if there is none.
         pipelines: how many copies of the last stage call it.
-        partition: that of the model, whose modules do not belong to the loss.
+        partition: the model's partition: the model's modules do not belong to the loss.
     """
 
     def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partition: Partition) -> None:
@@ -51,12 +53,13 @@ class LossState:
     def call(
         self, losses: Sequence[Tensor | None], microbatch: int, run: Callable[[], Any], again: Callable[[], Any]
     ) -> Any:
-        """Returns the result of `run`, which calls the loss for a microbatch after others. `again`: a call to compare.
+        """Calls `run`, which calls the loss for a microbatch, and returns its result. `again`: a call to compare with.
 
         Raises:
-            ArgumentError: it has kept state, and should have been called for other microbatches before.
+            ArgumentError: the loss keeps state, and should have been called for other microbatches before.
         """
-        if self._loss is None or (self._pipelines == 1 and None not in losses[:microbatch]):
+        in_order = self._pipelines == 1 and None not in losses[:microbatch]
+        if self._loss is None or (in_order and not self._first):
             return run()
         before = self._now()
         look = _Look(self.survey()) if self._looks else None
@@ -74,9 +77,25 @@ class LossState:
                 self._first.clear()
         return result
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Wraps calls of the loss: restores at the end whatever they changed."""
+        if self._loss is None:
+            yield
+            return
+        looks = [_Look(self.survey()), _Look(Survey(self.owners(), modules=True, skips=self._is_of_model))]
+        tensors = [(tensor, version, tensor.detach().clone()) for look in looks for _, tensor, version in look.tensors]
+        yield
+        for look in looks:
+            look.restore()
+        with torch.no_grad():
+            for tensor, version, values in tensors:
+                if tensor._version != version:
+                    tensor.copy_(values)
+
     @property
     def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could store something."""
+        """Whether the loss can reach anything in which a call could store state."""
         loss = self._loss
         if isinstance(loss, partial):
             return True
@@ -87,7 +106,7 @@ class LossState:
         return bool(loss.__closure__ or vars(loss) or named_by_code([loss]) or [*stored_globals([loss])])
 
     def owners(self) -> list[Any]:
-        """The loss, or the object whose method it is, and the modules that it consists of, except the model's."""
+        """The loss, or the object whose method it is, and the modules that make it up, except the model's."""
         found = [getattr(self._loss, "__self__", self._loss), *self._modules]
         return [owner for owner in found if not self._is_of_model(owner)]
 
@@ -144,42 +163,50 @@ class LossState:
 
 
 class _Look:
-    """Everything that a loss reaches, before one of its calls."""
+    """Everything that a loss reaches, read before one or more of its calls."""
 
     def __init__(self, survey: Survey) -> None:
         self._places: Mapping[Key, Place] = survey.places
         self._before = {key: place.read() for key, place in survey.places.items()}
-        self._tensors = [(name, t, t._version) for name, t in survey.tensors.values() if not t.is_inference()]
+        self.tensors = [(name, t, t._version) for name, t in survey.tensors.values() if not t.is_inference()]
         self._generator = torch.get_rng_state()
 
     def state(self, run: Callable[[], Any], result: Any, first: dict[Key, Any]) -> str | None:
-        """The state that the latest call has kept, if any.
+        """The name of some state that the latest call kept; None if it kept none.
 
         Args:
             run: the call.
             result: what it returned.
-            first: what each place held before the first call that set it; extended here.
+            first: the contents of each place before the first call that set it; extended here.
         """
-        for name, tensor, version in self._tensors:
+        for name, tensor, version in self.tensors:
             if tensor._version != version:
                 return name or "tensor"
-        changed = [key for key, place in self._places.items() if not place.holds(self._before[key])]
-        if not changed:
-            return None
-        for key in changed:
+        for key in (changed := self._changed()):
             first.setdefault(key, self._before[key])
-        after = {key: self._places[key].read() for key in changed}
+        known = [key for key in first if key in self._places]
+        if not known:
+            return None
+        after = {key: self._places[key].read() for key in known}
         numbers = [key for key in changed if type(after[key]) is int and type(self._before[key]) is int]
         if numbers:
             return numbers[0][1]
         generator = torch.get_rng_state()
         try:
-            alike = all(_alike(self._again(run, values), result) for values in (after, {k: first[k] for k in changed}))
+            alike = all(_alike(self._again(run, values), result) for values in (after, {k: first[k] for k in known}))
         finally:
             torch.set_rng_state(generator)
             for key, value in after.items():
                 self._places[key].write(value)
-        return None if alike else next((key[1] for key in changed if key[1]), "state")
+        return None if alike else next((key[1] for key in known if key[1]), "state")
+
+    def restore(self) -> None:
+        """Restores the contents."""
+        for key in self._changed():
+            self._places[key].write(self._before[key])
+
+    def _changed(self) -> list[Key]:
+        return [key for key, place in self._places.items() if not place.holds(self._before[key])]
 
     def _again(self, run: Callable[[], Any], values: Mapping[Key, Any]) -> Any:
         for key, value in values.items():
@@ -188,7 +215,7 @@ class _Look:
         try:
             return run()
         except Exception:
-            return MISSING  # it cannot run without what has changed
+            return MISSING  # it cannot run without the changes
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -201,7 +228,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _roots(value: Any, depth: int) -> Iterator[nn.Module]:
-    """The modules that a loss consists of, or names."""
+    """The modules that make up a loss, or that it names."""
     if isinstance(value, nn.Module):
         yield value
         return

@@ -1,7 +1,7 @@
-"""What a loss function may read from the model: only what the last stage has.
+"""Makes sure that a loss function reads nothing from the model except what the last stage has.
 
 A penalty on all weights (`sum(p.square().sum() for p in model.parameters())`) would train only those of the last stage,
-or use meta-device stand-ins for those of other ranks. The first loss of a bound schedule is watched for that.
+or use meta-device stand-ins for those of other ranks. The first loss of a bound schedule is watched for this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watching(elsewhere: Mapping[int, str]) -> Iterator[None]:
-    """Around the loss function: raises ArgumentError if it reads one of these tensors.
+    """Wraps the loss function: raises ArgumentError if it reads one of these tensors.
 
     Args:
         elsewhere: `id` -> name of the model's parameters and updated buffers that are not on the last stage.
@@ -62,8 +62,8 @@ def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> 
     have only part of their gradient.
 
     Args:
-        outputs: nodes that the model made.
-        model: `id` of the model's parameters.
+        outputs: autograd nodes that the model made.
+        model: the `id` of each of the model's parameters.
     """
     for leaf in leaves_of([loss], until=outputs):
         if leaf.numel() and id(leaf) not in model:

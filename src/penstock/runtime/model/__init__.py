@@ -1,1 +1,1 @@
-"""The part of the model that this process holds, and what it must not touch of the rest."""
+"""The part of the model that this process holds, and protection against use of the rest."""

@@ -1,7 +1,7 @@
-"""Parameters and buffers whose values are on other ranks: a training script that computes with them is refused.
+"""Parameters and buffers whose values are on other ranks: a training script that computes with them gets an error.
 
 They are on the meta device, and torch does not always complain: `mine.add_(theirs)` leaves `mine` as it is. A teacher's
-moving average of a student on another rank would only shrink.
+moving average of a student on another rank would merely shrink.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ElsewhereParameter(Elsewhere, nn.Parameter):
 
 
 def elsewhere(tensor: Tensor, name: str) -> Tensor:
-    """A stand-in for the parameter or buffer of that name, whose values are not here."""
+    """A stand-in for the parameter or buffer of that name, whose values are on another rank."""
     empty = torch.empty_like(tensor, device="meta").detach()
     if isinstance(tensor, nn.Parameter):
         made = ElsewhereParameter(empty, tensor.requires_grad)

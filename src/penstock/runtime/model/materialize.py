@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from penstock.compat import generator_of
 from penstock.errors import ArgumentError
-from penstock.runtime.exact.streams import generator_of, key_of, mix
+from penstock.runtime.exact.streams import key_of, mix
 
 Materialize = Callable[[str, nn.Module], None]
-"""Sets a module's own tensors, which are allocated but uninitialised, given its name and the module."""
+"""Given a module's name and the module, sets the module's own tensors, which are allocated but uninitialised."""
 
 
 def materialize(
@@ -26,9 +27,9 @@ def materialize(
 
     Args:
         modules: each module that holds tensors itself, by its name in the unsplit model.
-        device: where to allocate.
-        seed: for the streams.
-        rule: sets a module's tensors instead of its `reset_parameters`.
+        device: the device to allocate on.
+        seed: the seed of the streams.
+        rule: sets a module's tensors in place of its `reset_parameters`.
 
     Raises:
         ArgumentError: a module has no `reset_parameters` and there is no rule, or nothing sets one of its buffers.

@@ -1,4 +1,4 @@
-"""Tensors that share memory without being the same parameter or buffer, which other processes cannot see."""
+"""Refuses tensors that share memory without being the same parameter or buffer: other processes cannot see that."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ class _Entry(NamedTuple):
 def refuse_overlaps(stages: Sequence[Stage], place_of: Callable[[int], Hashable]) -> None:
     """Raises ArgumentError if something trained or updated in one place is in memory that is used in another.
 
-    On one device every use would see the change; in several processes they would drift apart. A parameter with two
-    names is a tie, and is kept equal. Parameters next to each other in one allocation share nothing, nor do columns of
-    one matrix.
+    On one device every use would see the change; in several processes the copies would drift apart. A parameter with
+    two names is a tie, and is kept equal. Parameters next to each other in one allocation share nothing, nor do columns
+    of one matrix.
 
     Args:
-        place_of: gives the process, or the device, of a stage.
+        stages: all stages.
+        place_of: returns the process, or the device, of a stage.
     """
     found: dict[int, list[_Entry]] = {}
     for stage in stages:

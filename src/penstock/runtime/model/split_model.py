@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_state
+from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
-from penstock.runtime.batch.outline import Example, Outline, telling_rows
+from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
@@ -23,6 +23,7 @@ from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.elsewhere import elsewhere
 from penstock.runtime.model.materialize import Materialize, materialize
+from penstock.runtime.model.moving import move
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
@@ -63,22 +64,23 @@ class SplitModel:
         self._modules = [module for _, module in self._named]
         # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.give(example)
-        self._examples, self._sizes = example.fill(), example.sizes
+        self._example = example
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
-        self._known_parameters: set[str] = set()  # those of the example, and those already warned about
+        self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
+            self._move_together()
             self._record(training=True)
         self._cut_alike()
         with engine.control.agreed():
             stages = self._record(training=True)[0].stages
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
-            self._refuse_copies(shared, parallelize)
+            self._refuse_copies(stages, shared, parallelize)
             self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
-            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+            with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
                 self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
@@ -95,16 +97,16 @@ class SplitModel:
     def cuts(self) -> tuple[str, ...]:
         return self._partitioner.cuts or ()
 
-    def partitions(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+    def partitions(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         """The partition of each microbatch, in the modules' current modes, on this process's devices.
 
         Args:
-            examples: one per microbatch, the same on every rank; None: those that the pipeline was made with.
+            outline: the microbatches, the same on every rank; None: those that the pipeline was made with.
 
         Raises:
             PartitionError: a forward cannot be recorded, or needs parameters where they are not held.
         """
-        placed = [self._place(partition) for partition in self._record(training=training, examples=examples)]
+        placed = [self._place(partition) for partition in self._record(training=training, outline=outline)]
         for partition in placed:
             self._refuse_what_is_elsewhere(partition, training=training)
         for cache in (self._copied, self._placed):
@@ -118,7 +120,7 @@ class SplitModel:
         return (
             tuple(module.training for module in self._modules),
             tuple(parameter.requires_grad for parameter in self._parameters),
-            tuple(autocast_state(torch.device(kind)) for kind in ("cpu", "cuda")),
+            tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
 
@@ -152,7 +154,7 @@ class SplitModel:
 
     @contextmanager
     def settling(self) -> Iterator[None]:
-        """Around the run of a step: changes that it makes to the model's attributes need no new recording. A step that
+        """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
         raises may have ended before anything was learned about the model."""
         before = self._partitioner.attributes()
         try:
@@ -173,7 +175,7 @@ class SplitModel:
         return [buffer for _, buffer in self.held_buffers()]
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments that the model gets besides the caller's inputs."""
+        """The keyword arguments that the model gets in addition to the caller's inputs."""
         return default_kwargs(self.model, args, kwargs)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -219,7 +221,7 @@ class SplitModel:
         return {} if self._frames is None else self._frames.sharded
 
     def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
-        """Names and places of buffers, except unsaved buffers of blocks: these are tables that the blocks compute."""
+        """Names and places of buffers, except tables that blocks compute: non-persistent buffers in blocks."""
         opened = self._partitioner.opened_modules()
         return [
             (f"{name}.{key}".lstrip("."), module, key)
@@ -245,7 +247,7 @@ class SplitModel:
                 check_sharding(stage, self._engine.world.divided, shared)
 
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: what a block's work depends on may differ between processes."""
+        """Cuts where the first process does: the estimate of a block's work may differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -261,15 +263,18 @@ class SplitModel:
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
-    def _record(self, *, training: bool, examples: Sequence[Example] | None = None) -> list[Partition]:
+    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain:
-            given = self._examples if examples is None else examples
-            with telling_rows(self._sizes if examples is None else ()):
-                return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in given]
+        given = outline or self._example
+        with torch.set_grad_enabled(training), plain, telling_rows(given.sizes):
+            examples = given.fill(self._engine.recorded_for)
+            return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
     def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
-        """Each process holds what the stages of the first recording need; a batch may take another branch."""
+        """Refuses a recording that needs tensors of other processes.
+
+        Each process holds what its stages need in the first recording, but a batch may take another branch.
+        """
         if self._engine.world.is_local:
             if training:
                 self._warn_of_new_parameters(partition)
@@ -318,9 +323,7 @@ class SplitModel:
         device = self._engine.devices[rank]
         if rank not in self._engine.ranks or device == stage.device:
             return stage
-        stage = stage.on(device)
-        stage.module.to(device)
-        return stage
+        return stage.on(device)
 
     def _framed(self, stage: Stage) -> Stage:
         if self._frames is None or not self._is_here(stage):
@@ -333,10 +336,12 @@ class SplitModel:
         return [stage for stage in self._stages if self._is_here(stage)]
 
     def _place_of(self, rank: int) -> Hashable:
-        """Where a rank's parameters are: each process holds its own; ranks in one process share those on a device."""
+        """Where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(self, shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None) -> None:
+    def _refuse_copies(
+        self, stages: Sequence[Stage], shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None
+    ) -> None:
         if parallelize is not None and self._placement.pipelines > 1:
             raise ArgumentError(
                 "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "
@@ -344,24 +349,35 @@ class SplitModel:
             )
         if not self._engine.world.is_local:
             return
-        for name, stages in shared.items():
-            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in stages}
+        holders: dict[str, list[int]] = {}
+        for stage in stages:
+            for name in _names(stage):
+                holders.setdefault(name, []).append(stage.meta.index)
+        for name, on in holders.items():
+            devices = {str(self._engine.devices[self._placement.rank_of[stage]]) for stage in on}
             if len(devices) > 1:
                 raise ArgumentError(
-                    f"devices: parameter {name!r} is used on stages {list(stages)}, which one process would have to "
-                    f"hold on {sorted(devices)}; choose cuts that keep its uses on one device, or run a process a "
-                    "device under torchrun, where copies are kept equal"
+                    f"devices: {name!r} is used on stages {on}, which one process would have to hold on "
+                    f"{sorted(devices)}; choose cuts that keep its uses on one device, or run a process a device under "
+                    "torchrun, where copies are kept equal"
                 )
 
+    def _move_together(self) -> None:
+        """Moves the whole model if one device holds it; otherwise the cuts decide what goes where (`_take_over`)."""
+        devices = set(self._engine.devices)
+        if self._engine.world.is_local and len(devices) == 1:
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            move(self.model, dict.fromkeys((id(t) for t in tensors if not t.is_meta), *devices))
+
     def _take_over(self, rule: Materialize | None) -> None:
-        """Allocates what this process runs, and frees what others run."""
+        """Allocates the tensors of this process's stages, and frees those of the others."""
         stages = self._record(training=True)[0].stages
         engine, rank_of = self._engine, self._placement.rank_of
         kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
         for stage in stages:
             kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
         every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        kept[0] |= every - set().union(*kept.values())  # what no stage uses still belongs in a checkpoint
+        kept[0] |= every - set().union(*kept.values())  # tensors that no stage uses still belong in a checkpoint
         del stages
         named = list(self.model.named_modules())
         if not engine.world.is_local:
@@ -378,9 +394,18 @@ class SplitModel:
                 if any(t.is_meta and id(t) in kept[rank] for t in _own_tensors(module))
             }
             materialize(modules, engine.devices[rank], engine.streams.seed, rule)
-        if not engine.world.is_local:
+        moved = move(
+            self.model,
+            {
+                id(tensor): engine.devices[rank]
+                for rank in engine.ranks
+                for tensor in (*self.model.parameters(), *self.model.buffers())
+                if id(tensor) in kept[rank] and not tensor.is_meta
+            },
+        )
+        if moved or not engine.world.is_local:
             self._copied.clear()
-            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters
+            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters, and to old buffers
 
 
 def _names(stage: Stage) -> tuple[str, ...]:
@@ -393,7 +418,7 @@ def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
-    """Moves what is not kept to the meta device. A tensor with several names stays one object: names depend on it."""
+    """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
             if tensor is None or id(tensor) in kept:

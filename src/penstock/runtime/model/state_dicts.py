@@ -1,4 +1,4 @@
-"""The state of the modules that a pipeline runs: preserved across an evaluation, and loaded from a state dict."""
+"""Preserves the state of a pipeline's modules across an evaluation, and loads it from a state dict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.runtime.model.split_model import SplitModel
 
 @contextmanager
 def evaluating(split: SplitModel, loss: object = None) -> Iterator[None]:
-    """Evaluation mode, also for a loss that is a module. Restores modes and buffers afterwards."""
+    """Wraps an evaluation: modules, and a loss that is one, are in evaluation mode. Restores modes and buffers."""
     own = loss if isinstance(loss, nn.Module) else nn.Module()
     modes = [(module, module.training) for module in (*split.modules(), *own.modules())]
     held = [*split.buffers(), *own.buffers()]
@@ -37,11 +37,13 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
     """Copies the values of `state` into the tensors of `own`.
 
     Args:
+        own: the tensors to fill, by name.
+        state: the values, by name.
         known: every name that the model has.
-        strict: all of `own` must be in `state`, and all of `state` must be known.
+        strict: whether all of `own` must be in `state`, and all of `state` must be known.
 
     Raises:
-        ArgumentError: they are not, or a shape differs.
+        ArgumentError: a name is missing or unknown, or a shape differs.
     """
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in known]

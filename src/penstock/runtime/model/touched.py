@@ -1,4 +1,4 @@
-"""Whether the model was changed between two steps: a block's flag switched, a hook added to a module.
+"""Detects changes to the model between two steps: a block's flag was switched, a hook was added to a module.
 
 Blocks run their own Python in every step. After a change, features learn again what they learned from the first steps.
 """
@@ -19,8 +19,8 @@ _NUMBERS = (int, float)
 class Touched:
     """Attributes and hooks of some modules, from the end of one step to the beginning of the next.
 
-    Each value of a flag counts once, so flags that alternate or change in every step are soon known. Numbers only count
-    as zero or nonzero, and other objects by their class.
+    Each value of a flag counts once, so flags that alternate or change in every step soon stop counting. Numbers count
+    only as zero or nonzero, and other objects only by their class.
 
     Attributes:
         changes: how often something new was found, or a step raised.
@@ -38,7 +38,7 @@ class Touched:
         self._lengths, self._keys, self._values = self._now()
 
     def look(self) -> int:
-        """Called before a step: returns `changes`, including what has changed since the last step."""
+        """Called before a step. Returns `changes`, including those since the last step."""
         lengths, keys, values = self._now()
         if lengths != self._lengths or not all(map(operator.is_, values, self._values)):
             before = _by_place(self._lengths, self._keys, self._values)
@@ -70,7 +70,7 @@ def _by_place(lengths: Iterable[int], keys: Iterable[Any], values: Iterable[Any]
 
 
 def _kind(value: Any) -> Any:
-    """The part of a value that may make code take another path."""
+    """The aspect of a value that may make code take another path."""
     if type(value) in _NUMBERS:
         return bool(value)
     return value if value is None or isinstance(value, (bool, str)) else type(value)

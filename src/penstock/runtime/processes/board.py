@@ -1,4 +1,4 @@
-"""Who is lost, and who waits for whom: what rank 0 knows about all ranks, and its judgement.
+"""Rank 0's knowledge about all ranks, and its verdicts: which ranks are lost, and which wait for which.
 
 Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
@@ -29,8 +29,8 @@ class Patience:
     """How long to wait for each kind of event, in seconds.
 
     Attributes:
-        beat_seconds: time between two signs of life of a rank.
-        stall_seconds: silence after which a rank that another waits for is looked up, and is lost if its process is
+        beat_seconds: time between two signs of life from a rank.
+        stall_seconds: silence after which a rank that another waits for is looked up; it is lost if its process is
             stopped or gone.
         away_seconds: silence after which a rank on another machine, which cannot be looked up, is lost.
         warn_seconds: time between two warnings from a rank that waits for one that is alive.
@@ -73,7 +73,7 @@ class Process:
         return cls(" ".join([boot, *spaces]), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> ProcessState:
-        """What the kernel says about it; `unknown` from another machine or without /proc."""
+        """What the kernel says about the process; `unknown` from another machine or without /proc."""
         if not self.started or self.machine != Process.here().machine:
             return "unknown"
         try:
@@ -129,7 +129,7 @@ class Board:
 
     @property
     def deserted(self) -> bool:
-        """Whether every rank has left or is gone, so that no rank reads this board any more."""
+        """Whether every rank has left or is gone, so that no one reads this board any more."""
         return all(seat.left is not None or seat.gone is not None or self._lost(seat) for seat in self._seats)
 
     @property
@@ -142,7 +142,7 @@ class Board:
         seat.process, seat.gone, seat.heard = process, None, self._clock()
 
     def beat(self, rank: int, sighting: Sighting) -> None:
-        """Records a sign of life of `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
+        """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
         if not all(0 <= peer < len(self._seats) for peer in sighting.position.peers):
             raise ValueError(f"rank {rank} {sighting.position}, but the ranks are 0 to {len(self._seats) - 1}")
         seat = self._seats[rank]
@@ -153,12 +153,12 @@ class Board:
             seat.left = seat.heard
 
     def hang_up(self, rank: int) -> None:
-        """Records that the connection of `rank` closed. Without a goodbye first, its process is most likely gone."""
+        """Records that the connection of `rank` closed. Unless it said goodbye, its process is most likely gone."""
         if self._seats[rank].left is None:
             self._seats[rank].gone = self._clock()
 
     def accuse(self, failure: Failure) -> bool:
-        """Records why the run ends; False if another cause was recorded before."""
+        """Records why the run ends. Returns False if another cause was recorded before."""
         if self.failure is None:
             self.failure = failure
             return True
@@ -199,7 +199,7 @@ class Board:
         self.accuse(Failure(first, action, "its process is gone", "lost"))
 
     def _lost(self, seat: _Seat) -> str | None:
-        """What the silence of a rank that has joined means, or None while it may be alive."""
+        """What the silence of a rank that has joined means; None while it may be alive."""
         seconds = self._clock() - seat.heard
         if seat.process is None or seconds < self._patience.stall_seconds:
             return None

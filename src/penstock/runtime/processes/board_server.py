@@ -1,6 +1,6 @@
 """Carries beats to rank 0's board and its findings back: one line of JSON per message, over plain sockets.
 
-It does not use torch's TCPStore: if the server is stopped, TCPStore calls block forever whatever their time-out, and if
+It does not use torch's TCPStore: if the server is stopped, TCPStore calls block forever whatever their timeout, and if
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
@@ -41,13 +41,15 @@ class Connection:
         self._sending = threading.Lock()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message. Raises OSError if the other side is gone, or has not read for so long that it is full."""
+        """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
         with self._sending:
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """Waits for bytes and returns the messages that they complete. Raises OSError if the other side is gone or
-        nothing came in time, ValueError if it sent anything else."""
+        """Waits for bytes and returns the messages that they complete.
+
+        Raises OSError if the other side is gone or nothing came in time, ValueError if it sent anything else.
+        """
         data = self.link.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the other side closed the connection")
@@ -93,11 +95,11 @@ class BoardServer:
         return not self._thread.is_alive()
 
     def await_noted(self, seconds: float) -> None:
-        """Waits until all ranks know why the run failed: the last messages may be lost when this process ends."""
+        """Waits until all ranks know why the run failed: when this process ends, its last messages may be lost."""
         self._noted.wait(seconds)
 
     def stop(self) -> None:
-        """Ends the thread although ranks may still need it."""
+        """Ends the thread even though ranks may still need it."""
         self._stopping.set()
 
     def _serve(self) -> None:
@@ -121,7 +123,7 @@ class BoardServer:
         with contextlib.suppress(OSError):
             link, _ = self._listener.accept()
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.settimeout(1.0)  # a message is small: only a stopped rank has no room for it
+            link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
             self._selector.register(link, selectors.EVENT_READ, Connection(link))
 
     def _read(self, connection: Connection) -> None:
@@ -234,9 +236,9 @@ def _on_one_machine() -> bool:
 
 
 def _own_hosts() -> list[str]:
-    """The names by which other machines may know this one, the most reliable first."""
+    """The names by which other machines may know this one, most reliable first."""
     master = os.environ.get("MASTER_ADDR", "")
-    # The pipeline may have no rank on the master's machine; and only the pod itself knows a pod's host name.
+    # The pipeline may have no rank on the master's machine, and a pod's host name is known only inside the pod.
     return [host for host in (_address_towards(master), master, socket.gethostname()) if host]
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 BROADCASTS_IN_FLIGHT = 4
-"""How many values from one rank may be in flight: two steps' losses and announcements. The next waits for the first, so
-that unread values do not pile up."""
+"""How many values from one rank may be in flight: two steps' losses and announcements. The next one waits for the first
+to arrive, so that unread values do not pile up."""
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
@@ -79,6 +79,6 @@ class Broadcast:
         self._source = source_rank
 
     def wait(self) -> None:
-        """Returns when the value has arrived."""
+        """Waits until the value has arrived."""
         while not self.here:
             self._broadcasts.receive(self._source)

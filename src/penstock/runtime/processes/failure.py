@@ -17,10 +17,10 @@ _MOST_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a rank's main thread is doing: nothing of Penstock's (no text), an action, or a wait for other ranks.
+    """What a rank's main thread is doing: an action, a wait for other ranks, or nothing of Penstock's (no text).
 
     Attributes:
-        action: text of the action, such as `2B3` or `1RECV_F0`; empty outside a step.
+        action: the action's text, such as `2B3` or `1RECV_F0`; empty outside a step.
         peers: the ranks it waits for; empty while it computes.
     """
 
@@ -37,14 +37,14 @@ OUTSIDE = Position()
 
 
 class Watched(Protocol):
-    """Takes note of what the rank does, so that a watchdog can say who waits for whom."""
+    """Something that knows what the rank is doing, so that a watchdog can say who waits for whom."""
 
     position: Position
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a pipeline cannot continue. Of several failures, every rank names the first one recorded as the cause.
+    """Why a pipeline cannot continue. If there are several failures, every rank gives the first one as the cause.
 
     Attributes:
         rank: the rank at fault.
@@ -91,7 +91,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A rank as its last beat showed it: its position, how many seconds it has held it, and whether it has left."""
+    """A rank as its last beat showed it: its position, for how many seconds it has held it, and whether it has left."""
 
     position: Position = OUTSIDE
     seconds: float = 0.0
@@ -111,7 +111,7 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
     """Follows waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
-    step". Of several peers it follows the first that is not itself waiting. A circle of waits ends where it closes.
+    step". Of several peers it follows the first one that is not waiting itself. A cycle of waits ends where it closes.
     """
     words: list[str] = []
     seen: set[int] = set()

@@ -1,8 +1,8 @@
 """Ends this rank when another one fails, and says who waits for whom when a run stalls.
 
-A blocked gloo wait cannot be polled, cancelled or timed out from inside, so a separate thread watches the other ranks
-over its own connections; if the main thread waits in vain, it says why and exits the process. The exit is what frees
-the neighbours.
+A blocked gloo wait cannot be polled, cancelled or timed out from inside. So a separate thread watches the other ranks
+over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
+frees the neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sight
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
-_INTERRUPTED_SECONDS = 0.3  # for either, if Ctrl-C ends this rank: it most likely ends the others too
+_INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
@@ -78,7 +78,7 @@ class Watchdog:
     def connect(
         cls, rank: int, ranks: int, exchange: Callable[[Address | None], Any], patience: Patience | None = None
     ) -> Watchdog:
-        """Connects the ranks of a pipeline with each other and starts to watch. Every rank must call it.
+        """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
 
         Args:
             rank: this rank, 0..ranks-1.
@@ -124,12 +124,15 @@ class Watchdog:
         return self._fail(mine)
 
     def cause(self, seconds: float | None = None) -> Failure | None:
-        """Why a wait of this rank raised: waits for another rank's failure to become known.
+        """Finds out why a wait of this rank raised: waits for another rank's failure to become known.
+
+        Leave `position` as it was in the wait.
 
         Args:
-            seconds: how long at most; by default the time it takes to see that a rank does not answer.
+            seconds: how long to wait at most; by default as long as it takes to see that a rank does not answer.
 
-        Leave `position` as it was in the wait. Returns None if no failure became known: the error is this rank's own.
+        Returns:
+            The failure; None if none became known, so that the error is this rank's own.
         """
         self._raising = True
         if self._thread and not self._known.is_set():
@@ -138,11 +141,13 @@ class Watchdog:
         return self.failure
 
     def close(self) -> None:
-        """Says goodbye to the other ranks and ends the thread. Rank 0 continues to serve ranks that have not left, and
-        its process does not end before they have."""
+        """Says goodbye to the other ranks and ends the thread.
+
+        Rank 0 continues to serve ranks that have not left, and its process does not end before they have.
+        """
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True).to_list())  # before the thread hangs up; the answer wakes it
+        self._send(beat=Sighting(left=True).to_list())  # before the thread disconnects; the answer wakes it
         self._closed.set()
         if self._thread:
             self._thread.join()
@@ -164,7 +169,7 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Notes what the main thread is doing, and whether this process slept."""
+        """Notes what the main thread is doing, and whether this process was asleep."""
         now, held = self._clock(), (self.step, self.position)
         asleep = self._patience.overslept(now - self._ticked)
         self._ticked = now
@@ -206,7 +211,7 @@ class Watchdog:
             self._send(noted=True)
 
     def _decide(self) -> None:
-        """Leaves if the pipeline failed and the main thread cannot notice; looks for a reason to fail it."""
+        """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         if self.failure is None and waits and (self.step, self.position) == self._held:
             self._suspect(now)
@@ -216,7 +221,9 @@ class Watchdog:
                 self._stop(self.failure)
 
     def _suspect(self, now: float) -> None:
-        """The main thread waits: is rank 0, which would know of a lost rank, itself lost? Is the wait too long?"""
+        """While the main thread waits: checks whether rank 0, which would know of a lost rank, is lost itself, and
+        whether the wait is too long.
+        """
         action, lost = self.sightings[0].position.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = "its process is gone"

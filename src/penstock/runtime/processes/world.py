@@ -1,5 +1,5 @@
-"""Which processes take part: a single one, all that torchrun started, or those of a DeviceMesh, in which a pipeline is
-one line.
+"""Determines which processes take part: a single one, all that torchrun started, or a DeviceMesh's, in which a pipeline
+is one line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class World:
         rank: this process's rank, 0..ranks-1.
         members: each rank's global rank in `torch.distributed`.
         everyone: the global ranks of the whole mesh, of which `members` is one line; by default only that line.
-        replicas: the global ranks that hold the same as this one and train on other data, in order, including this one.
-        column: the global ranks that run the same stages: on other data, or a share of each layer.
-        lines, replica_sets, columns: the same for all processes: each divides `everyone` into disjoint parts.
+        replicas: the global ranks that hold the same as this one and train on other data, in order; includes this one.
+        column: the global ranks that run the same stages, on other data or with a share of each layer.
+        lines, replica_sets, columns: the same for all processes; each divides `everyone` into disjoint parts.
         divided: the mesh dimensions along which the batch is divided.
         replica: this process's number among `replicas`.
         tp_rank: this process's number among those that share a replica's layers (tensor parallelism).
@@ -77,7 +77,7 @@ class World:
 
     @property
     def names(self) -> tuple[int, ...]:
-        """For each rank of the pipeline its number in the whole mesh, which messages use."""
+        """The number in the whole mesh of each of the pipeline's ranks, as messages use it."""
         return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
 
     @property
@@ -92,7 +92,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
-    """Finds the pipeline's processes, and initialises `torch.distributed` if torchrun started us and nothing else has.
+    """Finds the pipeline's processes. Initialises `torch.distributed` if torchrun started us and no one else has yet.
 
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
@@ -198,8 +198,8 @@ def device_of(
     """Where a rank computes.
 
     Args:
-        devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: the model's device.
-        current: the model's device.
+        devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: `current`.
+        current: where the model is, or the example.
 
     Raises:
         ArgumentError: the number of devices is not the number of ranks.
@@ -210,11 +210,14 @@ def device_of(
         return torch.device(devices[rank])
     device = current if devices is None else torch.device(devices)
     if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type == "cpu":
+        return device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
-    if device.type != "cuda" or (devices is not None and device.index is not None):
+    if devices is not None and device.index is not None:
         return device
-    if world.is_local:
-        return device if devices is None else torch.device("cuda", rank % torch.cuda.device_count())
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    if world.is_local and devices is None:
+        return device
+    count = torch.get_device_module(device).device_count()
+    return torch.device(device.type, (rank if world.is_local else int(os.environ.get("LOCAL_RANK", rank))) % count)

@@ -2,13 +2,13 @@
 
 In a forward whose backward is split, a call whose weight gradient can wait (`weight_gradients`) gets the weight without
 its graph, so the backward at I skips it. What W needs, the call's input and the gradient of its output, is kept;
-everything else is freed at I. Everything else is also plain autograd, at I: biases, norms, weights in other calls, and
-what cannot be seen (the inside of attention modules and LSTMs, compiled code, recomputed segments). If nothing in a
-stage can wait, it has a full backward at I, and an empty W.
+everything else is freed at I. All other gradients are computed by plain autograd at I: those of biases, norms, weights
+in other calls, and weights whose use cannot be seen (inside attention modules and LSTMs, compiled code, recomputed
+segments). If nothing in a stage can wait, it has a full backward at I and an empty W.
 
-The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. A parameter with
-any other use is not put off at all, since the terms of one microbatch are summed in autograd's order. If layers are
-left out by chance, all microbatches up to the first in which the whole stage runs are unsplit.
+The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. The gradient of a
+parameter with any other use is not put off at all, since a microbatch's terms are summed in autograd's order. If layers
+are left out by chance, all microbatches up to the first in which the whole stage runs are unsplit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class SplitBackward:
     """The split backwards of one stage.
 
     Args:
-        parameters: gives the stage's parameters, by name, once a forward begins.
+        parameters: returns the stage's parameters, by name, once a forward begins.
         module: the stage's code.
-        microbatches: those whose backward is split; the other backwards stay whole.
+        microbatches: the microbatches whose backward is split; the others have a full one.
         in_order: whether F, and I or B, come in ascending order of microbatch, so that I adds to `.grad` in that
             order. Otherwise its terms are kept until W.
-        can_wait: false if nothing can: I is a whole backward, and W is empty.
+        can_wait: false if nothing can: then I is a full backward, and W is empty.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SplitBackward:
 
     @property
     def share(self) -> float:
-        """Of the elements that take a gradient, the share whose gradient waits for W; known after a forward."""
+        """The share of the trained elements whose gradient waits for W; known after a forward."""
         total = sum(p.numel() for p in self._parameters)
         waiting = sum(p.numel() for p in self._parameters if id(p) in self._uses.can_wait)
         return waiting / total if total else 0.0
@@ -86,7 +86,7 @@ class SplitBackward:
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
-        """Around a microbatch's forward. `runs_again`: I runs it anew, and starts from that run."""
+        """Wraps a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
         if not self._uses.decided:
@@ -122,7 +122,7 @@ class SplitBackward:
 
     @contextmanager
     def input_gradients(self, microbatch: int) -> Iterator[None]:
-        """Around the backward of a microbatch, at I."""
+        """Wraps the backward of a microbatch, at I."""
         early = self._early[microbatch] = []
         if self._in_order:
             before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]
@@ -142,7 +142,7 @@ class SplitBackward:
             )
 
     def weight_gradients(self, microbatch: int) -> None:
-        """W: each parameter's terms of a microbatch, summed in autograd's order and added once to `.grad`."""
+        """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
         left = Counter(id(base_of(weight)) for call in waiting for weight in call.weights)
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
@@ -150,7 +150,7 @@ class SplitBackward:
         with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
             for parameter, grad in self._early.pop(microbatch, ()):
                 _add(parameter, grad)
-            while waiting:  # frees what a call has kept once its gradient is there
+            while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
                 for weight, term in zip(call.weights, call.gradients(call.grad), strict=True):
                     key = id(base_of(weight))
@@ -198,7 +198,7 @@ def _version(tensor: Tensor | None) -> int | None:
 
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Adds the terms of one parameter, all from it or all from views of it, to its `.grad`."""
+    """Adds a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
     parameter, before = base_of(terms[0][0]), base_of(terms[0][0]).grad
     hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     if parameter is not terms[0][0] or hooked or (before is not None and before.is_sparse):

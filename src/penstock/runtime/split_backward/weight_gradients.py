@@ -1,7 +1,7 @@
-"""The calls whose weight gradient can wait for W: for each, the expression that autograd's own formula computes.
+"""The calls whose weight gradient can wait for W and, for each, the expression that autograd's own formula computes.
 
 The same kernels run on the same operands, with the same strides, so the bits are those of a full backward
-(derivatives.yaml of torch; tests/runtime/split_backward/test_weight_gradients.py compares them).
+(see torch's derivatives.yaml; tests/runtime/split_backward/test_weight_gradients.py compares them).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _EMBEDDING = frozenset({"EmbeddingBackward0"})
 
 
 class DeferredCall(NamedTuple):
-    """One call, with the gradient of its weights put off.
+    """A call whose weight gradients are put off.
 
     Attributes:
         input: the argument that W needs.
         weights: the weight, and the bias if one kernel computes both gradients.
-        run: the call, with the weights without their graph.
+        run: makes the call with weights that have no graph.
         nodes: the possible names of autograd's node for the call.
-        gradients: computes those of the weights from the gradient that reaches that node.
+        gradients: computes the weights' gradients from the gradient that reaches that node.
     """
 
     input: Tensor
@@ -48,7 +48,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
     if other or weight.dim() != 2 or not _is_matrix(input):
         return None
     x = _rows(input)
-    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # so its transpose is stored by columns
+    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # then its transpose is column-major
 
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         first = x.get()
@@ -59,7 +59,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
 
 
 def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
-    """`input @ weight`, also with more than two dimensions, which torch folds into one product."""
+    """`input @ weight`, including inputs of more than two dimensions, which torch folds into one product."""
     if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
     x = _rows(input)
@@ -127,7 +127,7 @@ def embedding(
 
 
 class _Shifts(NamedTuple):
-    """Where a convolution's kernel goes, with one number per dimension."""
+    """How a convolution's kernel moves, with one number per dimension."""
 
     stride: Sequence[int]
     padding: Sequence[int]
@@ -136,7 +136,7 @@ class _Shifts(NamedTuple):
 
 
 def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) -> Form:
-    """A form for `F.conv1d` and its like. One kernel may compute the gradients of weight and bias, so both wait."""
+    """A form for `F.conv1d` and the like. One kernel may compute the gradients of weight and bias, so both wait."""
 
     def plan(input: Tensor, weight: Tensor, bias: Tensor | None, shifts: _Shifts, groups: int) -> DeferredCall | None:
         if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
@@ -177,10 +177,10 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
 
 
 def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-    """The call in the precision in which autocast runs it; its gradients are cast back, as autograd would.
+    """The call in the precision in which autocast runs it. Its gradients are cast back, as in autograd.
 
-    Autocast itself casts all other arguments, and finds these already cast. What it would cast once for several calls
-    (a leaf's cast is cached) is not cast here: None if that is the input.
+    Autocast itself casts all other arguments, and finds these already cast. Whatever it would cast once for several
+    calls (it caches a leaf's cast) is not cast here, so this is None if that is the input.
     """
     dtype = torch.get_autocast_dtype(call.input.device.type)
     casts = {id(weight): weight.detach().to(dtype).requires_grad_(weight.requires_grad) for weight in call.weights}
@@ -210,13 +210,15 @@ def _each(shift: int | Sequence[int], dims: int) -> list[int]:
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether torch multiplies it as one matrix, whatever takes a gradient. (Whether it folds a non-contiguous tensor
-    depends on whether the weight takes one.)"""
+    """Whether torch multiplies a tensor as one matrix, whichever arguments take a gradient.
+
+    Whether torch folds a non-contiguous tensor depends on whether the weight takes one, so that does not count.
+    """
     return x.is_floating_point() and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
 
 
 def _rows(x: Tensor) -> SavedTensor:
-    """What is kept of it, as two dimensions."""
+    """What is kept of an input, in two dimensions."""
     kept = x.detach()
     return SavedTensor(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
 

@@ -1,7 +1,7 @@
-"""Sees the calls that a stage's weights are used in, learns whose gradient can wait for W, and puts it off.
+"""Observes the calls that use a stage's weights, learns which weight gradients can wait for W, and puts those off.
 
-While a forward runs, the matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their uses.
-Unlike a mode, this costs nothing in calls without weights, and nothing in backward.
+While a forward runs, weight matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their
+uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, D
 
 
 class Waiting(NamedTuple):
-    """A call whose weight gradients wait: `gradients(grad)` gives them. (`DeferredCall.run` would hold the graph.)"""
+    """A call whose weight gradients wait: `gradients(grad)` computes them. (A `DeferredCall` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
     gradients: Callable[[Tensor], Sequence[Tensor]]
@@ -34,7 +34,7 @@ _OURS = (Tensor, nn.Parameter)
 
 
 class WeightUses:
-    """The uses of one stage's weights.
+    """The uses of a stage's weights.
 
     Attributes:
         decided: whether it is known which weights can wait.
@@ -59,7 +59,7 @@ class WeightUses:
 
     @contextmanager
     def learning(self) -> Iterator[None]:
-        """Around an ordinary forward: notes the calls whose weight gradient could wait."""
+        """Wraps an ordinary forward: notes the calls whose weight gradient could wait."""
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
@@ -69,7 +69,7 @@ class WeightUses:
 
     @contextmanager
     def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
-        """Around a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
+        """Wraps a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
         self._waiting, self._anchor = waiting, anchor
         self._cached.clear()
         try:
@@ -81,11 +81,11 @@ class WeightUses:
     def decide(self, roots: Sequence[Node]) -> None:
         """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
 
-        None can wait if that forward ran its own backward: the graph of gradients leads to weights on other paths,
+        None can wait if that forward ran a backward of its own: the graph of gradients leads to weights on other paths,
         through the same nodes.
 
         Args:
-            roots: what its backward starts from.
+            roots: the nodes that backward starts from.
         """
         noted, self._learned, self.decided = [] if self._went_back else self._learned, [], True
         weights = [weight for call in noted for weight in call]
@@ -96,7 +96,7 @@ class WeightUses:
         viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
         can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
         while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
-            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait, or neither
+            can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait or neither
         self.can_wait = {key: viewed[key].pop() for key in can_wait}
         self._watched = [p for p in self._watched if id(p) in can_wait]
 
@@ -125,7 +125,7 @@ class WeightUses:
             parameter.__class__ = kind  # type: ignore[assignment]
 
     def _leave(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Runs a call with tensors of a foreign class, which must not meet ours."""
+        """Runs a call with tensors of a foreign class, which must not be mixed with ours."""
         for arg in (*args, *kwargs.values()):
             if type(arg) is self._of_views:
                 arg.__class__ = Tensor
@@ -167,8 +167,8 @@ class WeightUses:
     def _lowered_once(self, func: Any, plan: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
         """The call as autocast runs it, if it ran such calls that way in the noted forward.
 
-        None for a parameter's second use in one forward if its cast may be cached: uses that share a cast are summed in
-        its precision.
+        None for a parameter's second use in a forward if its cast may be cached: gradients of uses that share a cast
+        are summed in the cast's precision.
         """
         dtype, caches = torch.get_autocast_dtype(plan.input.device.type), torch.is_autocast_cache_enabled()
         cached = {id(weight) for weight in plan.weights if caches and weight.is_leaf and weight.dtype != dtype}
@@ -193,7 +193,7 @@ class WeightUses:
         """The call's result; None if autograd did not record what was expected."""
         result = plan.run(*(weight.detach() for weight in plan.weights))
         keep = partial(self._keep, waiting, plan.weights, plan.gradients)
-        if not result.requires_grad:  # nothing that comes in takes a gradient
+        if not result.requires_grad:  # none of the inputs takes a gradient
             box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
             tapped: Tensor = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
             return tapped
@@ -221,7 +221,7 @@ class WeightUses:
 
 
 def base_of(weight: Tensor) -> Tensor:
-    """The parameter itself, or the one that a weight is a view of."""
+    """The parameter of which a weight is a view, or the weight itself."""
     return weight if weight._base is None else weight._base
 
 
@@ -254,12 +254,12 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
 
 
 def _is_recorded() -> bool:
-    """Whether autograd records the call as it runs now, so that it will not run again."""
+    """Whether autograd records the call in its present run, so that it will not run again."""
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _casts_below(node: Node) -> Iterator[Node]:
-    """The casts through which a call's weights came, some below a transpose."""
+    """The casts that produced a call's weights, some of them below a transpose."""
     for child, _ in node.next_functions:
         if child is not None and child.name() in ("TBackward0", "TransposeBackward0"):
             child = child.next_functions[0][0]
@@ -284,14 +284,13 @@ def _view_nodes(weight: Tensor) -> Iterator[Node]:
 
 
 def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[int, int]:
-    """For each parameter in a graph, by id, the number of paths to it, each counted up to the first node not in
-    `views`."""
+    """For each parameter in a graph, by id, the number of paths to it, counted up to the first node not in `views`."""
     into: defaultdict[Node, list[Node]] = defaultdict(list)
     known, stack = set(roots), list(dict.fromkeys(roots))
     while stack:
         node = stack.pop()
         if "Checkpoint" in node.name():
-            return {}  # runs its own backward, whose uses of parameters are not in this graph
+            return {}  # it runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
                 into[child].append(node)

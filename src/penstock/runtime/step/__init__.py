@@ -1,1 +1,1 @@
-"""One step seen by all ranks: which bound schedule runs a batch, a loss tried in advance, outputs for whoever asks."""
+"""A step as all ranks see it: which bound schedule runs a batch, a loss tried in advance, outputs for those who ask."""

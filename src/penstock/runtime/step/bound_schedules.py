@@ -1,4 +1,4 @@
-"""Which bound schedule runs a batch: one for each kind of batch and mode, under a number that all ranks know.
+"""Chooses the bound schedule for a batch: one for each kind of batch and mode, under a number that all ranks know.
 
 Only the first stage's rank looks at inputs. It begins every step with an announcement: the number of the bound schedule
 to run, or that a new one is needed, followed by what the other ranks must know about the batch to record it too. The
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch.microbatches import CutBatch
-from penstock.runtime.batch.outline import Outline, telling_rows
+from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
@@ -35,7 +35,7 @@ Bind = Callable[[Sequence[Partition], bool], BoundSchedule]
 
 
 class Call(NamedTuple):
-    """What all ranks must agree on in a step. All numbers, since they are sent."""
+    """What all ranks must agree on in a step. Numbers only, since it is sent."""
 
     training: bool
     outputs: int
@@ -48,8 +48,8 @@ class Cached:
 
     Attributes:
         sizes: the rows of each microbatch.
-        mode: training or not, and what a recording depends on besides inputs.
-        kind: that of the batch; None if this process does not look at inputs.
+        mode: whether it is for training, and what a recording depends on besides inputs.
+        kind: the kind of batch; None if this process does not look at inputs.
         kept: the plain values of the batch, whose identity may be part of its kind.
     """
 
@@ -84,8 +84,7 @@ class BoundSchedules:
 
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
         """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
-        with telling_rows(outline.sizes):
-            partitions = self._split.partitions(training=training, examples=outline.fill())
+        partitions = self._split.partitions(training=training, outline=outline)
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
@@ -98,18 +97,18 @@ class BoundSchedules:
         if len(self._cached) > CACHED_SCHEDULES:
             _, oldest = self._cached.popitem(last=False)
             self._engine.release(oldest.bound)
-            if cached.bound.number == CACHED_SCHEDULES:  # numbers begin at 0
+            if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
                 warnings.warn(_MANY, stacklevel=5)
         return cached
 
     def next(self, cut: CutBatch | None, call: Call) -> Cached:
-        """The bound schedule of this step.
+        """The bound schedule for this step.
 
         Args:
             cut: the batch; None on ranks that do not look at inputs.
 
         Raises:
-            ArgumentError: this rank calls for something other than the announcing rank.
+            ArgumentError: this rank asks for something other than the announcing rank.
             PartitionError: the batch is of a new kind, and cannot be recorded.
         """
         self._split.refuse_other_parameters()
@@ -136,11 +135,11 @@ class BoundSchedules:
         return cached
 
     def settings(self) -> int:
-        """A number for the modes, requires_grad flags and autocast of this process."""
+        """A number that stands for this process's modes, requires_grad flags and autocast."""
         return self._digest_of(self._split.signature()[:-1])
 
     def inputs(self, cached: Cached, cut: CutBatch) -> list[list[Tensor]]:
-        """The tensors that the first stage receives, in its order, of each microbatch.
+        """The tensors that the first stage receives for each microbatch, in its order.
 
         Raises:
             ShapeError: another rank, which also has inputs, announced a batch of another kind.
@@ -162,7 +161,7 @@ class BoundSchedules:
         return None
 
     def _announced(self, number: int, call: Call, settings: Hashable) -> int:
-        """The announced number. Raises ArgumentError if this rank does not call for the same."""
+        """The announced number. Raises ArgumentError unless this rank asks for the same."""
         mine = [*map(int, call), self._digest_of(settings)]
         number, *said = self._engine.announce([number, *mine], self._source)
         if said == mine:
@@ -176,7 +175,7 @@ class BoundSchedules:
         )
 
     def _digest_of(self, settings: Hashable) -> int:
-        """A number for the settings that all processes must share, small enough that its sums are exact as float64."""
+        """A number for the settings that all processes must share, small enough for exact sums in float64."""
         if self._digest[0] != settings:
             digest = hashlib.blake2b(repr(settings).encode(), digest_size=5).digest()
             self._digest = settings, int.from_bytes(digest, "little")
@@ -184,7 +183,7 @@ class BoundSchedules:
 
 
 def _holds(bound: BoundSchedule, cut: CutBatch) -> bool:
-    """Whether the values that the forward reads from these inputs are those that it read when it was recorded."""
+    """Whether the forward reads the same values from these inputs as when it was recorded."""
     pairs = zip(bound.partitions, cut.pieces, strict=True)
     return all(partition.holds(piece.leaves) for partition, piece in pairs)
 

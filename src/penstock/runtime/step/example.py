@@ -16,11 +16,12 @@ from penstock.trees import flatten
 
 def is_whole(example: Example) -> bool:
     """Whether a process has the example itself, rather than its shapes (tensors on the meta device) or nothing."""
-    tensors = _tensors(example)
+    tensors = tensors_of(example)
     return bool(tensors) and not any(tensor.is_meta for tensor in tensors)
 
 
-def _tensors(example: Example) -> list[Tensor]:
+def tensors_of(example: Example) -> list[Tensor]:
+    """The tensors of a batch, those in `Microbatches` included."""
     leaves = flatten(example).leaves
     pieces = [one for leaf in leaves if isinstance(leaf, Microbatches) for one in flatten(leaf.pieces).leaves]
     return [leaf for leaf in (*leaves, *pieces) if isinstance(leaf, Tensor)]
@@ -36,16 +37,16 @@ def shared(control: Control, example: Example) -> Example:
     if all(has):
         return example
     if not any(has):
-        if _tensors(example):
+        if tensors_of(example):
             raise ArgumentError(
                 "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
                 "has to give real tensors, since the forward may branch on the values of integers"
             )
-        return example  # there are no tensors in it: a function of the user makes them
+        return example  # it has no tensors: a function of the user's makes them
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.name == first else None)
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
-    for text in control.gather(problem):  # all raise, so that none waits for one that has raised
+    for text in control.gather(problem):  # all raise, so that none waits for one that did
         if text is not None:
             raise ArgumentError(text)
     if is_whole(example):

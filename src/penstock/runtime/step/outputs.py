@@ -1,4 +1,4 @@
-"""The model's outputs, brought to the ranks that ask for them."""
+"""Brings the model's outputs to the ranks that ask for them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ALL = 1
 
 
 def code_of(wanted: Wanted, ranks: int) -> int:
-    """The choice, on which all ranks must agree, as a number: 0 if outputs stay where they are, True or not.
+    """The choice, on which all ranks must agree, as a number: 0 for True and False, since outputs then stay in place.
 
     Raises:
-        ArgumentError: `Wanted` does not allow it.
+        ArgumentError: this is not a valid choice.
     """
     if isinstance(wanted, bool):
         return 0
@@ -46,8 +46,8 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
     """Each microbatch's output, in order, on the ranks that want it; None on the others. Every rank calls it.
 
     Args:
-        outputs: by microbatch, on the ranks of last stages; None for outputs that are elsewhere.
-        code: from `code_of`, not 0.
+        outputs: the outputs by microbatch, on the ranks of last stages; None for those that are elsewhere.
+        code: the choice, from `code_of`; not 0.
     """
     here = engine.world.rank
     if here is None:
@@ -66,7 +66,7 @@ def bring(engine: Engine, schedule: Schedule, outputs: Sequence[Any] | None, cod
 
 
 def _owners(schedule: Schedule) -> dict[int, int]:
-    """The rank that each microbatch's output is on, ascending by microbatch."""
+    """The rank that has each microbatch's output, ascending by microbatch."""
     placement = schedule.placement
     lasts = [stage for stage in range(placement.stages) if placement.is_last(stage)]
     found = {k: placement.rank_of[stage] for stage in lasts for k in schedule.numbers_on(stage)}

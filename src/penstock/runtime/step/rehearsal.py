@@ -1,7 +1,7 @@
-"""A loss, tried before anything runs: on a made-up output, with the target of a real microbatch.
+"""Tries a loss before anything runs: on a made-up output, with the target of a real microbatch.
 
-The output's values mean nothing, so an error counts only if it does not depend on them: if fake tensors, which have no
-values, raise it too.
+The output's values are meaningless, so an error counts only if it does not depend on them: that is, if fake tensors,
+which have no values, raise it too.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from penstock.trees import map_tensors
 from penstock.words import in_a_line
 
 LARGE = 2**28
-"""The size in bytes above which no real output is made up."""
+"""No real output of more bytes is made up."""
 
 _SAID = 20
-"""The number of characters of a message that are compared."""
+"""How many characters of a message are compared."""
 
 _FILLING = 0.5
-"""A probability, a logit and a distance: few losses refuse it."""
+"""Valid as a probability, a logit and a distance, so few losses refuse it."""
 
 
 def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> str | None:
-    """Calls the loss for the first microbatch. If it is a module, its own changes to itself are undone.
+    """Calls the loss for the first microbatch. If the loss is a module, its changes to itself are undone.
 
     Args:
-        target: that of the microbatch.
-        weight: of the microbatch's loss in the batch's.
-        loss: the user's.
+        bound: the bound schedule.
+        target: the microbatch's target.
+        weight: the weight of the microbatch's loss in the batch's.
+        loss: the user's loss.
 
     Returns:
-        why nothing can be said about this loss; None if something can, and all is well.
+        Why nothing can be said about this loss; None if it is fine.
 
     Raises:
         ArgumentError: it raises whatever the values are, or does not return a scalar that takes a gradient.
@@ -83,7 +84,7 @@ def _attempt(
 
 
 def _same(one: Exception, other: Exception) -> bool:
-    """Whether two errors are the same: fake tensors sometimes raise another type, with the same words."""
+    """Whether two errors are the same. Fake tensors sometimes raise another type with the same words."""
     return type(one) is type(other) or str(one)[:_SAID] == str(other)[:_SAID] != ""
 
 

@@ -1,4 +1,4 @@
-"""How values travel between ranks: the protocols, three transports, and what both ends of a channel know.
+"""Moves values between ranks: the protocols, three transports, and what both ends of a channel agree on.
 
 Your own transport needs only the names below (docs/extending.md shows one).
 """

@@ -10,11 +10,13 @@ from penstock.runtime.transport.protocol import Message
 from penstock.stages import Link
 
 Layouts = list[Layout | None]
-"""The layouts of one message; None if there is no tensor."""
+"""The layouts of a message's tensors; None where there is no tensor."""
 
 
 class Agreement:
-    """The layouts of one channel, by microbatch. `learning`: true in the first step, or always if a link varies."""
+    """The layouts of a channel's messages, by microbatch. `learning`: true in the first step, or always if the link
+    varies.
+    """
 
     def __init__(self, link: Link) -> None:
         self.learning = True
@@ -29,11 +31,11 @@ class Agreement:
         return self._layouts.values()
 
     def learn(self, microbatch: int, layouts: Layouts) -> None:
-        """Agrees on the layouts of a message."""
+        """Records the layouts of a message as agreed."""
         self._layouts[microbatch] = layouts
 
     def check(self, microbatch: int, message: Message) -> Layouts:
-        """The layouts of a message to send: learned in the first step, then compared with those.
+        """The layouts of a message to send. They are learned in the first step, and compared with those in later ones.
 
         Raises:
             ShapeError: a layout is not as agreed.
@@ -51,7 +53,7 @@ class Agreement:
             self._layouts.clear()
 
     def end_step(self) -> bool:
-        """Ends a step. True if it was the first step with messages."""
+        """Ends a step. Returns whether it was the first step with messages."""
         ended = self.learning and bool(self._layouts) and not self._link.varies
         self.learning = self.learning and not ended
         return ended
@@ -76,10 +78,10 @@ class Agreement:
 
 
 def _alike(one: Layout | None, other: Layout | None) -> bool:
-    """Whether two layouts are the same, except for the stride of a dimension of one element.
+    """Whether two layouts are the same, apart from the stride of a dimension with one element.
 
-    That stride changes between steps: autograd adds up the gradients of several uses in the memory of one or another.
-    It means nothing, unless torch takes the tensor for channels first with one stride and channels last with the other.
+    That stride changes between steps: autograd adds the gradients of several uses in the memory of one or another. It
+    matters only if torch takes the tensor for channels-first with one stride and channels-last with the other.
     """
     if one is None or other is None:
         return one is other
@@ -91,7 +93,7 @@ def _alike(one: Layout | None, other: Layout | None) -> bool:
 
 
 def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether torch takes images or volumes with these strides for channels last, and chooses its kernels accordingly.
+    """Whether torch takes images or volumes with these strides for channels-last, and chooses kernels accordingly.
 
     The rule of `is_channels_last_strides_2d` and `_3d` (c10/core/MemoryFormat.h).
     """

@@ -45,17 +45,17 @@ _DTYPES = (
 class Groups:
     """The process groups of one pipeline. All processes of its mesh create them together.
 
-    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has its
-    own group (`way`). Control values (the loss) travel over gloo.
+    NCCL runs everything that two ranks exchange within a group one by one, in both directions, so each direction has
+    its own group (`way`). Control values (the loss) travel over gloo.
 
     If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
-    it does not, only the members do. Torch then names a group by its ranks and the number of existing groups, and finds
-    the addresses of an earlier group with that name; so no group is destroyed, and all ranks of a pipeline have equally
-    many.
+    it does not, only the members do. Torch then names a group after its ranks and the number of existing groups, and
+    would find the addresses of an earlier group with the same name. So no group is destroyed, and all ranks of a
+    pipeline have equally many.
 
-    A gloo group has threads that wake up a hundred times a second, and end with the last reference to it. Nothing else
-    holds one, so `close` ends them: code that uses a group asks for it here each time. After `close` this raises
-    ClosedError.
+    A gloo group has threads that wake up a hundred times a second, and end with the last reference to the group. Only
+    this object holds one, so `close` ends them; code that uses a group asks for it here each time. After `close` that
+    raises ClosedError.
     """
 
     def __init__(self, world: World, backend: str) -> None:
@@ -92,17 +92,17 @@ class Groups:
 
     @property
     def replicas(self) -> dist.ProcessGroup:
-        """The group of those that hold the same stages and train on other data, if there are any."""
+        """The group of processes that hold the same stages and train on other data, if there are any."""
         return self._role("replicas")
 
     @property
     def weights(self) -> dist.ProcessGroup:
-        """The same group, over gloo."""
+        """The same group as `replicas`, over gloo."""
         return self._role("weights")
 
     @property
     def column(self) -> dist.ProcessGroup:
-        """The group of those that run the same stages, if there are any besides this one."""
+        """The group of processes that run the same stages, if there are others than this one."""
         return self._role("column")
 
     def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
@@ -141,7 +141,7 @@ class Groups:
         return self._roles[role]
 
     def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
-        """Makes a group of each of these sets of global ranks if this process takes part. Returns its own."""
+        """Makes a group for each of these sets of global ranks if this process takes part. Returns its own group."""
         own: dist.ProcessGroup | None = None
         for members in parts:
             here = dist.get_rank() in members
@@ -189,7 +189,7 @@ class DistributedTransport:
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
-            self._broadcasts.popleft().wait()  # done long ago, but pending work must not be dropped
+            self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
         self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
         return self._broadcasts[-1]
 
@@ -213,7 +213,7 @@ class DistributedTransport:
 
 
 class DistributedChannel:
-    """One link's messages to, or from, one other rank."""
+    """One link's messages to or from one other rank."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class _Broadcast:
 
 
 def _header(layouts: Sequence[Layout | None], link: Link) -> Tensor:
-    """Layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
+    """The layouts of a link's values as integers: present, requires_grad, dtype, misalignment, dims, shape, stride."""
     rows: list[int] = []
     for (stage, name), layout in zip(link.values, layouts, strict=True):
         if layout is None:

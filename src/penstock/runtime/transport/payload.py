@@ -15,7 +15,7 @@ def to_bytes(tensor: Tensor) -> bytes:
 
 
 def from_bytes(data: bytes, layout: Layout, device: torch.device) -> Tensor:
-    """The tensor of these bytes, in its own memory, laid out as it was when `to_bytes` was called."""
+    """A tensor made from these bytes, in its own memory, with the layout that it had when `to_bytes` was called."""
     buffer = exact.allocate(layout, device)
     if data:
         buffer.flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

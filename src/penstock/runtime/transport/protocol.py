@@ -26,16 +26,16 @@ Message = Sequence[Tensor | None]
 class Channel(Protocol):
     """One link's messages in one direction, seen from one of its two ranks.
 
-    Microbatch numbers start again at 0 in every step, and messages of one number arrive in the order in which they were
-    sent. If the other rank is gone, a method may raise OSError or RuntimeError, or wait forever: the watchdog notices
-    either and ends the run with the cause.
+    Microbatch numbers start again at 0 in every step, and messages with the same number arrive in the order in which
+    they were sent. If the other rank is gone, a method may raise OSError or RuntimeError, or wait forever: the watchdog
+    notices either, and ends the run with the cause.
     """
 
     def send(self, microbatch: int, message: Message) -> None:
         """Starts sending. The tensors belong to the channel from here on: they may be read, never written.
 
         Raises:
-            ShapeError: a tensor is not of the layout that was agreed on in the first step.
+            ShapeError: a tensor does not have the layout that was agreed on in the first step.
         """
 
     def post(self, microbatch: int) -> None:
@@ -53,7 +53,7 @@ class Pending(Protocol):
     """A collective that has been started."""
 
     def wait(self) -> None:
-        """Returns when the tensors that it was started with hold the result."""
+        """Waits until the tensors that it was started with hold the result."""
 
 
 class PointToPoint(Protocol):
@@ -69,11 +69,11 @@ class PointToPoint(Protocol):
         """A link's channel within one program, in one direction. Each of the two ranks asks for it once.
 
         `(program, link, backward)` identifies both ends of a channel: use it as the key. `source_rank` is the rank that
-        sends on it, and `target_rank` the one that receives.
+        sends on it, `target_rank` the rank that receives.
         """
 
     def release(self, program: int) -> None:
-        """Frees what a program's channels hold. Both ends call it between the same two steps, and never use these
+        """Frees what a program's channels hold. Both ends call it between the same two steps, and do not use these
         channels again.
         """
 
@@ -81,19 +81,19 @@ class PointToPoint(Protocol):
         """Ends a step. The layouts of a program's first step are binding from then on."""
 
     def drop_step(self) -> None:
-        """Called after a step that raised. Discards what it left behind, if another step can follow at all."""
+        """Called after a step that raised. Discards what that left behind, if another step can follow at all."""
 
     def close(self) -> None:
         """Delivers everything that was sent, then frees everything. Other ranks may close earlier or later."""
 
 
 class Collectives(Protocol):
-    """What several ranks of one pipeline do together; one object per rank."""
+    """Operations that several ranks of a pipeline do together; one object per rank."""
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         """Starts to sum each tensor, in place, over the ranks `holders`, with the same bits on each of them.
 
-        Every holder gives tensors of the same shapes, and starts its reductions in ascending order of `group`.
+        Every holder passes tensors of the same shapes, and starts its reductions in ascending order of `group`.
         """
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
@@ -112,13 +112,14 @@ class Transport(PointToPoint, Collectives, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The rank that a factory makes its side of a transport for.
+    """The rank for which a factory makes its side of a transport.
 
     Attributes:
-        rank: counted within the pipeline, like all ranks that a transport is given.
+        rank: the rank's number within the pipeline, as for all ranks that a transport is given.
         members: each rank's global rank in `torch.distributed`.
-        device: where the tensors that this rank sends are, and those that it receives must be.
-        gather: gives every rank each rank's object, by rank, to exchange addresses; all ranks call it equally often.
+        device: the device of the tensors that this rank sends, and of those that it is to receive.
+        gather: returns each rank's object, by rank, on every rank, to exchange addresses; all ranks call it equally
+            often.
     """
 
     rank: int
@@ -133,11 +134,11 @@ class Endpoint:
 
 
 TransportFactory = Callable[[Endpoint], PointToPoint]
-"""Makes one rank's side of a transport. Every rank's process calls the same one, once for each pipeline."""
+"""Makes one rank's side of a transport. Every rank's process calls the same factory, once per pipeline."""
 
 POINT_TO_POINT = ("connect", "channel", "release", "end_step", "drop_step", "close")
 COLLECTIVES = ("reduce", "broadcast", "close")
-"""The methods of the two protocols, by which an object without a base class is recognised."""
+"""The methods of each protocol, by which an object without a base class is recognised."""
 
 
 def missing(given: object, methods: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""All messages from one rank to another, whatever their links, in one order.
+"""Receives all messages from one rank to another in one order, whatever their links.
 
 Back ends without tags (NCCL) match the k-th message that a rank sends another with the k-th receive that the other
 starts. Schedules post receives in the order of the peer's sends (`check` proves it), so receives start in the order in
-which they were posted, even if they cannot start immediately: while layouts are learned, a receive must wait for a
+which they were posted, even if they cannot start immediately: while layouts are learned, a receive has to wait for a
 header. It starts when it is needed, after all receives posted before it.
 """
 
@@ -43,7 +43,7 @@ class ReceiveOrder(Generic[R]):
     def start_until(self, receiver: R, microbatch: int) -> None:
         """Starts receives in order until this one has started.
 
-        It waits no longer than necessary: what was posted earlier was sent earlier.
+        This waits no longer than necessary: what was posted earlier was sent earlier.
         """
         while not receiver.has_started(microbatch):
             self._start_next()

@@ -35,8 +35,8 @@ class Route:
 
     Attributes:
         stage: the stage at the other end.
-        positions: the position of each value of the link among the stage's inputs, outputs or roots.
-        remote: whether the other stage is on another rank, so that the schedule says when to send and receive.
+        positions: the position of each of the link's values among the stage's inputs, outputs or roots.
+        remote: whether the other stage is on another rank, so that the schedule decides when to send and receive.
     """
 
     stage: int

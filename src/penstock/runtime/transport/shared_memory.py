@@ -1,7 +1,7 @@
-"""A faster transport for CPU ranks of one machine: messages through shared memory, wake-ups through a socket.
+"""A faster transport for CPU ranks on one machine: messages go through shared memory, wake-ups through a socket.
 
-gloo needs several wake-ups of its own threads per message; here the sender copies into memory that both processes map,
-and four bytes wake the receiver. The first step, in which layouts are agreed on, and reductions go over gloo.
+gloo needs several wake-ups of its own threads per message. Here the sender copies into memory that both processes map,
+and four bytes wake the receiver. Reductions, and the first step, in which layouts are agreed on, go over gloo.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock.schedule.communication import BUFFERS_PER_LINK
 from penstock.stages import Link
 
 SLOTS = BUFFERS_PER_LINK
-"""How many messages of a channel fit in shared memory; the next waits until the first is taken out.
+"""How many messages of a channel fit in shared memory; the next one waits until the first has been taken out.
 
-A lowered schedule keeps at most this many receives posted and not yet used, so a send waits here no longer than in the
-check, where it waits until its receive is posted.
+A lowered schedule keeps at most this many receives posted and unused, so a send waits no longer here than in the check,
+where it waits until its receive is posted.
 """
 
 JOIN_SECONDS = 60.0
@@ -50,9 +50,9 @@ Gather = Callable[[Any], list[Any]]
 
 
 class Neighbours:
-    """Connections to the ranks of this machine, over which channels hand over their memory.
+    """Connections to the other ranks on this machine, over which channels hand over their memory.
 
-    All ranks of a pipeline create them together. `ranks` are those that can be reached, except this one.
+    All ranks of a pipeline create them together. `ranks`: the ranks that can be reached.
     """
 
     def __init__(self, rank: int, gather: Gather) -> None:
@@ -67,7 +67,7 @@ class Neighbours:
             # An abstract name: visible in this network namespace only, and gone with the socket.
             door.bind(f"\0penstock-{token}-{rank}")
             door.listen()
-            machines = gather(Process.here().machine)  # also a barrier: everyone listens
+            machines = gather(Process.here().machine)  # also a barrier: now everyone is listening
             near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
             kinds = (self._connections, self.lines)
             for peer in near:
@@ -90,7 +90,7 @@ class Neighbours:
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The other ranks of this machine."""
+        """The other ranks on this machine."""
         return frozenset(self._connections)
 
     def hand_over(self, peer: int, key: bytes, memory: int, bell: socket.socket) -> None:
@@ -213,7 +213,9 @@ class SharedMemoryChannel:
         return self._lane.take(microbatch)
 
     def _open(self) -> _Lane:
-        """In the second step the sender creates the memory and hands it over: a program that runs once needs none."""
+        """Sets up shared memory, which the sender creates and hands over in the second step: a program that runs only
+        once needs none.
+        """
         size = max(_Lane.size_of(layouts) for layouts in self.agreement.all())
         memory = os.memfd_create("penstock")
         os.ftruncate(memory, max(1, size) * SLOTS)
@@ -231,7 +233,7 @@ class SharedMemoryChannel:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor of a message is in a slot, in bytes. `plain`: its own memory is copied as it is."""
+    """Where a message's tensor is in a slot, in bytes. `plain`: its memory is copied as it is."""
 
     layout: Layout
     offset: int
@@ -240,7 +242,7 @@ class _Place:
 
 
 class _Lane:
-    """Slots of shared memory, used in turn, and the socket that signals which is full and which is free again.
+    """Slots of shared memory, used in turn, and the socket that signals which are full and which are free again.
 
     `memmove` copies the bytes: for a small message this costs less than two torch calls.
     """
@@ -298,7 +300,7 @@ class _Lane:
         return data
 
     def _next_slot(self) -> int:
-        """The address of the next slot in turn."""
+        """The address of the next slot."""
         turn, self._turn = self._turn, (self._turn + 1) % SLOTS
         return self._address + turn * self._size
 

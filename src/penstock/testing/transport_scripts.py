@@ -1,0 +1,366 @@
+"""What every transport must do, as scripts: steps of two ranks in an order that respects their dependencies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.runtime.transport.protocol import Channel, Pending, Transport
+from penstock.stages import Link
+
+LINK = Link(0, 1, ((0, "a"), (0, "b")))
+MICROBATCHES = 3
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank's transport, and what a script's steps leave for later steps."""
+
+    transport: Transport
+    program: int
+    channels: dict[bool, Channel] = field(default_factory=dict)
+    pending: list[Pending] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def channel(self, *, backward: bool = False) -> Channel:
+        if backward not in self.channels:
+            source = int(backward)
+            self.channels[backward] = self.transport.channel(self.program, LINK, source, 1 - source, backward=backward)
+        return self.channels[backward]
+
+
+Step = tuple[int, Callable[[Rank], None]]
+Script = Callable[[], Iterator[Step]]
+
+
+def _both(step: Callable[[Rank], None]) -> Iterator[Step]:
+    yield 0, step
+    yield 1, step
+
+
+def _end_step(rank: Rank) -> None:
+    rank.transport.end_step()
+
+
+def message(step: int, microbatch: int) -> list[Tensor]:
+    """Two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
+    return [image, torch.randn(8, generator=generator)[1:]]
+
+
+def _same(got: Tensor | None, expected: Tensor) -> None:
+    arrived = _looks_like(got, expected)
+    assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
+
+
+def _looks_like(got: Tensor | None, expected: Tensor) -> Tensor:
+    assert got is not None, "a tensor did not arrive"
+    assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
+    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
+    assert torch.equal(got.cpu(), expected), "a tensor arrived with other values"
+    assert got.stride() == expected.stride(), f"strides {expected.stride()} became {got.stride()}"
+    return got
+
+
+def ranks_connect_before_they_talk() -> Iterator[Step]:
+    for source in (0, 1):
+        for r in (0, 1):
+            yield r, lambda rank, source=source: rank.transport.connect(source, 1 - source)  # type: ignore[misc]
+
+
+def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
+    for step in range(3):
+        for k in range(MICROBATCHES):
+            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
+            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
+
+            def receive(rank: Rank, step: int = step, k: int = k) -> None:
+                for got, expected in zip(rank.channel().receive(k), message(step, k), strict=True):
+                    _same(got, expected)
+
+            yield 1, receive
+        yield from _both(_end_step)
+
+
+def sends_run_ahead_of_receives() -> Iterator[Step]:
+    """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
+    for step in range(2):
+        for k in range(2):
+            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
+        for k in range(2):
+            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
+
+        def receive(rank: Rank, step: int = step) -> None:
+            messages = [rank.channel().receive(k) for k in range(2)]
+            for k, tensors in enumerate(messages):  # the first is kept for its backward while the second arrives
+                for got, expected in zip(tensors, message(step, k), strict=True):
+                    _same(got, expected)
+
+        yield 1, receive
+        yield from _both(_end_step)
+
+
+def absent_tensors_arrive_as_none() -> Iterator[Step]:
+    for step in range(2):
+        for k in range(2):
+
+            def send(rank: Rank, step: int = step, k: int = k) -> None:
+                tensors: list[Tensor | None] = list(message(step, k))
+                tensors[k] = None
+                rank.channel(backward=True).send(k, tensors)
+
+            def receive(rank: Rank, step: int = step, k: int = k) -> None:
+                rank.channel(backward=True).post(k)
+                got = rank.channel(backward=True).receive(k)
+                assert got[k] is None, "a tensor came out of nothing"
+                _same(got[1 - k], message(step, k)[1 - k])
+
+            yield 1, send
+            yield 0, receive
+        yield from _both(_end_step)
+
+
+def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
+    def send(rank: Rank) -> None:
+        rank.tensors = message(0, 0)
+        rank.channel().send(0, rank.tensors)
+
+    def receive(rank: Rank) -> None:
+        rank.channel().post(0)
+        for tensor in rank.channel().receive(0):
+            assert tensor is not None
+            tensor.add_(1)
+
+    def look(rank: Rank) -> None:
+        for mine, expected in zip(rank.tensors, message(0, 0), strict=True):
+            assert torch.equal(mine, expected), "an update of what arrived changed what was sent"
+
+    yield 0, send
+    yield 1, receive
+    yield 0, look
+    yield from _both(_end_step)
+
+
+def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
+    yield 0, lambda rank: rank.channel().send(0, message(0, 0))
+    yield 1, lambda rank: rank.channel().post(0)
+    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(0, 0)[0])
+    yield from _both(_end_step)
+
+    def send(rank: Rank) -> None:
+        image, row = message(1, 0)
+        for wrong in ([image, row.double()], [image.contiguous(), row], [image[:1], row], [image, None]):
+            text = ""
+            try:
+                rank.channel().send(0, wrong)
+            except ShapeError as error:
+                text = str(error)
+            assert text, "a tensor of another layout was sent"
+            assert "'a'" in text or "'b'" in text, f"the error does not name the value: {text}"
+        rank.channel().send(0, message(1, 0))
+
+    yield 0, send
+    yield 1, lambda rank: rank.channel().post(0)
+    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(1, 0)[0])
+    yield from _both(_end_step)
+
+
+def a_released_program_makes_room_for_another() -> Iterator[Step]:
+    """As for batches of a new shape: another program, with another layout, over the same link."""
+    for turn in range(3):
+        for step in range(2):
+
+            def send(rank: Rank, step: int = step, turn: int = turn) -> None:
+                rank.channel().send(0, [tensor[: turn + 1] for tensor in message(step, 0)])
+
+            def receive(rank: Rank, step: int = step, turn: int = turn) -> None:
+                rank.channel().post(0)
+                for got, expected in zip(rank.channel().receive(0), message(step, 0), strict=True):
+                    assert got is not None, "a tensor did not arrive"
+                    assert torch.equal(got.cpu(), expected[: turn + 1]), "a tensor arrived with other values"
+
+            yield 0, send
+            yield 1, receive
+            yield from _both(_end_step)
+
+        def release(rank: Rank) -> None:
+            rank.transport.release(rank.program)
+            rank.program += len(SCRIPTS)
+            rank.channels.clear()
+
+        yield from _both(release)
+
+
+def a_loss_reaches_every_rank() -> Iterator[Step]:
+    for step in range(3):
+        for r in (0, 1):
+
+            def start(rank: Rank, r: int = r, step: int = step) -> None:
+                buffer = torch.tensor([1.5 + step, 0.0] if r == 1 else [0.0, 7.0], dtype=torch.float64)
+                rank.tensors = [buffer]
+                rank.pending = [rank.transport.broadcast(buffer, 1)]
+
+            yield r, start
+        for r in (0, 1):
+
+            def read(rank: Rank, step: int = step) -> None:
+                rank.pending[0].wait()
+                assert rank.tensors[0].tolist() == [1.5 + step, 0.0], "the shared value is not the source's"
+
+            yield r, read
+
+
+def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
+    """One rank's announcements and the other's losses; some are never read, some are read late."""
+    for turn in range(6):
+        for source, r in ((0, 0), (0, 1), (1, 0), (1, 1)):
+
+            def start(rank: Rank, source: int = source, r: int = r, turn: int = turn) -> None:
+                if source == 0:
+                    rank.tensors, rank.pending = [], []
+                values = [10.0 * turn + source, 2.0, 3.0] if r == source else [0.0] * 3
+                rank.tensors.append(torch.tensor(values, dtype=torch.float64))
+                rank.pending.append(rank.transport.broadcast(rank.tensors[-1], source))
+
+            yield r, start
+        for r in (0, 1) if turn % 2 else ():
+
+            def read(rank: Rank, turn: int = turn) -> None:
+                for source in (1, 0):
+                    rank.pending[source].wait()
+                    assert rank.tensors[source].tolist() == [10.0 * turn + source, 2.0, 3.0], "not the source's value"
+
+            yield r, read
+
+
+def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
+    """Messages over two links with the same layouts, received in a different order from that of sends and posts."""
+    other = Link(0, 3, LINK.values)
+
+    def channel(rank: Rank, link: Link) -> Channel:
+        if link == LINK:
+            return rank.channel()
+        if True not in rank.channels:
+            rank.channels[True] = rank.transport.channel(rank.program, link, 0, 1, backward=False)
+        return rank.channels[True]
+
+    def number(step: int, link: Link, k: int) -> int:
+        return 4 * step + 2 * (link == other) + k
+
+    for step in range(3):
+
+        def send(rank: Rank, step: int = step) -> None:
+            for k in range(2):
+                for link in (LINK, other):
+                    channel(rank, link).send(k, message(0, number(step, link, k)))
+
+        def receive(rank: Rank, step: int = step) -> None:
+            for k in range(2):
+                for link in (LINK, other):
+                    channel(rank, link).post(k)
+            for link in (other, LINK):
+                for k in (1, 0):
+                    _same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
+
+        yield 0, send
+        yield 1, receive
+        yield from _both(_end_step)
+
+
+def every_dtype_travels() -> Iterator[Step]:
+    """Including those for which some back ends have no type."""
+    pairs = (
+        (torch.int16, torch.uint16),
+        (torch.bool, torch.uint32),
+        (torch.complex64, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.uint64),
+    )
+
+    def tensors(k: int) -> list[Tensor]:
+        return [torch.arange(5).to(dtype) for dtype in pairs[k]]
+
+    for _ in range(2):
+        for k in range(len(pairs)):
+            yield 0, lambda rank, k=k: rank.channel().send(k, tensors(k))  # type: ignore[misc]
+
+            def receive(rank: Rank, k: int = k) -> None:
+                rank.channel().post(k)
+                for got, expected in zip(rank.channel().receive(k), tensors(k), strict=True):
+                    assert got is not None, "a tensor did not arrive"
+                    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
+                    same = torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
+                    assert same, f"a tensor of {expected.dtype} arrived with other values"
+
+            yield 1, receive
+        yield from _both(_end_step)
+
+
+def every_shape_travels() -> Iterator[Step]:
+    """Scalars, empty tensors, and tensors whose elements share memory."""
+    pairs = (
+        (torch.tensor(1.5), torch.tensor(7)),
+        (torch.empty(0), torch.empty(2, 0, 3)),
+        (torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)),
+    )
+    for _ in range(3):
+        for k, tensors in enumerate(pairs):
+            yield 0, lambda rank, k=k, tensors=tensors: rank.channel().send(k, tensors)  # type: ignore[misc]
+
+            def receive(rank: Rank, k: int = k, tensors: Sequence[Tensor] = tensors) -> None:
+                rank.channel().post(k)
+                for got, expected in zip(rank.channel().receive(k), tensors, strict=True):
+                    _looks_like(got, expected)
+
+            yield 1, receive
+        yield from _both(_end_step)
+
+
+def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
+    """Even if a second sum starts before the first is waited for."""
+    for _ in range(2):
+        for group in (0, 1):
+            for r in (0, 1):
+
+                def start(rank: Rank, r: int = r, group: int = group) -> None:
+                    if group == 0:
+                        rank.tensors, rank.pending = [], []
+                    tensors = [tensor + r for tensor in message(group, 0)]
+                    rank.tensors += tensors
+                    rank.pending.append(rank.transport.reduce(group, (0, 1), tensors))
+
+                yield r, start
+        for r in (0, 1):
+
+            def read(rank: Rank) -> None:
+                for pending in rank.pending:
+                    pending.wait()
+                terms = [tensor for group in (0, 1) for tensor in message(group, 0)]
+                for got, term in zip(rank.tensors, terms, strict=True):
+                    assert torch.equal(got, term + (term + 1)), "a sum is not that of both ranks' terms"
+
+            yield r, read
+
+
+POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
+    ranks_connect_before_they_talk,
+    values_keep_bits_strides_and_alignment,
+    sends_run_ahead_of_receives,
+    absent_tensors_arrive_as_none,
+    what_arrives_is_memory_of_its_own,
+    another_layout_is_refused_by_the_sender,
+    a_released_program_makes_room_for_another,
+    links_of_two_ranks_do_not_mix,
+    every_dtype_travels,
+    every_shape_travels,
+)
+COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
+    a_loss_reaches_every_rank,
+    values_of_several_ranks_cross_each_other,
+    sums_have_the_same_bits_everywhere,
+)
+SCRIPTS = (*POINT_TO_POINT_SCRIPTS, *COLLECTIVE_SCRIPTS)
