@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, made_workload, write_run
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
 
 from penstock.fabric.compare import compare
@@ -413,7 +412,7 @@ def test_labels_of_sizes_do_not_overlap(sizes: list[int]):
 @pytest.mark.parametrize("low", [3e-6, 1.04e-3, 9.4e-2])
 @pytest.mark.parametrize("span", [1.05, 1.3, 3, 12, 150, 4e4])
 def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
-    pytest.importorskip("matplotlib")
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
     with look():
         figure = blank(9.6, 2.5)
         for axes in figure.subplots(1, 4):
@@ -421,7 +420,7 @@ def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
             axes.set_xlim(low, low * span)
             seconds_axis(axes.xaxis, few=True)
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        canvas = FigureCanvasAgg(figure)
+        canvas = agg.FigureCanvasAgg(figure)
         canvas.draw()
         for axes in figure.axes:
             boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
@@ -431,14 +430,14 @@ def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
 
 @pytest.mark.parametrize("span", [3, 30, 76, 150, 960, 4e4])
 def test_labels_beside_a_legend_do_not_overlap(span: float):
-    pytest.importorskip("matplotlib")
+    agg = pytest.importorskip("matplotlib.backends.backend_agg")
     with look():
         figure = blank(7.2, 3.5)
         for axes in figure.subplots(1, 2):
             axes.set_xscale("log")
             axes.set_xlim(1.8e-4, 1.8e-4 * span)
             seconds_axis(axes.xaxis, least=0.16)
-        canvas = FigureCanvasAgg(figure)
+        canvas = agg.FigureCanvasAgg(figure)
         canvas.draw()
         for axes in figure.axes:
             low, high = axes.get_xlim()
