@@ -27,13 +27,13 @@ import math
 import os
 import re
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.network import duty, keeper
+from penstock.network.programs import start_program
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -222,21 +222,13 @@ class Signals(Means):
     def start(self) -> None:
         for host, share in self._slow.items():
             namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(duty.__file__), str(namespace), repr(share), str(os.getpid())],
+            self._processes[host] = start_program(
+                str(duty.__file__),
+                (str(namespace), repr(share), str(os.getpid())),
+                f"slows host {host}",
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 env={**os.environ, keeper.MARK: self._emulation},  # how the keeper finds it
-                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
             )
-            assert process.stdout is not None
-            with process.stdout as answer:
-                if answer.readline() != b"ready\n":
-                    process.kill()
-                    process.wait()
-                    raise FabricError(f"the process that slows host {host} did not start")
-            self._processes[host] = process
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
         return [*entering, "/bin/sh", "-c", 'kill -s STOP "$$" && exec "$@"', "sh", *argv]

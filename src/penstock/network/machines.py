@@ -8,9 +8,7 @@ of the links see link.py.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +20,7 @@ from penstock.network.checks import why_not
 from penstock.network.holdback import Means, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
+from penstock.network.programs import start_program
 from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
@@ -125,7 +124,13 @@ class Machines:
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
             self.network = subnets.subnet(number)
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
-            self._keeper = _start_keeper(self.id, claim)
+            self._keeper = start_program(  # it holds the claim, and removes the emulation when its input closes
+                str(keeper.__file__),
+                (self.id, str(self._maker)),
+                "removes the hosts afterwards",
+                stdin=subprocess.PIPE,
+                pass_fds=(claim.fileno(),),
+            )
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
             self._means = hold_back(self.id, self.slow) if self.slow else None
@@ -386,22 +391,3 @@ def _tool(name: str) -> str:
 def _qdiscs(*options: str, device: str = "") -> str:
     line = [_tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
     return subprocess.run(line, capture_output=True, text=True, check=False).stdout
-
-
-def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
-    """Starts the process that removes the emulation when its standard input closes, and holds the claim until then."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(keeper.__file__), emulation, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(claim.fileno(),),
-        start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
-    )
-    assert process.stdout is not None
-    with process.stdout as answer:
-        if answer.readline() != b"ready\n":
-            process.kill()
-            process.communicate()
-            raise FabricError("the process that removes the hosts afterwards did not start")
-    return process

@@ -71,7 +71,7 @@ class Holder:
         now = self.entries
         if isinstance(now, CellType):
             return contents(now) is not before
-        if _is_array(now):
+        if is_array(now):
             return bool(now.tobytes() != before.tobytes())
         if isinstance(now, ClassData):
             return now.differs(before)
@@ -99,7 +99,7 @@ class Holder:
         now = self.entries
         if isinstance(now, CellType):
             now.cell_contents = entries
-        elif _is_array(now):
+        elif is_array(now):
             now[...] = entries
         elif isinstance(now, DICTS):  # never empty in between: globals may be in use by other threads
             for key in [key for key in now if key not in entries]:
@@ -244,7 +244,7 @@ class Reach:
         elif isinstance(value, tuple) or is_container(value):
             self._visit_container(value, text, depth)
             self._visit_attributes(value, text, depth)
-        elif _is_array(value):
+        elif is_array(value):
             self._add(text, value)
         else:
             self._visit_attributes(value, text, depth)
@@ -314,7 +314,7 @@ def is_below(text: str, name: str) -> bool:
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether a value is a numpy array small enough to compare."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY

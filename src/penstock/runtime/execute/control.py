@@ -19,9 +19,10 @@ from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
+from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
-from penstock.runtime.transport.distributed import Groups, all_reduce
+from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Pending
 
 T = TypeVar("T")

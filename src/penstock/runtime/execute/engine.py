@@ -31,6 +31,7 @@ from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.routes import between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 
@@ -147,6 +148,7 @@ class Engine:
             programs = self._programs(binding, head, averages)
         number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, first)
+        self._pair(schedule.placement, first)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
@@ -227,6 +229,16 @@ class Engine:
                 f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
+
+    def _pair(self, placement: Placement, partition: Partition) -> None:
+        """Makes the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
+
+        Replicas bind later programs independently, so what only those exchange stays in the groups of all ranks.
+        """
+        groups = self.control.groups
+        if groups is not None and groups.paired and (self._bound == 1 or len(self.world.lines) == 1):
+            with self.control.waiting("process groups"):
+                groups.pair(between_ranks([stage.meta for stage in partition.stages], placement))
 
     def _connect(self, schedule: Schedule) -> None:
         """Connects the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.

@@ -11,7 +11,8 @@ import torch
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
-from penstock.runtime.transport.distributed import DistributedTransport, Groups
+from penstock.runtime.processes.groups import Groups
+from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import (
     COLLECTIVES,

@@ -206,24 +206,24 @@ class ForwardState(Feature):
             self._places[key].write(value)
 
 
-class LossMemory(ForwardState):
-    """The state that the loss keeps between its call and the backward.
-
-    If the last stage runs again, the loss is first called within the backward, and nothing is kept.
-    """
-
-    @classmethod
-    def of(cls, stage: StageContext) -> LossMemory | None:
-        """In training, on a last stage whose loss may hold state."""
-        if not stage.training or stage.head is None or not stage.head.may_remember:
-            return None
-        return cls(stage.head.survey, stage.head.owners(), stage.microbatches(Op.W))
+class OfLoss(Feature):
+    """Of the loss, which follows the last stage's forward. If that runs again, backward calls the loss."""
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Wraps a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield
+
+
+class LossMemory(OfLoss, ForwardState):
+    """The state that the loss keeps between its call and the backward."""
+
+    @classmethod
+    def of(cls, stage: StageContext) -> LossMemory | None:
+        """In training, on a last stage whose loss may hold state."""
+        head = stage.remembering_head
+        return None if head is None else cls(head.survey, head.owners(), stage.microbatches(Op.W))
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[Any]:
