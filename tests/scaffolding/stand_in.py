@@ -7,6 +7,7 @@ It counts whatever makes the host wait for a device: values that are read, and t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -125,6 +126,13 @@ def install() -> None:
     library.impl("linear", _linear, "AutocastPrivateUse1")
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters, as it does for CUDA
     _kept.append(library)
+
+
+def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
+    """Runs a job where the device is."""
+    torch.set_num_threads(1)
+    install()
+    return job(*args)
 
 
 def _without_values(tensor: StandIn) -> Tensor:

@@ -147,7 +147,8 @@ class Recorder(Writer, TorchFunctionMode):
                 self._write(target, "call", result, bool(drew), writes)
             elif reads_inputs:
                 target = calls.Target(*target[:2], *self._arguments(*target[2:]))
-                self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
+                line, device = source.current_line(), self.entry.device
+                self.guards.append(make_guard(target, result, self.facts, self.inputs, line, device))
             return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
