@@ -19,7 +19,7 @@ from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
-from penstock.runtime.processes.groups import Groups
+from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
 from penstock.runtime.transport.distributed import all_reduce
@@ -40,7 +40,13 @@ class Control:
         line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
 
-    def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        patience: Patience | None = None,
+        group_options: GroupOptions | None = None,
+    ) -> None:
         self.world = world
         self.groups: Groups | None = None
         self._sums: deque[Pending] = deque()
@@ -50,7 +56,7 @@ class Control:
         if world.rank is None:
             self.watchdog = Watchdog.connect(0, 1, lambda value: value)
         else:
-            self.groups = Groups(world, backend_of(device))
+            self.groups = Groups(world, backend_of(device), group_options)
             self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone), patience)
 
     def give_all(self, value: T) -> T:
