@@ -312,16 +312,17 @@ def _hooked(norm: nn.Module) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
-    model, (x, y) = normed(), batch()
+    model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
     if early:
         _untracked(model[1])
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
         if not early:
             pipe.step(x, target=y)
             _untracked(model[1])
-        before = buffers(model)
+        before, last = buffers(model[1]), buffers(model[-1])
         pipe.step(x, target=y)
-        assert all(map(torch.equal, before.values(), buffers(model).values()))
+        assert all(map(torch.equal, before.values(), buffers(model[1]).values()))
+        assert not torch.equal(last["running_mean"], model[-1].running_mean)
 
 
 @pytest.mark.parametrize("early", [True, False])
