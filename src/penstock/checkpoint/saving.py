@@ -225,7 +225,8 @@ def _background(pipe: Pipeline) -> Background:
         if control is not None:
             members = dist.get_process_group_ranks(control)
             apart = len(members) < dist.get_world_size()
-            group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
+            with pipe.session.waiting("the process groups"):
+                group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group
         )
