@@ -20,6 +20,8 @@ NEVER_CAME = r"has waited \d+ s for rank {victim}, which has not called penstock
 SAID = {
     "join-sleep-1": NEVER_CAME,
     "groups-kill-1": "rank 1 was lost, .*: its process is gone",
+    "ties-sleep-2": "equal tied parameters from rank 2",
+    "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
     "closing-sleep-1": r"rank 0 has reached the end of its program, and has waited \d+ s for rank 1 to close the",
 }
 """By phase, how a rank falls, and its number: what the others say."""
@@ -29,6 +31,20 @@ LONG = {
     "groups-stop-0": "rank 0 was lost, .*: its process is stopped",
     "groups-stop-1": "rank 1 was lost, .*: its process is stopped",
     "groups-raise-1": f"rank 1 {RAISED}",
+    "example-sleep-2": r"its example from .*; rank 2 runs the building of the pipeline",
+    "recording-sleep-0": "agreement from .*; rank 0 runs the building of the pipeline",
+    "parallelize-sleep-1": r"agreement from .*; rank 1 runs parallelize= \(",
+    "neighbours-sleep-1": "rank 1 has waited .* for a connection from",
+    "binding-sleep-1": "its stages from .*; rank 1 runs the building of the pipeline",
+    "connecting-sleep-1": "a connection from rank 1; rank 1 runs the building of the pipeline",
+    "stepping-sleep-1": "RECV_.0 from rank 1; rank 1 is outside of a step",
+    "gather-sleep-1": "gather from .*; rank 1 is outside of a step",
+    "saving-sleep-1": "a checkpoint from .*rank 1",
+    "loading-sleep-1": "rank 1 runs its part of a checkpoint",
+    "materialize-kill-1": "rank 1 was lost, last seen at the making of its weights: its process is gone",
+    "ties-raise-2": f"rank 2 {RAISED}",
+    "ties-stop-0": "rank 0 was lost, .*: its process is stopped",
+    "neighbours-kill-2": "rank 2 was lost, .*: its process is gone",
 }
 
 

@@ -84,6 +84,16 @@ def test_wait_chain_prefers_the_peer_that_does_not_wait() -> None:
     assert wait_chain(2, [Sighting(together), Sighting(), Sighting(together)])[0] == 1
 
 
+def test_wait_chain_names_those_that_have_not_come() -> None:
+    gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
+    working = Sighting(Position("2F0"), 3)
+    assert wait_chain(0, [gather, gather, working, Sighting(left=True), gather, working, working, working]) == (
+        2,
+        "rank 0 has waited 31 s for gather from ranks 1, 2, 3, 4, 5, 6, 7; rank 2 runs 2F0 (3 s so far); rank 3 has "
+        "left the run; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
+    )
+
+
 @given(st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=5, max_size=5))
 def test_wait_chain_ends_in_every_graph(graph: list[list[int]]) -> None:
     sightings = [Sighting(Position("0RECV_F0", tuple(peers))) for peers in graph]
