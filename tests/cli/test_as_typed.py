@@ -19,7 +19,7 @@ OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout
         ("ranks=0: expected 1", "--ranks 0: expected 1"),
         ("name='1f2b' is not a known schedule", "--schedule 1f2b is not a known schedule"),
         ("join_seconds is 0.0: expected a time", "--join-timeout 0: expected a time"),
-        ("factor is -1.5: a sweep grows", "--factor -1.5: a sweep grows"),
+        ("factor is -1.5: give a factor above 1", "--factor -1.5: give a factor above 1"),
         ("ranks is 0, but", "--ranks 0, but"),
         ("is said by microbatches=)", "is said by --microbatches)"),
         ("take some apart with opens=['a', 'b', ...]", "take some apart with --opens a,b,..."),

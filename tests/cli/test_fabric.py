@@ -52,7 +52,7 @@ def nothing_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 SIZES = ("--sizes", "4000")
 WRONG = {
     "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
-    "--sizes 2600,6": "a multiple of an element's 4 bytes",
+    "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
     "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; with no command, ",
     "sho": "did you mean 'show'?",
@@ -67,11 +67,11 @@ WRONG = {
     "--sizes 4 --iterations 0": "--iterations 0: at least one is needed",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
     "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
-    "--sizes 4 --op avg --dtype int8": "an average of int8 is not int8",
-    "--sizes 4 --op avg --algorithm engine": "gloo has no average of its own",
-    "--sizes 4 --op max --collective all_gather": "op is 'max', but nothing is reduced",
+    "--sizes 4 --op avg --dtype int8": "int8 cannot hold an average",
+    "--sizes 4 --op avg --algorithm engine": "gloo cannot average",
+    "--sizes 4 --op max --collective all_gather": "op is 'max', but no transfer reduces",
     "--sizes 4 --dtype float8": "there is no dtype 'float8': give one of int8",
-    "--sizes 6 --dtype double": "a multiple of an element's 8 bytes",
+    "--sizes 6 --dtype double": "a multiple of the element size, 8 bytes",
     "--sizes 4 --uneven 1,2,3,4": "--uneven belongs to --collective all_to_all",
     "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: give 4 whole numbers, one a host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "give 4 whole numbers, one a host",
@@ -89,8 +89,8 @@ WRONG = {
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
     "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
     "--preset mlp --sharded": "--sharded belongs to --model",
-    "--from 4 --to 64 --factor 0": "--factor 0: a sweep grows",
-    "--from 6 --to 64": "a sweep from 6 bytes: a size is a multiple of an element's 4 bytes",
+    "--from 4 --to 64 --factor 0": "--factor 0: give a factor above 1",
+    "--from 6 --to 64": "a sweep from 6 bytes: give a multiple of the element size, 4 bytes",
     "--model m:f --ranks 0": "--ranks 0: a pipeline has 1 or more",
     "--model m:f --microbatches 0": "--microbatches 0: give 1 or more",
     "--model m:f --cuts a": "--cuts is of a pipeline's stages, and --ranks is 1",
@@ -100,7 +100,7 @@ WRONG = {
     "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3": "give --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
-    "--from 4 --to 64 --factor 1": "--factor 1: a sweep grows",
+    "--from 4 --to 64 --factor 1": "--factor 1: give a factor above 1",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
     "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
@@ -115,7 +115,7 @@ WRONG = {
     "--hosts 3 show taken": "--hosts comes before show: give show's own options after it",
     "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
     "show empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder that a run was written to",
-    "show taken": "taken holds no run of penstock fabric: its run.json is of something else",
+    "show taken": "taken holds no run of penstock fabric: its run.json is something else",
     "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
     "train --algorithm tree": "the training sums each layer's gradients by the engine",
@@ -152,8 +152,8 @@ def test_what_is_wrong_is_said_before_anything_is_made(command: str) -> None:
         (["--link", "1mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "two links"),
         (["--link", "1mbit", "--scenario", "none.toml"], "No such file"),
         (["--link", "1mbit", "--background", "1mbit to 7"], "no host 7"),
-        (["--link", "1mbit", "--slow", "7=10%"], "host 7 is to be slow, but does not exist"),
-        (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf keeps a rate and nothing else"),
+        (["--link", "1mbit", "--slow", "7=10%"], "host 7 cannot be slowed, because it does not exist"),
+        (["--link", "1mbit delay 5ms", "--shaper", "tbf"], "tbf limits only the rate"),
         (["--link", "100gbit delay 1ms"], "a rate of"),
         (["--link", "up 1mbit"], "position 1"),
     ],
@@ -174,7 +174,7 @@ def test_a_link_that_cannot_be_read_is_pointed_to(text: str, place: str) -> None
     done = penstock("fabric", *SIZES, "--link", text)
     assert (done.exit_code, done.stdout) == (2, "")
     said, shown, marked = done.stderr.splitlines()
-    assert said.startswith(f"penstock: error: the link's text at position {text.index(place) + 1}: ")
+    assert said.startswith(f"penstock: error: the link, at position {text.index(place) + 1}: ")
     assert shown.strip() == text
     assert shown[marked.index("^") : marked.rindex("^") + 1] == place
 
@@ -218,7 +218,7 @@ def test_a_dry_run_asks_what_shapes_the_links(monkeypatch: pytest.MonkeyPatch) -
     for module in (checks, shapers, machines):
         monkeypatch.setattr(module, "why_not", lambda: None)
     asked = ("fabric", *SIZES, "--link", "100mbit delay 5ms", "--shaper", "tbf", "--dry-run")
-    assert refusal(*asked).startswith("tbf keeps a rate and nothing else: 100mbit delay 5ms")
+    assert refusal(*asked).startswith("tbf limits only the rate: 100mbit delay 5ms")
     assert penstock("fabric", *SIZES, "--link", "100mbit", "--shaper", "tbf", "--dry-run").exit_code == 0
     for module in (checks, shapers, machines):
         monkeypatch.setattr(module, "why_not", lambda: NO_ROOT)
@@ -335,7 +335,7 @@ def test_a_dry_run_fits_the_terminal_and_groups_like_layers(folder: Path) -> Non
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    said = "backend 'nccl' is missing: torch has gloo here"
+    said = "backend 'nccl' is not available: this torch has gloo"
     assert refusal("fabric", *SIZES, "--backend", "nccl", *more) == said
     assert refusal("fabric", "train", "--backend", "nccl") == said
 
@@ -408,9 +408,9 @@ def _ends(monkeypatch: pytest.MonkeyPatch, error: BaseException, *, joined: bool
 
 
 def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    _ends(monkeypatch, FabricError("host 1 was ended by SIGKILL"), joined=True)
+    _ends(monkeypatch, FabricError("host 1 was killed by SIGKILL"), joined=True)
     done = penstock("fabric", *SIZES, "--hosts", "2", "--trials", "7", "--out", "run")
-    assert (done.exit_code, done.stderr) == (2, "penstock: error: host 1 was ended by SIGKILL\n")
+    assert (done.exit_code, done.stderr) == (2, "penstock: error: host 1 was killed by SIGKILL\n")
     assert "0 of 7 trials" in done.stdout
     assert "missing: host 1 does not answer; 7 of 7 trials" in " ".join(done.stdout.split())
     assert as_json("fabric", "show", "run")["trials"] == 0

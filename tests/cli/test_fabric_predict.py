@@ -252,8 +252,8 @@ def test_a_run_that_was_killed_predicts_from_what_there_is_and_says_so(tmp_path:
     [
         (("--hosts", "4,x"), "'x' is not a number of hosts"),
         (("--hosts", ""), "'' is not a number of hosts"),
-        (("--hosts", "4,1"), "hosts are 4, 1: expected 2 to 65,536"),
-        (("--hosts", "1000000"), "expected 2 to 65,536"),
+        (("--hosts", "4,1"), "--hosts 4, 1: expected numbers from 2 to 65,536"),
+        (("--hosts", "1000000"), "expected numbers from 2 to 65,536"),
         (("--sizes", "0"), "'0' is 0 bytes"),
         (("--sizes", "64KiB,big"), "'big' is not a size"),
     ],
@@ -265,7 +265,7 @@ def test_numbers_that_make_no_sense(tmp_path: Path, arguments: tuple[str, ...], 
 def test_runs_that_say_nothing(tmp_path: Path) -> None:
     assert "holds no run" in refusal("fabric", "predict", str(tmp_path))
     few = sweep(tmp_path / "few", sizes=SIZES[:2], links=[])
-    says = "2 sizes of all_reduce do not make a fit (it takes 3), and no links were measured: run a sweep"
+    says = "2 sizes of all_reduce cannot be fitted (a fit needs 3), and no links were measured: run a sweep"
     assert says in refusal("fabric", "predict", few)
     short = sweep(tmp_path / "short", trials=5, links=[])
-    assert "5 trials bound no median (it takes 6)" in refusal("fabric", "predict", short)
+    assert "5 trials are too few for a median (it needs 6)" in refusal("fabric", "predict", short)

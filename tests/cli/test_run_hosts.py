@@ -164,9 +164,9 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         (["--hosts", "8"], "4 ranks cannot be spread evenly over 8 hosts: "),
         (["--hosts", "0"], "0 hosts requested: give 1 to 200"),
         (["--hosts", "2", "--link", "100mbit", "--link-of", "2=1mbit"], "a link is given for host 2, but the hosts ar"),
-        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 is given two"),
+        (["--hosts", "2", "--link", "100mbit", "--link-of", "1=1mbit", "--link-of", "1=2mbit"], "host 1 has two links"),
         (["--hosts", "2", "--link", "100mbit", "--background", "1mbit to 2"], "the background '1mbit to 2': there is"),
-        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link's text at position 9: 'delai' is not a word of a"),
+        (["--hosts", "2", "--link", "100mbit delai 5ms"], "the link, at position 9: 'delai' is not a word of a"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str], says: str) -> None:
@@ -180,7 +180,7 @@ def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str],
 def test_shaper_that_cannot_is_refused_before_anything_is_made(folder: Path) -> None:
     done = penstock("run", "-n", "2", "--hosts", "2", "--link", "1mbit loss 1%", "--shaper", "tbf", "show.py")
     assert done.exit_code == 2
-    assert "tbf keeps a rate and nothing else: 1mbit loss 1%" in done.stderr
+    assert "tbf limits only the rate: 1mbit loss 1%" in done.stderr
     assert left_of(os.getpid()) == []
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.runtime.execute.clock import StreamClock
+from penstock.runtime.processes import groups
+from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.receive_order import ReceiveOrder
 from penstock.testing import nccl
@@ -81,19 +84,56 @@ class Cell(NamedTuple):
     chunks: int
     timed: tuple[bool, bool]
     transport: str = "distributed"
+    eager: bool = False
 
 
 def train(rank: int, cell: Cell) -> list[str]:
     """What differs from one device, in words: three steps with one kind of batch, and two with another."""
-    with nccl_rules():
+    with nccl_rules(eager=cell.eager):
         return steps(cell)
 
 
-def steps(cell: Cell) -> list[str]:
+MESHES: dict[str, list[list[int]]] = {"two pipelines": [[0, 1], [2, 3]], "a part": [[1, 2, 3]]}
+"""The ranks of each pipeline, of four."""
+
+
+def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
+    """The same over a mesh. Replicas get the same data, so their average is what each of them has."""
+    grid = DeviceMesh("cpu", MESHES[mesh], mesh_dim_names=("dp", "pp"))
+    with nccl_rules(eager=cell.eager):
+        return steps(cell, mesh=grid) if any(rank in line for line in MESHES[mesh]) else []
+
+
+def why_split_groups_fail(rank: int, cell: Cell) -> str:
+    """What is said where the groups of two pipelines would be split from the default group."""
+    with mock.patch.object(groups, "_unbound", nullcontext), pytest.raises(RuntimeError) as raised:
+        train_over(rank, "two pipelines", cell)
+    return str(raised.value)
+
+
+def groups_of_two(rank: int, cell: Cell) -> int:
+    """How many groups this rank made for ways. None has a device, and the default group still has its own."""
+    made: list[dist.ProcessGroup] = []
+
+    def one_of(self: Groups, parts: Any, backend: str) -> dist.ProcessGroup:
+        made.append(make(self, parts, backend))
+        return made[-1]
+
+    make = Groups._one_of
+    with nccl_rules(eager=cell.eager):
+        device = dist.group.WORLD.bound_device_id
+        with mock.patch.object(Groups, "_one_of", one_of):
+            steps(cell)
+        assert dist.group.WORLD.bound_device_id == device
+    assert all(group.bound_device_id is None for group in made)
+    return sum(group.size() == 2 for group in made)
+
+
+def steps(cell: Cell, **options: Any) -> list[str]:
     torch.manual_seed(0)
     model = MODELS[cell.model](cell.stages)
     reference = copy.deepcopy(model)
-    options: dict[str, Any] = {"schedule": cell.schedule, "chunks": cell.chunks, "transport": cell.transport}
+    options |= {"schedule": cell.schedule, "chunks": cell.chunks, "transport": cell.transport}
     example = torch.randn(KINDS_OF_BATCH[0], WIDTH)
     found = []
     with penstock.pipeline(model, (example,), loss=squared_error, microbatches=MICROBATCHES, **options) as pipe:
@@ -160,6 +200,13 @@ def no_connection() -> Iterator[None]:
 
 
 @contextmanager
+def no_group_of_two() -> Iterator[None]:
+    """All pairs of ranks share two groups."""
+    with mock.patch.object(Groups, "pair", return_value=None):
+        yield
+
+
+@contextmanager
 def timed_by_synchronizing() -> Iterator[None]:
     """A timeline waits for the whole device at every mark."""
     mark = StreamClock.mark
@@ -172,7 +219,10 @@ def timed_by_synchronizing() -> Iterator[None]:
         yield
 
 
-BUGS = {f.__name__: f for f in (receives_in_the_order_of_use, no_connection, timed_by_synchronizing)}
+BUGS = {
+    f.__name__: f
+    for f in (receives_in_the_order_of_use, no_connection, timed_by_synchronizing, no_group_of_two)
+}  # fmt: skip
 
 
 # -- the rules by themselves ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import changing_jobs as jobs
@@ -10,16 +11,22 @@ import torch
 
 import penstock.runtime.step.bound_schedules
 from scaffolding.ranks import Ranks, RanksError
-from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
 TRANSPORTS = ["auto", "distributed"]
 
 
+SHORT = [("1f1b", 2, "auto"), ("zb-h1", 4, "distributed"), ("interleaved-1f1b", 2, "distributed")]
+"""Each schedule, number of ranks and transport; two chunks on each of four ranks take as long as all of these."""
+
+
 @pytest.mark.parametrize(
     ("schedule", "p", "transport"),
-    representatives(3, ["1f1b", "zb-h1", "interleaved-1f1b"], [2, 4], TRANSPORTS),
+    [
+        pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+        for case in product(["1f1b", "zb-h1", "interleaved-1f1b"], [2, 4], TRANSPORTS)
+    ],
 )
 def test_traps_5_7_12_21_batches_that_change_have_the_bits_of_one_device(
     schedule: str, p: int, transport: str, request: pytest.FixtureRequest

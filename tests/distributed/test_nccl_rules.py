@@ -1,4 +1,7 @@
-"""Under NCCL's rules, imposed on gloo: every schedule, with skips and ties, from the first step on."""
+"""Under NCCL's rules, imposed on gloo: every schedule, with skips and ties, from the first step on.
+
+Each cell runs under the rules without `device_id=` and under those with it (`eager`).
+"""
 
 from __future__ import annotations
 
@@ -21,51 +24,76 @@ SECONDS = 60.0
 """For one cell, on a crowded machine. One takes half a second."""
 
 
-def cells(schedule: str, ranks: int, model: str) -> Iterator[Cell]:
+def cells(schedule: str, ranks: int, model: str, eager: bool = False) -> Iterator[Cell]:
     """With one and two chunks where the schedule takes them; one kind of batch or the other is timed."""
     for chunks in (1, 2):
         if generator(schedule).broken(Numbers(ranks, MICROBATCHES, chunks)) is None:
             timed = (list(MODELS).index(model) + chunks) % 2 == 0
-            yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed))
+            yield Cell(schedule, model, ranks * chunks, chunks, (timed, not timed), eager=eager)
 
 
 RUN = [g.name for g in generators() if g.slices == 1]
 
 
-def cases(schedule: str, turn: int) -> list[Any]:
+def cases(schedule: str, turn: int, eager: bool) -> list[Any]:
     """All that the schedule allows. All are long, but for one: the next model and number of ranks for each schedule."""
     allowed = [(ranks, model) for ranks in RANKS for model in MODELS if any(cells(schedule, ranks, model))]
     short = allowed[5 * turn % len(allowed)]  # there are 4, 8 or 12
-    return [pytest.param(schedule, *one, marks=() if one == short else pytest.mark.long) for one in allowed]
+    return [pytest.param(schedule, *one, eager, marks=() if one == short else pytest.mark.long) for one in allowed]
 
 
-CASES = [case for turn, schedule in enumerate(RUN) for case in cases(schedule, turn)]
+CASES = [
+    case
+    for eager in (False, True)
+    for turn, schedule in enumerate(RUN)
+    for case in cases(schedule, turn + eager, eager)
+]
 
 
-@pytest.mark.parametrize(("schedule", "p", "model"), CASES)
-def test_every_step_is_that_of_one_device(schedule: str, p: int, model: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("schedule", "p", "model", "eager"), CASES)
+def test_every_step_is_that_of_one_device(
+    schedule: str, p: int, model: str, eager: bool, request: pytest.FixtureRequest
+) -> None:
     ranks: Ranks = request.getfixturevalue(f"ranks{p}")
-    for cell in cells(schedule, p, model):
+    for cell in cells(schedule, p, model, eager):
         assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
 
 
 def test_the_short_cases_have_every_schedule_and_every_model() -> None:
-    short = [case.values for case in CASES if not case.marks]
-    assert {schedule for schedule, _, _ in short} == set(RUN)
-    assert {model for _, _, model in short} == set(MODELS)
-    assert {ranks for _, ranks, _ in short} == set(RANKS)
-    assert {chunks for case in short for chunks in (cell.chunks for cell in cells(*case))} == {1, 2}
+    for rules in (False, True):
+        short = [case.values for case in CASES if not case.marks and case.values[3] is rules]
+        assert {schedule for schedule, _, _, _ in short} == set(RUN)
+        assert {model for _, _, model, _ in short} == set(MODELS)
+        assert {ranks for _, ranks, _, _ in short} == set(RANKS)
+        assert {chunks for case in short for chunks in (cell.chunks for cell in cells(*case))} == {1, 2}
 
 
-def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks) -> None:
-    cell = Cell("interleaved-1f1b", "a skip over two cuts", 8, 2, (False, True), "auto")
+@pytest.mark.parametrize("eager", [False, True])
+def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks, eager: bool) -> None:
+    cell = Cell("interleaved-1f1b", "a skip over two cuts", 8, 2, (False, True), "auto", eager)
     assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
+
+
+@pytest.mark.parametrize("mesh", nccl_jobs.MESHES)
+def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ranks4: Ranks, mesh: str) -> None:
+    ranks = len(nccl_jobs.MESHES[mesh][-1])  # of a pipeline
+    cell = Cell("interleaved-1f1b", "a skip over one cut", 2 * ranks, 2, (False, True), eager=True)
+    assert ranks4.run(nccl_jobs.train_over, mesh, cell, seconds=SECONDS) == [[]] * 4
+
+
+def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> None:
+    chain = Cell("1f1b", "chain", 4, 1, (False, False), eager=True)
+    assert ranks4.run(nccl_jobs.groups_of_two, chain) == [2, 4, 4, 2]
+    assert ranks4.run(nccl_jobs.groups_of_two, chain._replace(eager=False)) == [0, 0, 0, 0]
+    skipping = chain._replace(model="a skip over one cut")
+    assert ranks4.run(nccl_jobs.groups_of_two, skipping) == [4, 6, 6, 4]
 
 
 CAUGHT = {
     "receives_in_the_order_of_use": Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
     "no_connection": Cell("chimera", "chain", 4, 1, (False, False)),
     "timed_by_synchronizing": Cell("1f1b", "chain", 2, 1, (True, False)),
+    "no_group_of_two": Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True),
 }
 """A cell that does not survive the bug."""
 
@@ -81,6 +109,12 @@ def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
     except RanksError:
         return  # it hung, or raised
     assert any(found)
+
+
+def test_groups_that_are_split_are_caught(ranks4: Ranks) -> None:
+    cell = Cell("1f1b", "chain", 2, 1, (False, False), eager=True)
+    for said in ranks4.run(nccl_jobs.why_split_groups_fail, cell):
+        assert "would wait forever: the default group has a device" in said
 
 
 @pytest.mark.parametrize("rule", RULES)

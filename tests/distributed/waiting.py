@@ -24,6 +24,7 @@ from penstock import checkpoint
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.processes import groups
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
@@ -72,7 +73,7 @@ def before(holder: Any, name: str, act: Callable[[], None]) -> None:
 
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "groups": (dist, "new_group"),
+    "groups": (groups, "new_group"),
     "example": (build, "shared"),
     "recording": (build, "_recorder"),
     "ties": (TieReducer, "start_equal"),

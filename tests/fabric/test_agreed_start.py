@@ -78,7 +78,7 @@ def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, m
 
 def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:
     Board(path, writes=True, stall_seconds=10)
-    with pytest.raises(FabricError, match=r"host 0 has said nothing for 0\.2 s"):
+    with pytest.raises(FabricError, match=r"host 0 has not answered for 0\.2 s"):
         Board(path, writes=False, stall_seconds=0.2).hear()
     code = f"from penstock.fabric.emulation.board import Board; Board({path!r}, writes=True, stall_seconds=1)"
     subprocess.run([sys.executable, "-c", code], check=True)

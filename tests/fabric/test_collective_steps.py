@@ -138,7 +138,7 @@ def test_an_uneven_all_to_all_gives_each_rank_its_share_of_everyone(algorithm: s
 
 def test_shares_that_are_none_are_refused() -> None:
     for shares in ((1, 2), (1, -1, 1), (0, 0, 0)):
-        with pytest.raises(ArgumentError, match="give 3 whole numbers, one a rank"):
+        with pytest.raises(ArgumentError, match="give 3 whole numbers, one for each rank"):
             generate("all_to_all", "direct", 3, shares=shares)
     assert generate("all_to_all", "direct", 3, shares=(2, 2, 2)).shares == (), "an even one"
 

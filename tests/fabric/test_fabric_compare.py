@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # loads its parts when they are asked for
 from drawn_runs import run_of
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -97,7 +97,7 @@ def test_torchrun_on_each_host(tmp_path: Path) -> None:
 def test_a_host_that_is_dropped_in_the_middle_is_named_and_all_is_taken_down(tmp_path: Path, host: int) -> None:
     spec = Spec(Workload.of_sizes([4000]), 2, trials=10_000_000, measures_links=False)
     with Machines(2) as made:
-        with pytest.raises(FabricError, match=rf"host {host} was ended by SIGKILL; \d+ trials are in "):
+        with pytest.raises(FabricError, match=rf"host {host} was killed by SIGKILL; [\d,]+ trials saved in "):
             emulate(spec, tmp_path, made, Seen(kill_rank(host, tmp_path, after=9)))
         assert processes(str(tmp_path)) == {}
     run = Run.read(tmp_path)

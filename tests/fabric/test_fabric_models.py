@@ -255,7 +255,7 @@ def test_the_links_of_a_record_are_given_both_ways() -> None:
     assert made["all"] == {"latency": 3e-4, "bandwidth": pytest.approx(5e6)}
     assert "seconds" in made["units"]
     assert record_links(record)[1] == ((1, 2), LinkFit(3e-4, 0.0))
-    with pytest.raises(ArgumentError, match="has measured no links"):
+    with pytest.raises(ArgumentError, match="measured no links"):
         links_json({"links": []})
 
 

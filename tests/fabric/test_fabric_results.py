@@ -343,15 +343,15 @@ def _swapped(line: str) -> str:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda lines: lines[:10] + lines[11:], r"damaged: trial 1 has 7 of 8 rows, and later ones are there"),
-        (lambda lines: [*lines, lines[9]], r"damaged: line 66 is the second one of trial 1, transfer 0, rank 0"),
-        (lambda lines: lines + lines[1:], r"damaged: line 66 is the second one of trial 0, transfer 0, rank 0"),
+        (lambda lines: lines[:10] + lines[11:], r"damaged: trial 1 has 7 of 8 rows, but later trials follow"),
+        (lambda lines: [*lines, lines[9]], r"damaged: line 66 repeats trial 1, transfer 0, rank 0"),
+        (lambda lines: lines + lines[1:], r"damaged: line 66 repeats trial 0, transfer 0, rank 0"),
         (lambda lines: [*lines[:9], _swapped(lines[9]), *lines[10:]], r"damaged: line 10, 1,0,0,\d+,\d+, ends before"),
         (lambda lines: [lines[0], *map(_swapped, lines[1:])], r"damaged: line 2, 0,0,0,\d+,\d+, ends before it starts"),
         (lambda lines: [_swapped(line) for line in lines], r"no run .*begins with 'trial,transfer,rank,end_ns"),
-        (lambda lines: [*lines, "8,2,0,1,2"], r"damaged: line 66, 8,2,0,1,2, is of no trial, transfer and rank"),
-        (lambda lines: [*lines, "8,0,4,1,2"], r"damaged: line 66, 8,0,4,1,2, is of no"),
-        (lambda lines: [*lines, "99999999999,0,0,1,2"], r"damaged: line 66, 99999999999,0,0,1,2, is of no"),
+        (lambda lines: [*lines, "8,2,0,1,2"], r"damaged: line 66, 8,2,0,1,2, names a trial, transfer or rank"),
+        (lambda lines: [*lines, "8,0,4,1,2"], r"damaged: line 66, 8,0,4,1,2, names a trial"),
+        (lambda lines: [*lines, "99999999999,0,0,1,2"], r"damaged: line 66, 99999999999,0,0,1,2, names a trial"),
         (lambda lines: [*lines, "99999999999999999999,0,0,1,2"], r"holds no run"),
     ],
 )  # fmt: skip
@@ -398,7 +398,7 @@ def test_a_run_that_ended_before_its_hosts_had_joined_says_so(tmp_path: Path) ->
         Run.read(tmp_path)
     (tmp_path / "spec.json").write_text("{}")
     says = (
-        rf"{tmp_path} ended before its hosts had joined, so it has no samples: .*host-\*\.log.* with --out {tmp_path}"
+        rf"{tmp_path} ended before its hosts had joined, so it has no samples\. .*host-\*\.log.* with --out {tmp_path}"
     )
     with pytest.raises(ArgumentError, match=says):
         Run.read(tmp_path)
@@ -459,7 +459,7 @@ def test_busy_processors_are_no_limit_where_times_are_what_the_links_allow(secon
     found = results(run)["cpu"]
     assert found["saturated"] is saturated
     assert ("the processors are the limit" in found["text"]) is saturated
-    assert ("yet 95% of the times or more is what the network alone takes" in found["text"]) is not saturated
+    assert ("yet the network alone accounts for at least 95% of the times" in found["text"]) is not saturated
 
 
 CRAMMED: dict[str, Any] = {"cpu": [{"cpu_seconds": 0.1, "wall_seconds": 10.0, "busy": 1.0}] * 4, "shared_machine": True}
@@ -487,7 +487,7 @@ def test_two_delays_of_a_message_are_the_networks_however_busy_the_machine_is() 
     found = results(run_of(times, transfers, **_of_two(125e3, 0.2)))
     assert found["transfers"][0]["ideal_percent"] == pytest.approx(50, abs=0.5)
     assert "the processors are the limit" not in found["cpu"]["text"]
-    assert "yet 99% of the times or more is what the network alone takes" in found["cpu"]["text"]
+    assert "yet the network alone accounts for at least 99% of the times" in found["cpu"]["text"]
     assert not found["cpu"]["saturated"]
     slower = results(run_of(2 * times, transfers, **_of_two(125e3, 0.2)))["cpu"]
     assert "the processors are the limit" in slower["text"]
@@ -518,8 +518,8 @@ def test_a_figure_above_ideal_is_an_error_of_ours_and_no_argument() -> None:
         run = run_of(np.full((10, 1), took * factor), one, **_of_two(125e3, 0.0))
         found = results(run)
         said = warnings(run, found)
-        assert any("an error in Penstock" in line for line in said) is wrong
-        assert ("what the network alone takes" in found["cpu"]["text"]) is not wrong
+        assert any("a bug in Penstock" in line for line in said) is wrong
+        assert ("the network alone accounts for" in found["cpu"]["text"]) is not wrong
         assert ("not known" in found["cpu"]["text"]) is wrong
         assert "the processors are the limit" not in found["cpu"]["text"]
 
@@ -528,7 +528,10 @@ def test_a_root_that_ran_ahead_is_named_as_the_cause() -> None:
     """In a run whose hosts did not meet between transfers; where they did, it is none."""
     took, members = 2**17 / (GOOD * 125e3), (0, 1)
     pair = tuple(Transfer(name, 2**17, "scatter", ranks=members, kind="") for name in "ab")
-    for meets, cause in ((False, "as a rank begins it while others are at the transfer before"), (True, "an error in")):
+    for meets, cause in (
+        (False, "because a rank can begin it while others are still in the previous transfer"),
+        (True, "a bug in"),
+    ):
         run = run_of(np.full((10, 2), (took, took / 4)), pair, **_of_two(125e3, 0.0, meets=meets))
         (said,) = (line for line in warnings(run, results(run)) if line.startswith("ideal"))
         assert said.startswith("ideal: b is at")

@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-import scipy.signal
-import scipy.stats
+import scipy  # loads its parts when they are asked for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Transfers that differ in their microbatch or replica alone are one row, of all their times."""
+"""Transfers that differ only in microbatch or replica are one row, of all their times."""
 
 from __future__ import annotations
 

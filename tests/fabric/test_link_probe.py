@@ -92,8 +92,8 @@ def test_a_rate_above_the_shapers_is_our_error(ranks2: Ranks) -> None:
     rates = {"up": [2000.0, 1000.0], "down": [1500.0, 3000.0]}  # over loopback, which is faster
     said = ranks2.run(jobs.probed, replace(SPEC, network={"rates": rates}))
     assert said[0] == said[1]
-    assert "from host 0 to host 1 was measured at" in said[0]
-    assert "above the 0.0 that its shaper lets pass: an error in Penstock" in said[0]
+    assert "Penstock measured the link from host 0 to host 1" in said[0]
+    assert "although its shaper passes only 0.0 Mbit/s. This is a bug in Penstock" in said[0]
 
 
 def test_which_rate_is_the_shapers() -> None:
@@ -153,7 +153,7 @@ def test_a_message_that_came_sooner_than_its_bytes_can_is_told_of() -> None:
         assert one.missing_seconds == pytest.approx(45e-6)
     link = {"from": 0, "to": 1, **found[0, 1]._asdict()}
     told = dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))
-    assert told["link 0-1"].startswith("alpha 0s (0: a few bytes came up to 45.0us sooner than these rates carry them)")
+    assert told["link 0-1"].startswith("alpha 0s (0: a few bytes arrived up to 45.0us sooner than these rates allow)")
     link["missing_seconds"] = 0.0
     assert "sooner" not in dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))["link 0-1"]
 

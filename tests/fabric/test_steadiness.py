@@ -89,7 +89,7 @@ def test_times_that_never_settle_are_given_up_and_told(trials: int, most: int) -
     assert not warm.is_steady
     run = made_run(20, steady=False, warmup=most + 3)
     assert any(
-        f"times still changed after {most + 3} trials of warm-up" in line for line in warnings(run, results(run))
+        f"times were still changing after {most + 3} trials of warm-up" in line for line in warnings(run, results(run))
     )
     for steady in (True, None):
         run = made_run(20, steady=steady)

@@ -8,17 +8,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-import lightning
 import pytest
-import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-import penstock
 from penstock.errors import ArgumentError
-from penstock.integrations.lightning import PipelineStrategy
-from scaffolding import small
 from scaffolding.scripts import lines_here
 
 JOB = Path(__file__).with_name("lightning_job.py")
@@ -81,60 +76,43 @@ def test_a_rank_that_raises_is_named_on_the_other(tmp_path: Path) -> None:
     assert "rank 0 stops: rank 1 failed outside of a step: ValueError: the data ran dry" in done.stderr
 
 
-class Module(lightning.LightningModule):
-    def __init__(self, *, manual: bool = True, optimizers: int = 1, has_pipe: bool = True) -> None:
-        super().__init__()
-        self.automatic_optimization = not manual
-        self.optimizer_count, self.has_pipe = optimizers, has_pipe
-
-    def configure_model(self) -> None:
-        if self.has_pipe:
-            x, _ = small.batch()
-            self.pipe = penstock.pipeline(small.mlp(), (x,), microbatches=4, loss=torch.nn.functional.mse_loss)
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.pipe.parameters()) for _ in range(self.optimizer_count)]
-
-    def training_step(self, batch: Any, index: int) -> None:
-        raise AssertionError("refused before")
+@pytest.fixture
+def refused() -> ModuleType:
+    """Imported by those who use it: Lightning takes two seconds, and every worker collects all tests."""
+    return importlib.import_module("refused_by_lightning")
 
 
 @pytest.mark.parametrize(
     ("module", "options", "says"),
     [
-        (Module(manual=False), {}, "automatic_optimization is True, and Lightning would run backward after"),
-        (Module(has_pipe=False), {}, "Module.pipe is None: expected what penstock.pipeline gives"),
-        (Module(optimizers=2), {}, "2 optimizers; expected one"),
-        (Module(), {"precision": "bf16-mixed"}, "Trainer.precision='bf16-mixed'. does not reach the pipeline's stages"),
+        ({"manual": False}, {}, "automatic_optimization is True, and Lightning would run backward after"),
+        ({"has_pipe": False}, {}, "Module.pipe is None: expected what penstock.pipeline gives"),
+        ({"optimizers": 2}, {}, "2 optimizers; expected one"),
+        ({}, {"precision": "bf16-mixed"}, "Trainer.precision='bf16-mixed'. does not reach the pipeline's stages"),
     ],
 )
-def test_what_cannot_work_is_refused(tmp_path: Path, module: Module, options: dict[str, Any], says: str) -> None:
-    trainer = lightning.Trainer(
-        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, **options
-    )
+def test_what_cannot_work_is_refused(
+    refused: ModuleType, tmp_path: Path, module: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ArgumentError, match=says):
-        trainer.fit(module, [small.batch()])
+        refused.fit(tmp_path, refused.Module(**module), **options)
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
-def test_what_does_not_reach_a_pipeline_is_refused_by_lightning(tmp_path: Path, options: dict[str, Any]) -> None:
-    trainer = lightning.Trainer(
-        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False, **options
-    )
-    with pytest.raises(MisconfigurationException, match="manual optimization"):
-        trainer.fit(Module(), [small.batch()])
+def test_what_does_not_reach_a_pipeline_is_refused_by_lightning(
+    refused: ModuleType, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with pytest.raises(refused.MisconfigurationException, match="manual optimization"):
+        refused.fit(tmp_path, refused.Module(), **options)
 
 
-def test_a_folder_without_checkpoint_is_refused(tmp_path: Path) -> None:
-    trainer = lightning.Trainer(
-        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=tmp_path, logger=False
-    )
+def test_a_folder_without_checkpoint_is_refused(refused: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="there is no checkpoint"):
-        trainer.fit(Module(), [small.batch()], ckpt_path=str(tmp_path))
+        refused.fit(tmp_path, refused.Module(), checkpoint=tmp_path)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    monkeypatch.delitem(sys.modules, PipelineStrategy.__module__)
+    monkeypatch.delitem(sys.modules, "penstock.integrations.lightning", raising=False)
     with pytest.raises(ImportError, match=r"pip install penstock\[lightning\]"):
-        importlib.import_module(PipelineStrategy.__module__)
+        importlib.import_module("penstock.integrations.lightning")

@@ -42,15 +42,15 @@ def test_texts(text: str, expected: Neighbour) -> None:
         ("0mbit", "rate is 0"),
         ("50 to 1", "did you mean 50mbit"),
         ("50mbit to 4", "there is no host 4"),
-        ("50mbit to", "lacks its value"),
-        ("50mbit to 1 to 2", "second time"),
-        ("50mbit from 1", "'from' has no meaning"),
+        ("50mbit to", "needs a value"),
+        ("50mbit to 1 to 2", "given twice"),
+        ("50mbit from 1", "'from' is unknown here"),
         ("50mbit size 10", "a frame cannot have 10 bytes: give 64 to 65535"),
-        ("incast", "lacks its value"),
+        ("incast", "needs a value"),
         ("incast 1mb", "needs its period"),
         ("incast 1mb every 5", None),
         ("trace /none/there.csv", "No such file"),
-        ("trace /none/there.csv size 5", "'size' has no meaning"),
+        ("trace /none/there.csv size 5", "'size' is unknown here"),
     ],
 )
 def test_what_is_no_traffic_is_refused(text: str, said: str | None) -> None:
@@ -101,7 +101,7 @@ def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
         ("0,100\n1\n", "row 2: '1' is no"),
         ("1,100\n0.5,100\n", "row 2: times"),
         ("1,0\n", "row 1: times"),
-        ("0,9\n0,9\n0,9\n0.00001,9\n", "has 4 frames: give 1 in its time at most"),
+        ("0,9\n0,9\n0,9\n0.00001,9\n", "has 4 frames: give at most 1 in that time"),
     ],
 )
 def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -> None:

@@ -217,7 +217,7 @@ def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
 @groups_only
 def test_a_quota_that_somebody_changed_is_named(means: type[Means]) -> None:
     made = Machines(2, slow={1: 0.5})
-    with pytest.raises(FabricError, match=r"host 1 was not slowed until the end: \S+-h1-cpu/cpu\.\S+ says"), made:
+    with pytest.raises(FabricError, match=r"host 1 was not slowed until the end: \S+-h1-cpu/cpu\.\S+ now says"), made:
         keeper._free(keeper.groups_of(made.id))
     assert keeper.names_of(made.id) == keeper.groups_of(made.id) == []
 
@@ -429,7 +429,7 @@ def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
 ) -> None:
     monkeypatch.setattr(keeper, "group_mounts", lambda: [(2, tmp_path, "/")])
     monkeypatch.setattr(holdback, "_own", lambda version: "/")
-    with pytest.raises(OSError, match="hands the cpu controller down"):
+    with pytest.raises(OSError, match="delegates the cpu controller"):
         GroupsV2("penstock-1-2-3", {5: 0.25})
     with pytest.raises(OSError, match="no cgroup v1"):
         GroupsV1("penstock-1-2-3", {5: 0.25})

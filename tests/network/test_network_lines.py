@@ -93,7 +93,7 @@ def test_network_without_a_frame() -> None:
             {"late": {"mean": 1e-4, "p50": 1e-4, "p99": 2e-3, "worst": 0.5}},
             "1% of the frames left more than 2.00ms late",
         ),
-        ({"no_room": 5}, "5 times it had no memory left for a frame"),
+        ({"no_room": 5}, "it ran out of memory for a frame 5 times"),
         ({"busy_seconds": 8.9}, None),
         ({"busy_seconds": 9.1}, "it was busy for 91% of the time"),
     ],

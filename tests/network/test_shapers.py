@@ -65,7 +65,7 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     program.chmod(0o755)
     find = keeper.tool
     monkeypatch.setattr(keeper, "tool", lambda name: str(program) if name == "tc" else find(name))
-    said = "was to put tbf before .* but what is there is qdisc noqueue"
+    said = "reported no error when told to attach tbf to .* but shows qdisc noqueue"
     with pytest.raises(FabricError, match=said), Machines(2, PLAIN):
         pass
 
@@ -73,9 +73,9 @@ def test_a_tc_that_does_nothing_is_noticed(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "own", "wanted", "only_switch", "said"),
     [
-        ("100mbit delay 5ms", {}, "tbf", None, "tbf keeps a rate and nothing else: 100mbit delay 5ms; leave --shaper"),
-        ("100mbit", {1: "10mbit"}, "tbf", None, "tbf keeps a rate"),
-        ("up 100mbit down 10mbit", {}, "tbf", None, "tbf keeps a rate"),
+        ("100mbit delay 5ms", {}, "tbf", None, "tbf limits only the rate: 100mbit delay 5ms; leave --shaper"),
+        ("100mbit", {1: "10mbit"}, "tbf", None, "tbf limits only the rate"),
+        ("up 100mbit down 10mbit", {}, "tbf", None, "tbf limits only the rate"),
         ("100mbit", {}, "tbf", "a scenario needs it", "a scenario needs it"),
         ("100mbit delay 5ms", {}, "netem", None, "there is no shaper 'netem': give one of auto, tbf, switch"),
     ],
@@ -91,7 +91,7 @@ def test_what_a_shaper_cannot_do_is_refused(
 def test_frames_are_larger_where_there_would_be_too_many(machine: pytest.MonkeyPatch) -> None:
     found = choose(Topology(parse_link(HEADLINE)), 4)
     assert (found.name, found.topology.mtu) == ("switch", 9000)
-    assert "frames carry 9000 bytes: with 1500 all hosts together could send 495,376" in found.remarks[0]
+    assert "frames carry 9000 bytes: with 1500, all hosts together could send 495,376" in found.remarks[0]
     assert choose(Topology(parse_link("100mbit delay 1ms")), 4).topology.mtu == 1500
     asked = Topology(parse_link("300mbit delay 1ms mtu 1500"))
     assert choose(asked, 4) == Shaper("switch", asked)
@@ -102,11 +102,11 @@ def test_frames_are_larger_where_there_would_be_too_many(machine: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("text", "hosts", "said"),
     [
-        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: give a rate of 1,202mbit at most, "
+        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: give a rate of at most 1,202mbit, "
                                 "fewer hosts$"),
-        ("1gbit delay 1ms mtu 1500", 2, "247,688 frames of 1500 .* give a rate of 807mbit at most, or mtu 9000$"),
-        ("10gbit delay 1ms mtu 1500", 2, "give a rate of 807mbit at most$"),
-        ("up 10gbit delay 1ms down 8gbit", 4, "give 12% of it at most, fewer hosts$"),
+        ("1gbit delay 1ms mtu 1500", 2, "247,688 frames of 1500 .* give a rate of at most 807mbit, or mtu 9000$"),
+        ("10gbit delay 1ms mtu 1500", 2, "give a rate of at most 807mbit$"),
+        ("up 10gbit delay 1ms down 8gbit", 4, "give at most 12% of it, fewer hosts$"),
     ],
 )  # fmt: skip
 def test_a_rate_that_the_switch_cannot_carry_is_refused(
@@ -129,7 +129,7 @@ def test_what_a_refusal_advises_is_accepted(rate: int, hosts: int, mtu: str) -> 
     try:
         found = chosen(rate)
     except ArgumentError as error:
-        advised = re.search(r"a rate of ([\d,]+)mbit", str(error))
+        advised = re.search(r"a rate of at most ([\d,]+)mbit", str(error))
         assert advised is not None
         less = int(advised[1].replace(",", ""))
         assert less < rate
@@ -183,7 +183,7 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
     def never(*given: object) -> None:
         raise AssertionError(f"something is made: {given}")
 
-    monkeypatch.setattr(machines, "_start_keeper", never)
+    monkeypatch.setattr(machines, "start_program", never)
     monkeypatch.setattr(Machines, "_run", never)
     monkeypatch.setattr(machines, "Switch", never)
     before = keeper.names_of()
@@ -197,9 +197,9 @@ def test_nothing_is_made_where_it_is_refused(make: Callable[[], Machines], monke
 @pytest.mark.parametrize(
     ("common", "own", "said"),
     [
-        ("100mbit", ["1=100mbit mtu 9000"], "the link of host 1 has an mtu of 9000 and the others one of 1500"),
+        ("100mbit", ["1=100mbit mtu 9000"], "the link of host 1 has an mtu of 9000 and the others have one of 1500"),
         ("up 100mbit mtu 9000 down 10mbit", [], "down has an mtu of 1500 and up one of 9000"),
-        ("100mbit", ["1=10mbit", "1=20mbit"], "host 1 is given two links, 10mbit and 20mbit"),
+        ("100mbit", ["1=10mbit", "1=20mbit"], "host 1 has two links, 10mbit and 20mbit"),
         ("100mbit", ["4=10mbit"], "host 4, but the hosts are 0 to 3"),
     ],
 )

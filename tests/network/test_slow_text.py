@@ -10,9 +10,9 @@ from penstock.network.machines import Machines
 @pytest.mark.parametrize(
     ("slow", "said"),
     [
-        ({2: 0.5}, "host 2 is to be slow, but does not exist: there are hosts 0 to 1"),
+        ({2: 0.5}, "host 2 cannot be slowed, because it does not exist: the hosts are 0 to 1"),
         ({-1: 0.5}, "host -1"),
-        ({0: 0.0}, r"host 0 is to get 0 \(0%\) of a core: give more than 0"),
+        ({0: 0.0}, r"host 0 is given 0 \(0%\) of a core: give more than 0"),
         ({0: -0.1}, "more than 0"),
         ({0: 1.01}, r"1\.01 \(101%\).*at most 1 \(or 100%\)"),
         ({0: float("nan")}, "nan"),
@@ -50,14 +50,14 @@ def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> 
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["4=25%"], "host 4 is to be slow, but does not exist: there are hosts 0 to 3"),
+        (["4=25%"], "host 4 cannot be slowed, because it does not exist: the hosts are 0 to 3"),
         (["1=25%", "2=25%,1=50%"], r"'1=50%': host 1 has a share of 25% already"),
         (["1=25%,1=25%"], "host 1 has a share of 25% already"),
         (["1=0"], "more than 0"),
         (["1=0%"], "more than 0"),
         (["1=100.1%"], r"100\.1%.*at most"),
         (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
-        (["1=0.05%"], "least that can be kept is 0.1%"),
+        (["1=0.05%"], "least that can be enforced is 0.1%"),
         ([""], r"slow host '': give a host and its share of one core, like 2=25% or 2=0\.25"),
         (["1=25%,"], "slow host ''"),
         (["25%"], "'25%'"),
@@ -81,5 +81,5 @@ def test_texts_that_are_none(texts: list[str], said: str) -> None:
 
 
 def test_one_host_is_not_called_several() -> None:
-    with pytest.raises(ArgumentError, match="there is host 0 alone"):
+    with pytest.raises(ArgumentError, match="there is only host 0"):
         parse_slow("1=25%", 1)

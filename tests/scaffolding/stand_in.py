@@ -1,12 +1,13 @@
-"""A device that is not the CPU, for machines that have no other: its tensors keep their values in CPU memory of theirs,
-mix with no CPU tensor, and compute the CPU's bits. `install` works once per process and lasts: use ranks of one's own.
+"""A stand-in for a device other than the CPU, for machines that have none: its tensors keep their values in CPU memory,
+refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` is permanent: use separate ranks.
 
-It counts what makes the host wait for a device: values read and tensors copied to the host.
+It counts whatever makes the host wait for a device: values that are read, and tensors that are copied to the host.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,13 +28,13 @@ READS = {
     *(aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default),
     *(aten.masked_select.default, aten._unique2.default),
 }
-"""What the host waits for."""
+"""Operators that make the host wait."""
 
 RESIZED = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm")
-"""What torch makes by resizing an empty tensor, which a wrapper of another tensor cannot follow."""
+"""Operators in which torch resizes an empty tensor, which a wrapper of another tensor cannot follow."""
 
 waits: Counter[str] = Counter()
-"""How often the host waited since `install`, by operator; "to host" for copies of tensors."""
+"""How often the host has waited since `install`, by operator; "to host" for copies of tensors."""
 
 _kept: list[torch.library.Library] = []
 
@@ -65,7 +66,7 @@ class StandIn(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         fake = next((t.fake_mode for t in tree_iter((args, kwargs)) if isinstance(t, FakeTensor)), None)
-        if fake is not None:  # fake tensors know no tensors of others' classes
+        if fake is not None:  # fake tensors cannot handle tensors of other classes
             with fake:
                 args, kwargs = tree_map_only(StandIn, _without_values, (args, kwargs))
                 return func(*args, **kwargs)
@@ -87,7 +88,7 @@ class StandIn(Tensor):
 
 
 class Stream:
-    """The one stream: all work is done in order."""
+    """The device's only stream: all work is done in order."""
 
     def synchronize(self) -> None:
         waits["stream"] += 1
@@ -113,7 +114,7 @@ class _Module(backend_registration._DummyBackendModule):
 
 
 def install() -> None:
-    """Registers the device, unless it is there."""
+    """Registers the device unless it is already registered."""
     if _kept:
         return
     backend_registration._setup_privateuseone_for_python_backend(DEVICE, _Module())
@@ -125,6 +126,13 @@ def install() -> None:
     library.impl("linear", _linear, "AutocastPrivateUse1")
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters, as it does for CUDA
     _kept.append(library)
+
+
+def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
+    """Runs a job where the device is."""
+    torch.set_num_threads(1)
+    install()
+    return job(*args)
 
 
 def _without_values(tensor: StandIn) -> Tensor:
@@ -146,7 +154,7 @@ def _made(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What autocast makes of a linear layer: in lower precision."""
+    """A linear layer as autocast runs it, in lower precision."""
     dtype = torch.get_autocast_dtype(DEVICE)
     with torch.autocast(DEVICE, enabled=False):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -38,6 +38,7 @@ from penstock.checkpoint.contents import (
 )
 from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.processes.groups import new_group
 
 _LOOK_SECONDS = 0.1
 """How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""
@@ -225,8 +226,8 @@ def _background(pipe: Pipeline) -> Background:
         if control is not None:
             members = dist.get_process_group_ranks(control)
             apart = len(members) < dist.get_world_size()
-            with pipe.session.waiting("the process groups"):
-                group = dist.new_group(members, backend="gloo", use_local_synchronization=apart)
+            with pipe.session.waiting("process groups"):
+                group = new_group(members, "gloo", members_only=apart)
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group
         )

@@ -41,7 +41,7 @@ def lower_bound_seconds(
     ports: Ports | None = None,
     iterations: int = 1,
 ) -> float | None:
-    """Return the least time a collective can take with any algorithm, in seconds.
+    """Returns the least time a collective can take with any algorithm, in seconds.
 
     Args:
         links: the measured links; if one direction of a pair was not measured, the other stands in for it.
@@ -87,14 +87,14 @@ class _Way(NamedTuple):
     latency_seconds: float
 
     def seconds(self, size: float, iterations: int) -> float:
-        """Return the time per iteration when each of `iterations` moves `size` bytes; 0 if there is nothing to move."""
+        """Returns the time per iteration when each of `iterations` moves `size` bytes; 0 if nothing is moved."""
         if not size:
             return 0.0
         return (self.latency_seconds + self.port.seconds(size * iterations)) / iterations
 
 
 def _partners(collective: str, place: int, members: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the ranks that a rank may send to, and those it may receive from."""
+    """Returns the ranks that a rank may send to, and those it may receive from."""
     if collective == "sendrecv":
         return [members[(place + 1) % len(members)]], [members[place - 1]]
     others = [rank for rank in members if rank != members[place]]
@@ -104,7 +104,7 @@ def _partners(collective: str, place: int, members: Sequence[int]) -> tuple[Sequ
 def _joined(
     ports: Ports | None, links: dict[tuple[int, int], LinkFit], pairs: Sequence[tuple[int, int]]
 ) -> _Way | None:
-    """Return the path through one rank's port over all these pairs; it is as fast as its slower end."""
+    """Returns the path through one rank's port over all these pairs; it is as fast as its slower end."""
     if ports is None:
         (pair, *more) = pairs
         link = links.get(pair, links.get(pair[::-1]))
@@ -124,7 +124,7 @@ def _sum(ports: Sequence[Port]) -> Port:
 
 
 def _needs(collective: str, ranks: int, place: int, shares: Sequence[int]) -> tuple[float, float]:
-    """Return what a rank must send and receive, as fractions of the size."""
+    """Returns what a rank must send and receive, as fractions of the size."""
     if not shares:
         return _NEEDS[collective](ranks, place == 0)
     own = shares[place] / sum(shares)

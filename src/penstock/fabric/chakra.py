@@ -54,7 +54,7 @@ class Node:
 
 
 def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "penstock") -> tuple[Path, ...]:
-    """Write `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
+    """Writes `<name>.<rank>.et` for each rank, and `<name>.groups.json` with the members of each process group.
 
     Each node depends on the previous node of its rank, which preserves the workload's order. Pass the traces to
     ASTRA-sim with `--workload-configuration=<folder>/<name>`, and the groups with `--comm-group-configuration`.
@@ -71,7 +71,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     """
     if hosts < 2 or workload.hosts not in (0, hosts):
         expected = workload.hosts or "2 or more"
-        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected}; give that number")
+        raise ArgumentError(f"hosts={hosts}: the workload {workload.name!r} is for {expected} hosts; give that number")
     groups = process_groups(workload, hosts)
     folder.mkdir(parents=True, exist_ok=True)
     made = []
@@ -86,7 +86,7 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
 
 
 def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]:
-    """Name each group of ranks that runs collectives, by a number in decimal; "0" is always the group of all ranks."""
+    """Names each group of ranks that runs collectives, by a number in decimal; "0" is always the group of all ranks."""
     groups: dict[tuple[int, ...], str] = {tuple(range(hosts)): "0"}
     for transfer in workload.transfers:
         if transfer.collective not in ("send", "sendrecv") and transfer.ranks:
@@ -95,7 +95,7 @@ def process_groups(workload: Workload, hosts: int) -> dict[tuple[int, ...], str]
 
 
 def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, ...], str]) -> Iterator[Node]:
-    """Yield the nodes of one rank, each depending on the one before it."""
+    """Yields the nodes of one rank, each depending on the one before it."""
     number = 0
     before: tuple[int, ...] = ()
 
@@ -124,7 +124,7 @@ def nodes_of(workload: Workload, rank: int, hosts: int, groups: dict[tuple[int, 
 def _communication(
     transfer: Transfer, ranks: tuple[int, ...], rank: int, tag: int, groups: dict[tuple[int, ...], str]
 ) -> list[tuple[int, dict[str, int | str]]]:
-    """Return the types and attributes of a transfer's nodes on one rank."""
+    """Returns the types and attributes of a transfer's nodes on one rank."""
     if transfer.collective in ("send", "sendrecv"):
         place = ranks.index(rank)
         to_next = (rank, ranks[(place + 1) % len(ranks)])
@@ -164,7 +164,7 @@ ASTRA-sim's first reader looks in no other field.
 
 
 def _encoded(node: Node) -> bytes:
-    """Encode a Node, omitting fields that are 0."""
+    """Encodes a Node, omitting fields that are 0."""
     attributes = [_field(1, name) + _field(_VALUE_FIELD[name], value) for name, value in node.attributes.items()]
     deps = b"".join(map(_varint, node.data_deps))
     fields: list[tuple[int, int | str | bytes]] = [
@@ -182,7 +182,7 @@ def _field(number: int, value: int | str | bytes) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encode in base 128, lowest seven bits first; a byte's eighth bit says that more follow."""
+    """Encodes in base 128, lowest seven bits first; a byte's eighth bit says that more follow."""
     low = bytearray()
     while value > 127:
         low.append(value & 127 | 128)

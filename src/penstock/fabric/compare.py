@@ -82,12 +82,12 @@ class Comparison:
         return any(one.verdict == "differs" for one in (*self.transfers, *([self.step] if self.step else [])))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return asdict(self) | {"differs": self.differs}
 
 
 def compare(a: Run, b: Run) -> Comparison:
-    """Compare two runs transfer by transfer, matching them by name, size and collective.
+    """Compares two runs transfer by transfer, matching them by name, size and collective.
 
     The result describes these two runs only: it includes anything else that changed between them, such as the time of
     day or other tenants of the network. Several alternating runs of each kind are stronger evidence.
@@ -129,20 +129,20 @@ def compare(a: Run, b: Run) -> Comparison:
 
 
 def _key(load: Workload, group: Group) -> tuple[str, int, str, str]:
-    """Return the key by which groups of two runs match."""
+    """Returns the key by which groups of two runs match."""
     first = load.transfers[group.places[0]]
     return group.name, first.bytes, first.collective, first.kind
 
 
 def _completion(run: Run, load: Workload, group: Group) -> Samples:
-    """Return completion times, shape [trial, transfer]."""
+    """Returns completion times, shape [trial, transfer]."""
     return np.stack([TransferTimes.of(run, load, place).completion for place in group.places], axis=1)
 
 
 def _described(
     name: str, size: int, collective: str, algorithms: tuple[str, str], series: Sequence[Samples]
 ) -> Difference:
-    """Fill in everything that needs no test. Each of `series` has shape [trial, transfer]."""
+    """Fills in everything that needs no test. Each of `series` has shape [trial, transfer]."""
     first, second = (Summary.of(one) for one in series)
     made = Difference(
         name=name,
@@ -163,7 +163,7 @@ def _described(
 
 
 def _tested(a: Samples, b: Samples) -> dict[str, float]:
-    """Return the p-values of the tests for which there are enough samples."""
+    """Returns the p-values of the tests for which there are enough samples."""
     if min(len(a), len(b)) < FEWEST:
         return {}
     times = [correlation_time(one) for one in (a, b)]
@@ -179,13 +179,13 @@ def _tested(a: Samples, b: Samples) -> dict[str, float]:
 
 
 def _inflation(a: Samples, b: Samples) -> float:
-    """Return the factor by which dependence between samples increases the variance of a difference."""
+    """Returns the factor by which dependence between samples increases the variance of a difference."""
     terms = [correlation_time(one) / len(one) for one in (a, b)]
     return sum(terms) / (1 / len(a) + 1 / len(b))
 
 
 def _judged(found: Sequence[Difference], tests: Sequence[dict[str, float]]) -> list[Difference]:
-    """Add verdicts and p-values, corrected over all tests."""
+    """Adds verdicts and p-values, corrected over all tests."""
     keys = [(place, name) for place, ps in enumerate(tests) for name in ps]
     corrected = dict(zip(keys, holm([tests[place][name] for place, name in keys]), strict=True))
     made = []
@@ -209,7 +209,7 @@ _OF_NETWORK = ("own", "background", "slow", "shaper", "mtu")
 
 
 def _settings(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's settings, and the properties that all of its hosts share; None means not requested.
+    """Returns a run's settings, and the properties that all of its hosts share; None means not requested.
 
     `scenario` lists the events that took place.
     """
@@ -229,5 +229,5 @@ def _settings(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(transfer: dict[str, Any]) -> float:
-    """Return the seconds computed before a transfer, summed over its ranks if they differ."""
+    """Returns the seconds computed before a transfer, summed over its ranks if they differ."""
     return float(sum(transfer.get("compute_by_rank") or ()) or transfer.get("compute_seconds") or 0.0)

@@ -28,7 +28,7 @@ _WIDER = 4.0
 
 
 def autocorrelation(samples: ArrayLike) -> Series:
-    """Return the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
+    """Returns the autocorrelation of the normal scores, from lag 0 to the last that counts (only 0 if independent)."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import special, stats  # takes a second to import
 
@@ -51,7 +51,7 @@ def autocorrelation(samples: ArrayLike) -> Series:
 
 
 def correlation_time(samples: ArrayLike) -> float:
-    """Return how many consecutive samples say as much about the mean as one independent sample: 1 or more.
+    """Returns how many consecutive samples say as much about the mean as one independent sample: 1 or more.
 
     Fewer than 50 samples are too few to estimate it, and yield 1.
     """
@@ -60,7 +60,7 @@ def correlation_time(samples: ArrayLike) -> float:
 
 
 def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[float, ...]:
-    """Return, for each quantile, how many independent samples these are worth when bounding it.
+    """Returns, for each quantile, how many independent samples these are worth when bounding it.
 
     Whether a sample lies below a quantile depends less on its neighbours than its value does; the bivariate normal
     distribution says how much less. Because the correlation is only an estimate, intervals are widened as by Student's
@@ -92,14 +92,14 @@ def _time(lags: Series, most: float) -> float:
 
 
 def _below(lags: Series, q: float) -> Series:
-    """Return the autocorrelation of "is below the q-quantile", from the autocorrelation `lags` of the normal scores."""
+    """Returns the autocorrelation of "is below the q-quantile", from the autocorrelations `lags` of normal scores."""
     angles, covered = _quadrant(q)
     return np.asarray(np.interp(np.arcsin(np.clip(lags, 0, 1)), angles, covered) / covered[-1])
 
 
 @lru_cache(maxsize=8)
 def _quadrant(q: float) -> tuple[Series, Series]:
-    """Return arcsines of correlations, and the excess probability that both of two normals are below their q-quantiles.
+    """Returns arcsines of correlations, and the excess probability that two normals are both below their q-quantiles.
 
     The excess is over independent normals (Sheppard's formula, integrated).
     """

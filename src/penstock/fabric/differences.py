@@ -29,7 +29,7 @@ class Tested(NamedTuple):
 
 
 def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
-    """Test by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
+    """Tests by Mann and Whitney's U: the number of pairs in which the sample of `a` is larger, ties counting half.
 
     The p-value is the normal approximation's. The variance is corrected for ties and the statistic for continuity (H.
     Mann and D. Whitney, 1947; Lehmann, Nonparametrics, 1.5), as in scipy's test, which cannot inflate the variance.
@@ -45,13 +45,13 @@ def mann_whitney(a: Samples, b: Samples, inflation: float = 1.0) -> Tested:
 
 
 def _variance(a: Samples, b: Samples) -> float:
-    """Return the variance of U if nothing differs."""
+    """Returns the variance of U if nothing differs."""
     m, n = len(a), len(b)
     return m * n / 12 * (m + n + 1) * float(_scipy()[0].tiecorrect(_scipy()[0].rankdata(np.concatenate([a, b]))))
 
 
 def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | None = None) -> Tested:
-    """Test by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
+    """Tests by the largest distance between the distribution functions, with Kolmogorov's limiting distribution.
 
     Stephens' correction is applied (M. Stephens, Use of the Kolmogorov-Smirnov, Cramer-von Mises and related statistics
     without extensive tables, 1970). The test detects differences in shape, but hardly any that affect only one trial in
@@ -69,7 +69,7 @@ def kolmogorov_smirnov(a: Samples, b: Samples, effective: tuple[float, float] | 
 
 
 def tails(a: Samples, b: Samples, q: float) -> Tested:
-    """Test whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
+    """Tests whether one series has more than its share of the slowest samples of both, with Fisher's exact test.
 
     Consecutive slow samples are one event and count once. The statistic is the fraction of the events in `b`.
     """
@@ -82,12 +82,12 @@ def tails(a: Samples, b: Samples, q: float) -> Tested:
 
 
 def _events(slow: NDArray[np.bool_]) -> int:
-    """Count the runs of True."""
+    """Counts the runs of True."""
     return int(slow[:1].sum() + (slow[1:] & ~slow[:-1]).sum())
 
 
 def _scipy() -> tuple[Any, Any]:
-    """Return scipy's stats and special modules."""
+    """Returns scipy's stats and special modules."""
     require("fabric", "scipy", for_what="the comparison of runs")
     from scipy import special, stats  # takes a second to import
 
@@ -95,7 +95,7 @@ def _scipy() -> tuple[Any, Any]:
 
 
 def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interval]:
-    """Return how much larger b's samples are than a's, with the 95% confidence interval.
+    """Returns how much larger b's samples are than a's, with the 95% confidence interval.
 
     The shift is the median of all pairwise differences (Hodges and Lehmann, 1963). The interval contains the shifts
     that `mann_whitney` does not reject.
@@ -109,7 +109,7 @@ def shift(a: Samples, b: Samples, inflation: float = 1.0) -> tuple[float, Interv
 
 
 def _difference(a: Samples, b: Samples, place: int) -> float:
-    """Return the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
+    """Returns the difference b - a at index `place` of all differences sorted, by bisecting on its value."""
     low, high = float(b[0] - a[-1]), float(b[-1] - a[0])
     while True:
         middle = (low + high) / 2
@@ -123,7 +123,7 @@ def _difference(a: Samples, b: Samples, place: int) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple tests with Holm's method.
+    """Returns p-values corrected for multiple tests with Holm's method.
 
     If nothing differs, the chance that any corrected p-value falls below a level is at most that level (S. Holm, A
     simple sequentially rejective multiple test procedure, 1979).

@@ -25,7 +25,7 @@ REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def dtype_of(text: str) -> str:
-    """Return torch's name of a type, given torch's or nccl-tests'. Raises ArgumentError if it is unknown."""
+    """Returns torch's name of a type, given torch's or nccl-tests'. Raises ArgumentError if it is unknown."""
     name = {theirs: ours for ours, theirs in NCCL.items()}.get(text, text)
     if name not in BYTES:
         raise ArgumentError(f"there is no dtype {text!r}: give one of {', '.join(BYTES)}")
@@ -33,12 +33,12 @@ def dtype_of(text: str) -> str:
 
 
 def op_of(text: str, dtype: str) -> Op:
-    """Look up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
+    """Looks up a reduction op by name. Raises ArgumentError if it is unknown or not defined for this type."""
     for op in OPS:
         if op == text:
             break
     else:
         raise ArgumentError(f"there is no op {text!r}: give one of {', '.join(OPS)}")
     if op == "avg" and "float" not in dtype:
-        raise ArgumentError(f"an average of {dtype} is not {dtype}: give --op sum, or a dtype like float32")
+        raise ArgumentError(f"{dtype} cannot hold an average: give --op sum, or a dtype like float32")
     return op

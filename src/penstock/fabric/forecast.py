@@ -27,6 +27,7 @@ from penstock.fabric.models import (
 from penstock.fabric.statistics import fewest
 from penstock.fabric.terms import Terms, closed_form, known_algorithms
 from penstock.fabric.times import rate_key
+from penstock.words import counted
 
 FEWEST_SIZES = 3
 """With fewer sizes of a collective, the residuals of a fit mean nothing."""
@@ -76,7 +77,7 @@ class Fitted:
         return max((abs(point.residual) for point in self.points), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
+        """Returns a dict that can be serialized as JSON."""
         beta = self.link.beta_seconds_per_byte
         return {
             "collective": self.collective,
@@ -116,7 +117,7 @@ class Forecast:
     crossovers: dict[int, list[tuple[float, str]]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return {
             "fit": self.fitted.to_dict(),
             "predictions": [
@@ -139,18 +140,18 @@ class Forecast:
 def forecast(
     record: dict[str, Any], results: dict[str, Any], collective: str, sizes: Sequence[int], hosts: Sequence[int]
 ) -> Forecast:
-    """Predict the times of a collective from a run's record and results.
+    """Predicts the times of a collective from a run's record and results.
 
     Raises:
         ArgumentError: there is neither a sweep nor a measured link to fit, or a number is out of range.
     """
     if not all(2 <= n <= MOST_HOSTS for n in hosts):
-        raise ArgumentError(f"hosts are {', '.join(map(str, hosts))}: expected 2 to {MOST_HOSTS:,} of them")
+        raise ArgumentError(f"hosts={', '.join(map(str, hosts))}: expected numbers from 2 to {MOST_HOSTS:,}")
     return _carried(fit_run(record, results, collective), sizes, hosts)
 
 
 def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forecast]:
-    """Yield a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
+    """Yields a forecast for each collective whose own times determine a link: its largest size, on up to 4096 hosts."""
     for collective in dict.fromkeys(one["collective"] for one in results["transfers"]):
         fitted = _by_times(record, results, collective)
         if fitted is not None:
@@ -158,7 +159,7 @@ def forecasts(record: dict[str, Any], results: dict[str, Any]) -> Iterator[Forec
 
 
 def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Forecast:
-    """Extrapolate a fit to other sizes and host counts."""
+    """Extrapolates a fit to other sizes and host counts."""
     link, collective = fitted.link, fitted.collective
     numbers = (2,) if collective == "send" else hosts  # a message involves two ranks, however many hosts there are
     rows = [row for size in sizes for row in predictions(link, collective, size, numbers)]
@@ -166,7 +167,7 @@ def _carried(fitted: Fitted, sizes: Sequence[int], hosts: Sequence[int]) -> Fore
 
 
 def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted:
-    """Fit the link to a collective's times, or fall back to the measured links if it has fewer than three sizes.
+    """Fits the link to a collective's times, or falls back to the measured links if it has fewer than three sizes.
 
     Raises:
         ArgumentError: the run has neither.
@@ -182,7 +183,7 @@ def fit_run(record: dict[str, Any], results: dict[str, Any], collective: str) ->
 
 
 def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) -> Fitted | None:
-    """Fit the link to a collective's median times, no faster than measured; None if there are too few sizes."""
+    """Fits the link to a collective's median times, no faster than measured; None if there are too few sizes."""
     rows, algorithm, form = _rows(results, collective)
     timed = _timed(rows, form)
     if len({one.bytes for one in timed}) < FEWEST_SIZES:
@@ -195,7 +196,7 @@ def _by_times(record: dict[str, Any], results: dict[str, Any], collective: str) 
 
 
 def _least_beta(record: dict[str, Any], rows: Sequence[dict[str, Any]], form: str) -> float:
-    """Return the measured seconds per byte of the links between the transfers' ranks; 0 if none was measured.
+    """Returns the measured seconds per byte of the links between the transfers' ranks; 0 if none was measured.
 
     If the steps load all ports equally, so that everyone waits for the slowest link, that link counts. Otherwise the
     fastest does, because slow links may have little to carry.
@@ -217,7 +218,7 @@ class _Timed(NamedTuple):
 
 
 def _rows(results: dict[str, Any], collective: str) -> tuple[list[dict[str, Any]], str, str]:
-    """Return a collective's transfers, their algorithm, and the algorithm whose closed form stands for it."""
+    """Returns a collective's transfers, their algorithm, and the algorithm whose closed form stands for it."""
     # Uneven collectives have no closed form.
     rows = [one for one in results["transfers"] if one["collective"] == collective and not one.get("shares")]
     algorithm = rows[0]["algorithm"] if rows else ""
@@ -243,16 +244,17 @@ def _seconds(terms: Terms, size: float, link: LinkFit) -> float:
 
 
 def _lacks(rows: Sequence[Any], timed: int, trials: int, collective: str) -> str:
-    """Explain why the times cannot be fitted."""
+    """Explains why the times cannot be fitted."""
     if not rows:
         return f"the run has no {collective} to fit"
     if len(rows) > timed:
-        return f"{trials} trials bound no median (it takes {fewest(0.5)})"
-    return f"{len({one['bytes'] for one in rows})} sizes of {collective} do not make a fit (it takes {FEWEST_SIZES})"
+        return f"{trials} trials are too few for a median (it needs {fewest(0.5)})"
+    sizes = {one["bytes"] for one in rows}
+    return f"{counted(len(sizes), 'size')} of {collective} cannot be fitted (a fit needs {FEWEST_SIZES})"
 
 
 def _slowest(record: dict[str, Any], lack: str) -> LinkFit:
-    """Return the slowest of the measured links, which a collective must wait for."""
+    """Returns the slowest of the measured links, which a collective must wait for."""
     links = [link for _, link in record_links(record)]
     if not links:
         raise ArgumentError(f"{lack}, and no links were measured: run a sweep, --from 4KiB --to 4MiB --factor 4")

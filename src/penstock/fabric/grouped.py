@@ -31,12 +31,12 @@ class Group:
 
 
 def groups(workload: Workload) -> list[Group]:
-    """Group all transfers of a workload, ordered by each group's first transfer."""
+    """Groups all transfers of a workload, ordered by each group's first transfer."""
     return _by_name(workload, _own_name)
 
 
 def of_like_layers(workload: Workload) -> list[Group]:
-    """Group transfers as `groups` does, and merge layers that differ only in one module number: h.*.attn."""
+    """Groups transfers as `groups` does, and merges layers that differ only in one module number: h.*.attn."""
     found = _by_name(workload, lambda name: like(_own_name(name)))
     names = [{_own_name(workload.transfers[place].name) for place in group.places} for group in found]
     return [
@@ -46,12 +46,12 @@ def of_like_layers(workload: Workload) -> list[Group]:
 
 
 def like(name: str) -> str:
-    """Replace the outermost module number of each word by `*`, so that similar layers get the same name."""
+    """Replaces the outermost module number of each word by `*`, so that similar layers get the same name."""
     return re.sub(r"\S+", lambda word: _NUMBERED.sub("*", word[0], count=1), name)
 
 
 def like_as_one(texts: Iterable[str]) -> list[str]:
-    """Merge texts that differ only in their modules' numbers."""
+    """Merges texts that differ only in their modules' numbers."""
     found: dict[str, list[str]] = {}
     for text in texts:
         found.setdefault(like(text), []).append(text)

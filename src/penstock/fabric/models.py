@@ -48,7 +48,7 @@ class LinkFit:
         return 1 / self.beta_seconds_per_byte if self.beta_seconds_per_byte else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
+        """Returns a dict that can be serialized as JSON; an infinite bandwidth becomes None."""
         return {
             "alpha_seconds": self.alpha_seconds,
             "beta_seconds_per_byte": self.beta_seconds_per_byte,
@@ -60,7 +60,7 @@ class LinkFit:
 
 
 def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -> LinkFit:
-    """Fit alpha and beta, both non-negative, by least squares.
+    """Fits alpha and beta, both non-negative, by least squares.
 
     It minimizes relative residuals, so that small sizes count as much as large ones.
 
@@ -73,13 +73,13 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
         ArgumentError: a time is not positive, or the points cannot separate alpha from beta: fewer than two differ.
     """
     if any(not 0 < seconds < math.inf or size < 0 for size, seconds, _ in points):
-        raise ArgumentError("a time is not above 0, or a size is below: give measured seconds, and sizes in bytes")
+        raise ArgumentError("expected times above 0 and sizes of 0 or more: give measured seconds, and sizes in bytes")
     seconds = np.array([one[1] for one in points])
     raw = np.array([(terms.rounds, size * terms.bytes_factor) for size, _, terms in points], float).reshape(-1, 2)
     columns = raw / seconds[:, None]
     norms = np.linalg.norm(columns, axis=0)
     if len(points) < 2 or not norms.all() or np.linalg.matrix_rank(columns / norms, 1e-9) < 2:
-        raise ArgumentError(f"{len(points)} points that do not tell latency from bandwidth: give two sizes or more")
+        raise ArgumentError(f"{len(points)} points cannot separate latency from bandwidth: give two or more sizes")
     wanted = 1 - columns[:, 1] * least_beta
     alpha, beta = _non_negative(columns / norms, wanted) / norms + (0.0, least_beta)
     fitted = columns @ np.array([alpha, beta])
@@ -92,7 +92,7 @@ def fit(points: Sequence[tuple[float, float, Terms]], least_beta: float = 0.0) -
 
 
 def _non_negative(columns: Any, wanted: Any) -> Any:
-    """Return the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
+    """Returns the x >= 0 that minimizes |columns x - wanted|, for two unknowns: both, or the better one alone."""
     both = np.linalg.lstsq(columns, wanted, rcond=None)[0]
     if (both >= 0).all():
         return both
@@ -104,7 +104,7 @@ def _non_negative(columns: Any, wanted: Any) -> Any:
 def predict(
     link: LinkFit, collective: str, algorithm: str, ranks: int, size_bytes: float, pieces: int = PIECES
 ) -> float:
-    """Predict the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
+    """Predicts the seconds that a collective takes. Raises ArgumentError if there is no closed form."""
     terms = closed_form(collective, algorithm, ranks, pieces)
     return terms.seconds(size_bytes, link.alpha_seconds, link.beta_seconds_per_byte)
 
@@ -134,7 +134,7 @@ def predictions(
     ranks: Iterable[int] = HOSTS,
     algorithms: Sequence[str] = (),
 ) -> list[Prediction]:
-    """Predict each number of ranks, by default up to 4096, for all algorithms or only those given."""
+    """Predicts each number of ranks, by default up to 4096, for all algorithms or only those given."""
     rows = []
     for n in ranks:
         names = algorithms or known_algorithms(collective)
@@ -146,7 +146,7 @@ def predictions(
 
 
 def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, str]]:
-    """Return the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
+    """Returns the size from which each algorithm is the fastest: (bytes, algorithm), the first entry from 0 on.
 
     Among algorithms that cost the same at all sizes, the first in `known_algorithms` stands for all.
     """
@@ -165,7 +165,7 @@ def crossovers(link: LinkFit, collective: str, ranks: int) -> list[tuple[float, 
 
 
 def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
-    """Return the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
+    """Returns the measured links of a run's record, in order; no bandwidth in the record means an infinite one."""
     found = []
     for link in record.get("links") or ():
         rate = link.get("bytes_per_second")
@@ -175,13 +175,13 @@ def record_links(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]
 
 
 def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
-    """Combine the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
+    """Combines the largest alpha and the largest beta of one or more links, which limit a collective of any size."""
     links = tuple(links)
     return LinkFit(max(link.alpha_seconds for link in links), max(link.beta_seconds_per_byte for link in links))
 
 
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
-    """Return the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
+    """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
 
     A direction that was not measured (as in old records) gets the opposite direction's values. Pairs that were not
     measured get the slowest measured values, as "all".
@@ -189,12 +189,12 @@ def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     Raises:
         ArgumentError: the record has no measured links.
     """
-    units = "latency in seconds, bandwidth in bytes a second"
+    units = "latency in seconds, bandwidth in bytes per second"
     if isinstance(found, LinkFit):
         return {"units": units, "links": [], "all": _link(found)}
     measured = record_links(found)
     if not measured:
-        raise ArgumentError("the run has measured no links: run one with the backend gloo that does")
+        raise ArgumentError("the run measured no links: run again with --backend gloo, which measures them")
     pairs: dict[tuple[int, int], LinkFit] = {}
     for (source, target), link in measured:
         pairs[source, target] = link

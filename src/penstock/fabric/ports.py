@@ -33,7 +33,7 @@ class Port:
     burst_bytes: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Return how long `size` bytes take to pass; 0 at an infinite rate."""
+        """Returns how long `size` bytes take to pass; 0 at an infinite rate."""
         return 0.0 if math.isinf(self.bytes_per_second) else max(size - self.burst_bytes, 0.0) / self.bytes_per_second
 
 
@@ -63,7 +63,7 @@ def changed(record: Mapping[str, Any]) -> bool:
 
 
 def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
-    """Rebuild the topology that `Machines.described` recorded; None if nothing shaped the links, or if they changed."""
+    """Rebuilds the topology that `Machines.described` recorded; None if nothing shaped the links, or they changed."""
     if not network or not network.get("link") or network.get("rates") is None:
         return None
     own = {int(host): parse_link(text) for host, text in (network.get("own") or {}).items()}
@@ -72,12 +72,12 @@ def topology_of(network: Mapping[str, Any] | None) -> Topology | None:
 
 
 def least_delay(topology: Topology, source: int, target: int) -> float:
-    """Return the seconds that impairments delay every frame from one host to another, at least."""
+    """Returns the seconds that impairments delay every frame from one host to another, at least."""
     return sum(met.shortest_seconds for met in topology.meets(source, target))
 
 
 def shaped_ports(record: Mapping[str, Any], links: Iterable[Measured]) -> Ports | None:
-    """Return the ports as shaped according to a run's record; None if the shapers are unknown.
+    """Returns the ports as shaped according to a run's record; None if the shapers are unknown.
 
     A message's cost beyond the shaper's delay is taken as the least that was measured. If delays vary, that cost cannot
     be told from luck and is left out.
@@ -102,7 +102,7 @@ def _port(link: Link, burst: int) -> Port:
 
 
 def measured_ports(links: Iterable[Measured], hosts: int) -> Ports | None:
-    """Estimate the ports from measured streams alone, to guess how long a run takes; None if no link was measured."""
+    """Estimates the ports from measured streams alone, to guess how long a run takes; None if no link was measured."""
     found = dict(links)
     if not found:
         return None

@@ -21,7 +21,7 @@ def predicted_seconds(
     shares: Sequence[int] = (),
     iterations: int = 1,
 ) -> float:
-    """Return the predicted seconds of one collective.
+    """Returns the predicted seconds of one collective.
 
     A message leaves only after its receiver has signalled that it is ready. Receivers signal one round ahead, so this
     delays only the first message. Shapers' token buckets are taken as empty.

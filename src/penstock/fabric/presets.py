@@ -16,7 +16,7 @@ FLOAT32_BYTES = 4
 
 
 def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
-    """Return data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
+    """Returns data-parallel training of fully connected layers, which all-reduces one layer's gradients after another.
 
     The backward pass computes the last layer's gradients first, so with the default widths a step sends fc4, fc3, fc2,
     fc1: 2600, 33024, 131584 and 803840 bytes.
@@ -28,12 +28,14 @@ def mlp(widths: Sequence[int] = MLP_WIDTHS) -> Workload:
         ArgumentError: there are fewer than two widths, or one is below 1.
     """
     if len(widths) < 2 or min(widths) < 1:
-        raise ArgumentError(f"widths={tuple(widths)}: give the input's and each layer's, two or more numbers above 0")
+        raise ArgumentError(
+            f"widths={tuple(widths)}: give the input's width and each layer's, two or more numbers above 0"
+        )
     layers = [(f"fc{number}", (fed + 1) * made) for number, (fed, made) in enumerate(pairwise(widths), start=1)]
     return Workload(
         name=f"mlp {'-'.join(map(str, widths))}",
         transfers=tuple(Transfer(name, count * FLOAT32_BYTES) for name, count in reversed(layers)),
-        notes=("each layer's weight and bias gradients in float32, in the order in which the backward makes them",),
+        notes=("each layer's weight and bias gradients in float32, in the order the backward computes them",),
     )
 
 
@@ -41,14 +43,14 @@ PRESETS: dict[str, Callable[[], Workload]] = {"mlp": mlp}
 
 
 def preset(name: str) -> Workload:
-    """Return the workload with this name. Raises ArgumentError if there is none."""
+    """Returns the workload with this name. Raises ArgumentError if there is none."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}")
     return PRESETS[name]()
 
 
 def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.0) -> Workload:
-    """Return the same transfers with the computation before each one added.
+    """Returns the same transfers with the computation before each one added.
 
     Args:
         seconds: one per transfer, in order.
@@ -66,7 +68,7 @@ def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.
 
 
 def trials_of(batches: int, epochs: int) -> int:
-    """Return the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
+    """Returns the number of trials in a whole training, one per batch and epoch. Raises ArgumentError below 1."""
     if batches < 1 or epochs < 1:
         raise ArgumentError(f"batches={batches}, epochs={epochs}: trials = batches * epochs, so give 1 or more of each")
     return batches * epochs

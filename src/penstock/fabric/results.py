@@ -36,7 +36,7 @@ from penstock.fabric.workload import Transfer, Workload
 
 
 def results(run: Run) -> dict[str, Any]:
-    """Return all results as one JSON object; for a run that was killed, those of its complete trials.
+    """Returns all results as one JSON object; for a run that was killed, those of its complete trials.
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
     95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
@@ -87,7 +87,7 @@ def results(run: Run) -> dict[str, Any]:
 
 
 def _completeness(record: dict[str, Any], trials: int) -> dict[str, Any]:
-    """Report whether all trials are there and, in words, what is missing. (A killed run could not write that down.)"""
+    """Reports whether all trials are there and, in words, what is missing. (A killed run could not write that down.)"""
     asked = int(record.get("trials") or 0)
     complete = bool(record.get("complete", False)) and trials >= asked
     texts = [str(record["missing"])] if record.get("missing") else []
@@ -103,7 +103,7 @@ def _entry(
     algorithm: str,
     links: _Links,
 ) -> dict[str, Any]:
-    """Describe one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
+    """Describes one transfer, or several similar ones: their times are pooled, and the rest is the first transfer's."""
     first = transfers[0]
     completion = np.stack([one.completion for one in times], axis=1)
     summary = Summary.of(completion)
@@ -156,7 +156,7 @@ ABOVE_IDEAL = 105.0
 
 
 def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], links: _Links) -> float | None:
-    """Return the least percentage of any transfer's median that the network alone accounts for.
+    """Returns the least percentage of any transfer's median that the network alone accounts for.
 
     None if the links changed during the run or their measurements must be wrong; 0 if nothing is known about them. This
     uses the run's own algorithm: a bound for any algorithm has the latency of one round, while a ring has many rounds.
@@ -174,7 +174,7 @@ def _network_percent(workload: Workload, transfers: Sequence[dict[str, Any]], li
 
 
 def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links: _Links) -> float | None:
-    """Return the least seconds that the links allow; for similar transfers between different ranks, the mean."""
+    """Returns the least seconds that the links allow; for similar transfers between different ranks, the mean."""
     found = []
     for transfer, one in zip(transfers, times, strict=True):
         of_all = (transfer.collective, one.ranks, transfer.bytes, transfer.shares, links.ports, links.iterations)
@@ -184,7 +184,7 @@ def _bound(transfers: Sequence[Transfer], times: Sequence[TransferTimes], links:
 
 
 def _times(name: str, summary: Summary) -> dict[str, Any]:
-    """Return the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
+    """Returns the figures under `<name>_s`, and their intervals under keys with the same prefix, or none for "time"."""
     intervals = {
         "mean_interval": summary.mean_interval and list(summary.mean_interval),
         "intervals": {key: found and list(found) for key, found in summary.intervals.items()},
@@ -226,7 +226,7 @@ class _OfRank(NamedTuple):
 
 
 def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
-    """Collect the durations of each rank that takes part in any of the transfers."""
+    """Collects the durations of each rank that takes part in any of the transfers."""
     slowest = [one.durations.argmax(1) for one in times]
     latest = [one.late.argmax(1) for one in times]
     made = {}
@@ -241,13 +241,13 @@ def _by_rank(times: Sequence[TransferTimes]) -> dict[int, _OfRank]:
 
 
 def _quantiles(durations: Sequence[NDArray[np.float64]], q: float) -> list[float] | None:
-    """Return each rank's quantile; None if there are too few trials."""
+    """Returns each rank's quantile; None if there are too few trials."""
     worth = min((effective_counts(one.mean(1), (q,))[0] for one in durations), default=0.0)
     return None if worth < fewest(q) else [float(np.quantile(one, q)) for one in durations]
 
 
 def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
-    """Return the rank that was slowest most often, with a histogram of its durations; None without trials."""
+    """Returns the rank that was slowest most often, with a histogram of its durations; None without trials."""
     if not len(times[0].durations):
         return None
     made = _by_rank(times)
@@ -261,7 +261,7 @@ def _slowest(times: Sequence[TransferTimes]) -> dict[str, Any] | None:
 
 
 def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Describe the whole step as measured and, computed from its transfers' times, with and without overlap."""
+    """Describes the whole step as measured and, computed from its transfers' times, with and without overlap."""
     overlap = bool(run.record.get("overlap", False))
     measured = measured_step(run, workload)
     hosts = int(run.record["hosts"])
@@ -294,12 +294,12 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
 
 
 def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, overlap: bool = False) -> float:
-    """Return the seconds of a step whose transfers take these times."""
+    """Returns the seconds of a step whose transfers take these times."""
     return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
 
 
 def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
-    """Return the value that all of them share; None if they differ."""
+    """Returns the value that all of them share; None if they differ."""
     found = {one[key] for one in transfers}
     return found.pop() if len(found) == 1 else None
 

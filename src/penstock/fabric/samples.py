@@ -30,7 +30,7 @@ STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
 
 
 def write_whole(path: Path, found: dict[str, Any]) -> None:
-    """Write JSON atomically: a reader sees either the previous content or all of the new one."""
+    """Writes JSON atomically: a reader sees either the previous content or all of the new one."""
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(found, indent=1))
     aside.replace(path)
@@ -72,14 +72,14 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read a run that finished or was killed; incomplete trials are left out.
+        """Reads a run that finished or was killed; incomplete trials are left out.
 
         Raises:
             ArgumentError: the folder holds no run, a run that ended before its hosts joined, or damaged samples.
         """
         if not (folder / RUN).exists() and (folder / SPEC).exists():
             raise ArgumentError(
-                f"the run in {folder} ended before its hosts had joined, so it has no samples: what they printed is in "
+                f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
                 f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
             )
         try:
@@ -94,7 +94,7 @@ class Run:
         except (OSError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
         if not _is_record(record):
-            raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is of something else")
+            raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is something else")
         transfers, hosts = record["workload"]["transfers"], record["hosts"]
         taking = np.array([[not t["ranks"] or rank in t["ranks"] for rank in range(hosts)] for t in transfers])
         whole = len(table) // int(taking.sum()) if taking.any() else 0
@@ -108,16 +108,14 @@ class Run:
 
 
 def _check(table: NDArray[np.int64], taking: NDArray[np.bool_], path: Path) -> None:
-    """Raise ArgumentError for rows that no run writes. A run writes all rows of each trial once, until it ends."""
+    """Raises ArgumentError for rows that no run writes. A run writes all rows of each trial once, until it ends."""
     fault = _fault(table, taking)
     if fault is not None:
-        raise ArgumentError(
-            f"{path} is damaged: {fault}. No figure of it would hold: take the file as the run wrote it, or run again"
-        )
+        raise ArgumentError(f"{path} is damaged: {fault}. Restore the file as the run wrote it, or run again")
 
 
 def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
-    """Describe the first faulty row, if there is one; the order of rows does not matter."""
+    """Describes the first faulty row, if there is one; the order of rows does not matter."""
     transfers, hosts = taking.shape
     trial, transfer, rank, start, end = table.T
     inside = (
@@ -125,7 +123,7 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
     )
     inside[inside] = taking[transfer[inside], rank[inside]]
     for wrong, text in (
-        (~inside, "is of no trial, transfer and rank of this run"),
+        (~inside, "names a trial, transfer or rank that this run does not have"),
         (end < start, "ends before it starts"),
     ):
         if wrong.any():
@@ -136,11 +134,11 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
     if len(firsts) < len(key):
         second = int(np.setdiff1d(np.arange(len(key)), firsts)[0])
         which = f"trial {trial[second]}, transfer {transfer[second]}, rank {rank[second]}"
-        return f"line {second + 2} is the second one of {which}"
+        return f"line {second + 2} repeats {which}"
     counts = np.bincount(trial)
     short = np.flatnonzero(counts[:-1] < taking.sum())
     if len(short):
-        return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, and later ones are there"
+        return f"trial {short[0]} has {counts[short[0]]} of {taking.sum()} rows, but later trials follow"
     return None
 
 
@@ -149,11 +147,11 @@ def _is_record(found: Any) -> bool:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
-    """Read the rows below the header, without an incomplete last line; none if the file was never started."""
+    """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
     text = path.read_text() if path.exists() else ""
     first, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # drop a line that was cut off
     if first and tuple(first.split(",")) != head:
-        raise ValueError(f"{path.name} begins with {first[:80]!r}, not with {','.join(head)}")
+        raise ValueError(f"{path.name} begins with {first[:80]!r}; expected {','.join(head)}")
     if not rows:
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(io.StringIO(rows), np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

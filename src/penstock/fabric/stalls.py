@@ -6,7 +6,7 @@ from penstock.fabric.samples import Run
 
 
 def stalled(run: Run) -> tuple[int, ...]:
-    """Return the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
+    """Returns the trials during which a link stood still, as reported by the switch; empty if no stall was requested.
 
     The switch and the hosts read the same clock, that of their machine.
     """

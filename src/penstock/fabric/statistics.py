@@ -58,7 +58,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: ArrayLike) -> Summary:
-        """Summarize samples given in the order in which they were taken; without samples, every figure is None.
+        """Summarizes samples given in the order in which they were taken; without samples, every figure is None.
 
         Args:
             samples: a sequence of samples, or of rows of equal length. Samples within a row may depend on each other in
@@ -92,13 +92,13 @@ class Summary:
         )
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return min, p50, p90, p99, p999, max and mean."""
+        """Returns min, p50, p90, p99, p999, max and mean."""
         return {name: getattr(self, name) for name in ("min", *PERCENTILES, "max", "mean")}
 
 
 @lru_cache(maxsize=256)
 def order_interval(count: int, q: float) -> tuple[int, int] | None:
-    """Return the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
+    """Returns the order statistics, counted from 1, that bound the q-quantile of any continuous distribution.
 
     Each side is wrong with a probability of at most (1 - CONFIDENCE) / 2, by the binomial distribution of the number of
     independent samples below the quantile (David and Nagaraja, Order Statistics, 7.1).
@@ -117,7 +117,7 @@ def order_interval(count: int, q: float) -> tuple[int, int] | None:
 
 
 def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) -> Interval | None:
-    """Return the 95% confidence interval of a quantile.
+    """Returns the 95% confidence interval of a quantile.
 
     Args:
         ordered: samples in ascending order.
@@ -140,12 +140,12 @@ def quantile_interval(ordered: NDArray[np.float64], q: float, effective: float) 
 
 
 def _of_times(interval: Interval | None) -> Interval | None:
-    """Clip a mean's interval at 0. Times are never negative, so neither is their mean, but a t interval may be."""
+    """Clips a mean's interval at 0. Times are never negative, so neither is their mean, but a t interval may be."""
     return interval and (max(interval[0], 0.0), interval[1])
 
 
 def _rank(q: float, count: float, below: float) -> float:
-    """Return the rank of the order statistic that lies below the q-quantile with probability `below`, among `count`."""
+    """Returns the rank of the order statistic, among `count`, that is below the q-quantile with probability `below`."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import optimize, special  # takes a second to import
 
@@ -159,12 +159,12 @@ def _rank(q: float, count: float, below: float) -> float:
 
 
 def fewest(q: float) -> int:
-    """Return the fewest independent samples for which `order_interval` bounds a q-quantile."""
+    """Returns the fewest independent samples for which `order_interval` bounds a q-quantile."""
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(q, 1 - q)))
 
 
 def mean_interval(samples: ArrayLike) -> Interval | None:
-    """Return the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
+    """Returns the 95% confidence interval of the mean; None if there are fewer than 6 samples, or too dependent ones.
 
     Dependent samples are first averaged in batches that hardly depend on each other. The batches are then treated as
     independent, using Student's t with Hall's transformation, which removes skewness (P. Hall, On the removal of
@@ -198,7 +198,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
 
 
 def _hall(t: float, skewness: float, count: float) -> float:
-    """Return the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
+    """Returns the t of skewed samples that Hall's transformation maps to a symmetric `t`."""
     if abs(skewness) < 1e-9:
         return t
     root = math.sqrt(count)
@@ -206,7 +206,7 @@ def _hall(t: float, skewness: float, count: float) -> float:
 
 
 def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
-    """Return the indices of samples above the median by more than `factor` times the median absolute deviation.
+    """Returns the indices of samples above the median by more than `factor` times the median absolute deviation.
 
     The deviation is scaled to match a normal distribution's standard deviation. If it is 0 because more than half of
     the samples are equal, the mean absolute deviation is used instead.
@@ -221,7 +221,7 @@ def outliers(samples: ArrayLike, factor: float = 8.0) -> NDArray[np.intp]:
 
 
 def log_histogram(samples: ArrayLike, ratio: float = 1.1) -> tuple[list[float], list[int]]:
-    """Return bin edges, each `ratio` times the one before, and counts. Samples of 0 are counted in the lowest bin."""
+    """Returns bin edges, each `ratio` times the one before, and counts. Samples of 0 are counted in the lowest bin."""
     values = np.asarray(samples, float).ravel()
     positive = values[values > 0]
     if not len(positive):
@@ -248,14 +248,14 @@ class StreamingQuantile:
         self.count = 0
 
     def add(self, samples: ArrayLike) -> None:
-        """Add one sample or several."""
+        """Adds one sample or several."""
         values = np.clip(np.atleast_1d(np.asarray(samples, float)), self._LOWEST, self._HIGHEST)
         places = np.floor(np.log(values) / self._STEP).astype(int) - self._first
         np.add.at(self._counts, np.clip(places, 0, len(self._counts) - 1), 1)
         self.count += len(values)
 
     def quantile(self, q: float) -> float | None:
-        """Return the middle of the quantile's bin; None while there are too few samples to bound it."""
+        """Returns the middle of the quantile's bin; None while there are too few samples to bound it."""
         if self.count < fewest(q):
             return None
         place = int(np.searchsorted(np.cumsum(self._counts), q * self.count))
@@ -293,7 +293,7 @@ def saturation(
     cores: Sequence[int] = (),
     network_percent: float | None = 0.0,
 ) -> Saturation:
-    """Judge from processor usage whether a run was limited by its processors.
+    """Judges from processor usage whether a run was limited by its processors.
 
     Args:
         cpu: for each rank, `cpu_seconds`, `wall_seconds`, and, where known, `involuntary_switches` and its whole
@@ -325,15 +325,15 @@ def saturation(
     if stolen >= _STOLEN:
         parts.append(f"{stolen:.0%} taken by other virtual machines")
     if crammed and network_percent is None:
-        parts.append("whether they or the network set the times is not known")
+        parts.append("it is not known whether they or the network set the times")
     elif saturated:
         parts.append("the processors are the limit, not the network")
     elif crammed:
         parts.append(
-            f"yet {min(network_percent or 0.0, 100):.0f}% of the times or more is what the network alone takes"
+            f"yet the network alone accounts for at least {min(network_percent or 0.0, 100):.0f}% of the times"
         )
     if tails:
-        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the tail may be the scheduler's")
+        parts.append(f"{switches:,} involuntary switches in {trials:,} trials: the scheduler may cause the tail")
     return Saturation(saturated, tails, busy, "; ".join(parts))
 
 

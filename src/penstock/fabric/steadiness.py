@@ -45,7 +45,7 @@ class WarmUp:
         self._values: list[float] = []
 
     def add(self, took: Sequence[float]) -> None:
-        """Add one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
+        """Adds one trial: how long each of its transfers took, in any unit. All transfers have equal weight."""
         self._values.append(math.fsum(math.log(max(one, 1e-12)) for one in took) / len(took))
 
     @property
@@ -65,7 +65,7 @@ class WarmUp:
         return self._changes() < _CERTAIN
 
     def _changes(self) -> float:
-        """Return the strength of the trend in standard deviations; 0 if the change is too small to matter."""
+        """Returns the strength of the trend in standard deviations; 0 if the change is too small to matter."""
         last = np.array(self._values[-max(self._window, self.count // 2) :])
         third = len(last) // 3
         if abs(np.median(last[-third:]) - np.median(last[:third])) < _MATTERS:
@@ -74,7 +74,7 @@ class WarmUp:
 
 
 def trend(samples: ArrayLike) -> float:
-    """Return the trend of six or more samples in standard deviations: positive if rising, negative if falling."""
+    """Returns the trend of six or more samples in standard deviations: positive if rising, negative if falling."""
     require("fabric", "scipy", for_what="the statistics of a run")
     from scipy import stats  # takes a second to import
 
@@ -90,7 +90,7 @@ def trend(samples: ArrayLike) -> float:
 
 
 def _neighbours(values: NDArray[np.float64]) -> float:
-    """Return the lag-1 correlation, or 0 if it could be chance."""
+    """Returns the lag-1 correlation, or 0 if it could be chance."""
     spread = float((values**2).sum())
     found = float((values[1:] * values[:-1]).sum()) / spread if spread > 1e-9 else 0.0
     return min(found, _HIGHEST) if found > _SIGNIFICANT / math.sqrt(len(values)) else 0.0

@@ -32,13 +32,13 @@ class Terms(NamedTuple):
     bytes_factor: float
 
     def seconds(self, size_bytes: float, alpha_seconds: float, beta_seconds_per_byte: float) -> float:
-        """Return the time of a collective of this size."""
+        """Returns the time of a collective of this size."""
         return self.rounds * alpha_seconds + size_bytes * self.bytes_factor * beta_seconds_per_byte
 
 
 @lru_cache(maxsize=4096)
 def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECES) -> Terms:
-    """Return the cost of an algorithm.
+    """Returns the cost of an algorithm.
 
     Args:
         collective, algorithm: names from `penstock.fabric.algorithms`.
@@ -57,14 +57,14 @@ def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECE
 
 
 def known_algorithms(collective: str) -> tuple[str, ...]:
-    """Return the algorithms with a closed form. Raises ArgumentError for an unknown collective."""
+    """Returns the algorithms with a closed form. Raises ArgumentError for an unknown collective."""
     if collective not in _FORMS:
         raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_FORMS)}")
     return tuple(_FORMS[collective])
 
 
 def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> float:
-    """Return the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
+    """Returns the ratio of bus bandwidth to algorithm bandwidth, as nccl-tests defines it.
 
     For an uneven all_to_all (see `Transfer`) it is the busiest port's factor, just as for an even one.
     """
@@ -76,13 +76,13 @@ def busbw_factor(collective: str, ranks: int, shares: Sequence[int] = ()) -> flo
 
 
 def _fold(n: int) -> tuple[int, int]:
-    """Return p, and the number of ranks beyond it."""
+    """Returns p, and the number of ranks beyond it."""
     p = 1 << (n.bit_length() - 1)
     return p, n - p
 
 
 def _log(n: int) -> int:
-    """Return log2 n, rounded up."""
+    """Returns log2 n, rounded up."""
     return (n - 1).bit_length()
 
 

@@ -42,7 +42,7 @@ class TransferTimes:
 
     @classmethod
     def of(cls, run: Run, workload: Workload, place: int) -> TransferTimes:
-        """Compute the times of the transfer at index `place` of the workload."""
+        """Computes the times of the transfer at index `place` of the workload."""
         ranks = ranks_of(workload, place, run.start_ns.shape[2])
         taking = list(ranks)
         # A clock's nanoseconds exceed a float's precision, so subtract first.
@@ -61,7 +61,7 @@ class TransferTimes:
 
 
 def rate_key(collective: str) -> Literal["time_s", "transfer_s"]:
-    """Return which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
+    """Returns which times of a transfer's results its bandwidths, ideal percentage and fits are based on.
 
     For a message, they are the times since both ends were there: a stage waits for another to finish computing, which
     has nothing to do with the network.
@@ -83,22 +83,22 @@ def runs_ahead(record: dict[str, Any], collective: str, shares: Sequence[int] = 
 
 
 def ranks_of(workload: Workload, place: int, hosts: int) -> tuple[int, ...]:
-    """Return the participants of a transfer: all hosts, if it names none."""
+    """Returns the participants of a transfer: all hosts, if it names none."""
     return workload.transfers[place].ranks or tuple(range(hosts))
 
 
 def iterations_of(record: dict[str, Any]) -> int:
-    """Return how many times in a row a trial runs each transfer."""
+    """Returns how many times in a row a trial runs each transfer."""
     return int(record.get("iterations") or 1)
 
 
 def algorithm_of(record: dict[str, Any], place: int) -> str:
-    """Return a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
+    """Returns a transfer's algorithm: the requested one, or its substitute if that does not support the collective."""
     return str((record.get("algorithms") or [record.get("algorithm", "")] * (place + 1))[place])
 
 
 def measured_step(run: Run, workload: Workload) -> Seconds:
-    """Return the time of the whole step, including the computation before the first transfer and after the last.
+    """Returns the time of the whole step, including the computation before the first transfer and after the last.
 
     It ends when all ranks have the last result and have done the final computation. If hosts met between transfers, the
     time this took is not included.
@@ -118,7 +118,7 @@ def measured_step(run: Run, workload: Workload) -> Seconds:
 
 
 def computed_step(workload: Workload, transfers: Sequence[Seconds], hosts: int, *, overlap: bool) -> Seconds:
-    """Return the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
+    """Returns the time of the whole step if each transfer took its own trial's time once all of its ranks were there.
 
     Without overlap, a rank computes once its previous transfer has finished. With overlap, a rank computes all the
     time, as if its computation never waited for incoming data (true of gradients, but not of activations), and a

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def size_of(text: str) -> int:
-    """Return the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is a whole number above 0."""
+    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is a whole number above 0."""
     match = _NUMBER.fullmatch(text.strip())
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -30,7 +30,7 @@ def size_of(text: str) -> int:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Parse a list like "64KiB,1MiB". Raises as `size_of` does, naming the size that is wrong."""
+    """Parses a list like "64KiB,1MiB". Raises as `size_of` does, naming the size that is wrong."""
     texts, found = text.split(","), []
     for place, one in enumerate(texts, 1):
         try:
@@ -42,7 +42,7 @@ def sizes_of(text: str) -> list[int]:
 
 
 def size_text(size: int) -> str:
-    """Return the shortest exact text for a size: 2600, 64KiB, 8MiB."""
+    """Returns the shortest exact text for a size: 2600, 64KiB, 8MiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size and size % 1024**power == 0:
             return f"{size // 1024**power}{unit}"

@@ -44,7 +44,7 @@ class Transfer:
     shares: tuple[int, ...] = ()
 
     def compute_of(self, host: int) -> float:
-        """Return how long a host computes before this transfer, in seconds."""
+        """Returns how long a host computes before this transfer, in seconds."""
         return self.compute_by_rank[self.ranks.index(host)] if self.compute_by_rank else self.compute_seconds
 
 
@@ -78,28 +78,33 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.element_bytes not in (1, 2, 4, 8):
-            raise ArgumentError(f"element_bytes is {self.element_bytes}: numbers have 1, 2, 4 or 8 bytes")
+            raise ArgumentError(f"element_bytes is {self.element_bytes}: give 1, 2, 4 or 8")
         if self.dtype and BYTES.get(self.dtype) != self.element_bytes:
-            raise ArgumentError(f"dtype is {self.dtype!r}, which has not {self.element_bytes} bytes")
+            raise ArgumentError(
+                f"dtype is {self.dtype!r}, but element_bytes is {self.element_bytes}: give a dtype of that size"
+            )
         op_of(self.op, self.number)
         if self.op != "sum" and not any(transfer.collective in REDUCES for transfer in self.transfers):
-            raise ArgumentError(f"op is {self.op!r}, but nothing is reduced: it is for {', '.join(REDUCES)}")
+            raise ArgumentError(f"op is {self.op!r}, but no transfer reduces: only {', '.join(REDUCES)} do")
         if not self.transfers:
             raise ArgumentError(f"the workload {self.name!r} has no transfers: give at least one size")
         names: set[str] = set()
         for transfer in self.transfers:
             if transfer.bytes < 1 or transfer.bytes % self.element_bytes:
                 raise ArgumentError(
-                    f"the transfer {transfer.name} has {transfer.bytes} bytes: a size is a multiple of an element's "
-                    f"{self.element_bytes} bytes, and not 0"
+                    f"the transfer {transfer.name} has {transfer.bytes} bytes: give a multiple of the element size, "
+                    f"{self.element_bytes} bytes, above 0"
                 )
             if transfer.name in names:
-                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each a name of its own")
+                raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
             names.add(transfer.name)
             if min((transfer.compute_seconds, *transfer.compute_by_rank)) < 0:
-                raise ArgumentError(f"{transfer.name}: compute_seconds is {transfer.compute_seconds}, below 0")
+                raise ArgumentError(f"{transfer.name}: a compute time is below 0: give 0 or more")
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
-                raise ArgumentError(f"{transfer.name}: compute_by_rank has a time for each of the ranks, or is empty")
+                raise ArgumentError(
+                    f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "
+                    f"{len(transfer.ranks)} ranks: give one for each, or none"
+                )
             if transfer.shares and (
                 transfer.collective != "all_to_all"
                 or len(transfer.shares) != (len(transfer.ranks) or self.hosts)
@@ -107,15 +112,17 @@ class Workload:
                 or not any(transfer.shares)
             ):
                 raise ArgumentError(
-                    f"{transfer.name} has the shares {transfer.shares}: give an all_to_all a whole number a rank, 0 or "
-                    "more and not all 0"
+                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, a whole "
+                    "number for each rank, 0 or more and not all 0"
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(
                     f"{transfer.name} is between the ranks {transfer.ranks}: give two or more, each once"
                 )
             if self.hosts and not all(0 <= rank < self.hosts for rank in transfer.ranks):
-                raise ArgumentError(f"{transfer.name} is between the ranks {transfer.ranks} of {self.hosts} hosts")
+                raise ArgumentError(
+                    f"{transfer.name} is between the ranks {transfer.ranks}: give 0 to {self.hosts - 1}"
+                )
 
     @property
     def number(self) -> str:
@@ -129,7 +136,7 @@ class Workload:
 
     @classmethod
     def of_sizes(cls, sizes: Iterable[int], collective: Collective = "all_reduce", element_bytes: int = 4) -> Self:
-        """Make one transfer per size, in the order given and named after it; a repeated size gets a number in its name.
+        """Makes one transfer per size, in the given order, named after it; a repeated size gets a number in its name.
 
         A message goes from rank 0 to rank 1.
         """
@@ -146,18 +153,18 @@ class Workload:
     def sweep(
         cls, first: int, last: int, factor: float = 2, collective: Collective = "all_reduce", element_bytes: int = 4
     ) -> Self:
-        """Make a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
+        """Makes a sweep of sizes from `first` to `last`, each `factor` times the previous one, in whole elements.
 
         Raises:
             ArgumentError: the factor is not above 1, the sweep is empty or too long, or `first` is not whole elements.
         """
         if not factor > 1:
-            raise ArgumentError(f"factor is {factor}: a sweep grows, so give one above 1")
+            raise ArgumentError(f"factor is {factor}: give a factor above 1")
         if last < first:
             raise ArgumentError(f"a sweep from {first} to {last} bytes is empty: give the smaller size first")
         if first < 1 or first % element_bytes:
             raise ArgumentError(
-                f"a sweep from {first} bytes: a size is a multiple of an element's {element_bytes} bytes, and not 0"
+                f"a sweep from {first} bytes: give a multiple of the element size, {element_bytes} bytes, above 0"
             )
         if math.log(last / first) > MOST_SIZES * math.log(factor):
             raise ArgumentError(
@@ -170,12 +177,12 @@ class Workload:
         return cls.of_sizes(sorted(set(sizes)), collective, element_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a dict that can be serialized as JSON."""
+        """Returns a dict that can be serialized as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, given: dict[str, Any]) -> Self:
-        """Rebuild the workload from what `to_dict` returned."""
+        """Rebuilds the workload from what `to_dict` returned."""
         tuples = ("ranks", "compute_by_rank", "shares")
         transfers = tuple(
             Transfer(**{**one, **{key: tuple(one.get(key, ())) for key in tuples}}) for one in given["transfers"]

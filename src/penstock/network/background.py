@@ -59,7 +59,7 @@ class Neighbour:
 
 
 def parse_background(text: str, hosts: int) -> Neighbour:
-    """Parse the description of a source of traffic.
+    """Parses the description of a source of traffic.
 
     Raises:
         ArgumentError: the text is not valid, the host does not exist, or the file cannot be read.
@@ -84,9 +84,9 @@ def parse_background(text: str, hosts: int) -> Neighbour:
         for place in range(0, len(rest), 2):
             word = rest[place].lower()
             if word not in reads:
-                raise ValueError(f"{rest[place]!r} has no meaning there: give {', '.join(reads)}")
+                raise ValueError(f"{rest[place]!r} is unknown here: give {', '.join(reads)}")
             if word in named:
-                raise ValueError(f"{rest[place]!r} comes a second time")
+                raise ValueError(f"{rest[place]!r} is given twice")
             named[word] = reads[word](_value(rest, place))
         return _neighbour(text, named, hosts)
     except ValueError as error:
@@ -95,7 +95,7 @@ def parse_background(text: str, hosts: int) -> Neighbour:
 
 def _value(words: Sequence[str], place: int) -> str:
     if place + 1 >= len(words):
-        raise ValueError(f"{words[place]!r} lacks its value")
+        raise ValueError(f"{words[place]!r} needs a value")
     return words[place + 1]
 
 
@@ -110,7 +110,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         recorded = tuple(_recorded(Path(named["file"])))
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
-            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give {most:,.0f} in its time at most")
+            raise ValueError(f"{named['file']} has {len(recorded):,} frames: give at most {most:,.0f} in that time")
         return Neighbour(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
@@ -120,7 +120,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
-        raise ValueError("the rate is 0: leave it out")
+        raise ValueError("the rate is 0: give a rate above 0, or leave this background out")
     return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
@@ -138,7 +138,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         except (ValueError, IndexError):
             raise ValueError(f"{path}, row {number}: {','.join(row)!r} is not `seconds,bytes`") from None
         if not (last <= at < math.inf) or size < 1:
-            raise ValueError(f"{path}, row {number}: times begin at 0 and grow, and sizes are above 0")
+            raise ValueError(f"{path}, row {number}: times must ascend from 0, and sizes be above 0")
         last = at
         yield at, size
     if not rows or last == 0:
@@ -146,7 +146,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
 
 
 def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
-    """Yield a source's frames to a host forever, one batch at a time."""
+    """Yields a source's frames to a host forever, one batch at a time."""
     if neighbour.recorded:
         seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
         for turn in itertools.count():
@@ -176,7 +176,7 @@ class Stream:
         self._left: Arrivals = (_NONE, _NONE)
 
     def until(self, end_ns: int, most: int) -> Arrivals:
-        """Return the next arrivals before `end_ns`, at most `most`."""
+        """Returns the next arrivals before `end_ns`, at most `most`."""
         parts = [self._left]
         for place in range(len(self._sources)):
             parts += self._taken(place, end_ns)
@@ -187,7 +187,7 @@ class Stream:
         return at_ns[given], sizes[given]
 
     def _taken(self, place: int, end_ns: int) -> Iterator[Arrivals]:
-        """Yield one source's remaining arrivals before `end_ns`."""
+        """Yields one source's remaining arrivals before `end_ns`."""
         while True:
             at_ns, sizes = self._made[place]
             count = int(np.searchsorted(at_ns, end_ns))

@@ -20,7 +20,7 @@ _PROBES = (
 
 
 def why_not() -> str | None:
-    """Explain why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
+    """Explains why no hosts can be created here and what to do about it; None if they can. Leaves nothing behind."""
     if sys.platform != "linux":
         return f"emulated hosts are network namespaces, which only Linux has; this is {sys.platform}"
     if os.geteuid() != 0:
@@ -36,7 +36,7 @@ def why_not() -> str | None:
     try:
         return within(None, _probe)
     except OSError as error:
-        return f"no network namespace can be made ({error.strerror}): a container may have to be run with --privileged"
+        return f"no network namespace can be made ({error.strerror}): if this is a container, run it with --privileged"
 
 
 def _effective() -> int:
@@ -45,7 +45,7 @@ def _effective() -> int:
 
 
 def _probe() -> str | None:
-    """Try each requirement in the calling thread's namespace."""
+    """Tries each requirement in the calling thread's namespace."""
     for what, command, option, module in _PROBES:
         program, *arguments = command.split()
         done = subprocess.run([tool(program) or program, *arguments], capture_output=True, text=True, check=False)

@@ -34,7 +34,7 @@ _OFFLOADS = {
 
 
 def environment(interface: str | None = None) -> dict[str, Any]:
-    """Describe this host as far as its network is concerned; unknown values are None.
+    """Describes this host as far as its network is concerned; unknown values are None.
 
     Args:
         interface: the interface that the job uses; if None, GLOO_SOCKET_IFNAME's, or the first one besides lo.
@@ -59,7 +59,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
 
 
 def interfaces() -> dict[str, int]:
-    """Return the MTU of each interface in this process's network namespace."""
+    """Returns the MTU of each interface in this process's network namespace."""
     # Not /sys/class/net: in a namespace entered without its own mount, that shows the machine's interfaces.
     found = {}
     with contextlib.suppress(OSError):
@@ -74,13 +74,13 @@ def _mtu(name: str) -> int:
 
 
 def _asked(request: int, of: bytes) -> bytes:
-    """Return the kernel's answer about an interface in the calling thread's network namespace."""
+    """Returns the kernel's answer about an interface in the calling thread's network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         return fcntl.ioctl(any_socket, request, of.ljust(40, b"\0"))
 
 
 def _offloads(interface: str) -> dict[str, bool]:
-    """Return what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
+    """Returns what an interface's driver does instead of the kernel, leaving out what cannot be queried."""
     found = {}
     for name, number in _OFFLOADS.items():
         data = ctypes.create_string_buffer(struct.pack("II", number, 0), 8)
@@ -91,7 +91,7 @@ def _offloads(interface: str) -> dict[str, bool]:
 
 
 def _congestion_control(interface: str | None) -> str | None:
-    """Return the congestion control named by a route over the interface, or else the default."""
+    """Returns the congestion control named by a route over the interface, or else the default."""
     routes = _output("ip", "route", "show", "dev", interface) if interface else None
     named = re.search(r"congctl (?:lock )?(\S+)", routes or "")
     return named[1] if named else _setting(_IPV4 / "tcp_congestion_control")
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(program: str, *arguments: str) -> str | None:
-    """Return what a program prints; None if it does not exist or fails."""
+    """Returns what a program prints; None if it does not exist or fails."""
     path = tool(program)
     if path is None:
         return None
@@ -150,7 +150,7 @@ class CpuUsage:
     machine: MachineTime | None
 
     def since(self, before: CpuUsage) -> dict[str, float | int | None]:
-        """Return the usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores."""
+        """Returns the usage since `before`, for the record; `busy` and `steal` are fractions (0..1) of all cores."""
         busy = steal = None
         if self.machine is not None and before.machine is not None:
             total = self.machine.total_seconds - before.machine.total_seconds
@@ -169,7 +169,7 @@ class CpuUsage:
 
 
 def cpu_usage() -> CpuUsage:
-    """Return the processor time used so far."""
+    """Returns the processor time used so far."""
     mine = resource.getrusage(resource.RUSAGE_SELF)
     return CpuUsage(mine.ru_utime + mine.ru_stime, time.monotonic(), mine.ru_nvcsw, mine.ru_nivcsw, _machine_time())
 

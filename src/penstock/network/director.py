@@ -43,7 +43,7 @@ class Played:
 
 @contextmanager
 def playing(machines: Machines, events: Sequence[Event], step: Callable[[], int]) -> Iterator[Played]:
-    """Play the scenario while the block runs, starting the clock with the block; restore the network at the end.
+    """Plays the scenario while the block runs, starting the clock with the block; restores the network at the end.
 
     Args:
         machines: created with `changes`.
@@ -88,7 +88,7 @@ def _play(
 
 
 def _turn(machines: Machines, before: State, after: State) -> None:
-    """Apply the differences between two states."""
+    """Applies the differences between two states."""
     if after.topology != before.topology:
         machines.change(after.topology)
     if after.gone != before.gone:

@@ -53,7 +53,7 @@ class Host:
         self.members: dict[int, Process] = {}
 
     def look(self) -> None:
-        """Find the current processes."""
+        """Finds the current processes."""
         self._looks += 1
         if self._looks % FOREIGN_LOOKS == 0:
             self._foreign.clear()
@@ -67,7 +67,7 @@ class Host:
         self.count()
 
     def count(self) -> None:
-        """Read what the known processes have used. A dead one stays known until its parent has waited for it."""
+        """Reads what the known processes have used. A dead one stays known until its parent has waited for it."""
         before = self.members
         self.members = {pid: process for pid in before if (process := _process(pid)) is not None}
         for pid, process in before.items():
@@ -89,17 +89,17 @@ class Host:
         return self._gone_seconds + sum(process.seconds for process in self.members.values())
 
     def stop(self) -> bool:
-        """Stop the running processes. Returns False if there were none, after which none can start another process."""
+        """Stops the running processes. Returns False if there were none, after which none can start another process."""
         running = {pid for pid, process in self.members.items() if process.state not in "TZ"}
         _send(signal.SIGSTOP, running)
         return bool(running)
 
     def go(self) -> None:
-        """Continue all processes."""
+        """Continues all processes."""
         _send(signal.SIGCONT, self.members.keys())
 
     def admit(self) -> None:
-        """Continue processes that stopped themselves before their first instruction, as under `holdback.Signals`."""
+        """Continues processes that stopped themselves before their first instruction, as under `holdback.Signals`."""
         _send(signal.SIGCONT, {pid for pid, process in self.members.items() if process.state == "T"})
 
 
@@ -112,7 +112,7 @@ def _namespace(pid: int) -> tuple[int, int] | None:
 
 
 def _process(pid: int) -> Process | None:
-    """Read a process's state; None if it no longer exists."""
+    """Reads a process's state; None if it no longer exists."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -130,7 +130,7 @@ def _send(number: signal.Signals, processes: Set[int]) -> None:
 
 
 def hold(host: Host, share: float, maker: int) -> None:
-    """Limit the host until the maker has ended, or until SIGTERM."""
+    """Limits the host until the maker has ended, or until SIGTERM."""
     most = share * PERIOD_SECONDS
     enough = most * (1 - share)  # together with what is credited while it is used up, one period's worth
     account, highest, then = most, host.seconds, time.monotonic()

@@ -27,13 +27,13 @@ import math
 import os
 import re
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import ArgumentError, FabricError
 from penstock.network import duty, keeper
+from penstock.network.programs import start_program
 
 PERIOD_US = 10_000
 LEAST_QUOTA_US = 1000
@@ -45,7 +45,7 @@ _PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASC
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Return each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
+    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
 
     Raises:
         ArgumentError: a text has another form, a host does not exist or appears twice, or a share is invalid.
@@ -64,27 +64,27 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Check the shares of slow hosts, and return them sorted by host.
+    """Checks the shares of slow hosts, and returns them sorted by host.
 
     Raises:
         ArgumentError: a host does not exist, or a share is invalid.
     """
     for host, share in slow.items():
         if host not in range(hosts):
-            there = f"there are hosts 0 to {hosts - 1}" if hosts > 1 else "there is host 0 alone"
-            raise ArgumentError(f"host {host} is to be slow, but does not exist: {there}")
+            there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
+            raise ArgumentError(f"host {host} cannot be slowed, because it does not exist: {there}")
         if not 0 < share <= 1:
             said = f"give more than 0 and at most 1 (or 100%), like {host}=25% or {host}=0.25"
-            raise ArgumentError(f"host {host} is to get {share:g} ({100 * share:g}%) of a core: {said}")
+            raise ArgumentError(f"host {host} is given {share:g} ({100 * share:g}%) of a core: {said}")
         if share < LEAST_SHARE:
             raise ArgumentError(
-                f"host {host} is to get {100 * share:g}% of a core, but the least that can be kept is 0.1%"
+                f"host {host} is given {100 * share:g}% of a core, but the least that can be enforced is 0.1%"
             )
     return dict(sorted(slow.items()))
 
 
 def quota(share: float) -> tuple[int, int]:
-    """Return a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
+    """Returns a cgroup's quota: microseconds of processor time, and the period in which they may be used."""
     period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / share))
     return max(round(share * period), LEAST_QUOTA_US), period
 
@@ -100,7 +100,7 @@ class Means(ABC):
 
     @abstractmethod
     def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        """Create what must exist before the hosts.
+        """Creates what must exist before the hosts.
 
         Raises:
             OSError: it does not work on this machine, and why. Nothing is left behind.
@@ -108,25 +108,25 @@ class Means(ABC):
 
     @abstractmethod
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """Return the command that runs `argv` and its children on a slow host, throttled from the first instruction.
+        """Returns the command that runs `argv` and its children on a slow host, throttled from the first instruction.
 
         Args:
             entering: the words that run a command on this host.
         """
 
     def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Do what must wait until the hosts exist.
+        """Does what must wait until the hosts exist.
 
         Raises:
             FabricError: it does not work.
         """
 
     def failed(self) -> str | None:
-        """Say which hosts were not throttled until the end; None if all were."""
+        """Says which hosts were not throttled until the end; None if all were."""
         return None
 
     def close(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Wait for our own processes, once the emulation has been removed."""
+        """Waits for our own processes, once the emulation has been removed."""
 
 
 class _Groups(Means):
@@ -160,21 +160,21 @@ class _Groups(Means):
             for name, value in self._limits(*quota(self._slow[host])):
                 found = keeper.words_of(folder / name)
                 if found != value.split():
-                    return f"host {host} was not slowed until the end: {folder / name} says {' '.join(found)!r} now"
+                    return f"host {host} was not slowed until the end: {folder / name} now says {' '.join(found)!r}"
         return None
 
     def _parent(self) -> Path:
-        """Return the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
+        """Returns the cgroup to create them in: our own or an ancestor, so that our own limits include the hosts."""
         mounts = [(place, root) for version, place, root in keeper.group_mounts() if version == self.version]
         if not mounts:
-            raise OSError(f"no cgroup v{self.version} that divides processor time is mounted")
+            raise OSError(f"no cgroup v{self.version} with the cpu controller is mounted")
         place, root = mounts[0]
         folder = place / os.path.relpath(_own(self.version), root)
         if ".." in folder.parts or not folder.is_dir():  # we are outside what is mounted here
             folder = place
         while not self._fits(folder):
             if folder == place:
-                raise OSError(f"no cgroup from {place} on hands the cpu controller down")
+                raise OSError(f"no cgroup up to {place} delegates the cpu controller")
             folder = folder.parent
         return folder
 
@@ -183,7 +183,7 @@ class _Groups(Means):
 
     @abstractmethod
     def _limits(self, quota_us: int, period_us: int) -> list[tuple[str, str]]:
-        """Return what to write into which files, in order."""
+        """Returns what to write into which files, in order."""
 
 
 class GroupsV2(_Groups):
@@ -222,21 +222,13 @@ class Signals(Means):
     def start(self) -> None:
         for host, share in self._slow.items():
             namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(duty.__file__), str(namespace), repr(share), str(os.getpid())],
+            self._processes[host] = start_program(
+                str(duty.__file__),
+                (str(namespace), repr(share), str(os.getpid())),
+                f"slows host {host}",
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
                 env={**os.environ, keeper.MARK: self._emulation},  # how the keeper finds it
-                start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
             )
-            assert process.stdout is not None
-            with process.stdout as answer:
-                if answer.readline() != b"ready\n":
-                    process.kill()
-                    process.wait()
-                    raise FabricError(f"the process that is to hold host {host} back did not start")
-            self._processes[host] = process
 
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
         return [*entering, "/bin/sh", "-c", 'kill -s STOP "$$" && exec "$@"', "sh", *argv]
@@ -245,7 +237,9 @@ class Signals(Means):
         gone = [host for host, process in self._processes.items() if process.poll() is not None]
         if not gone:
             return None
-        return f"host {gone[0]} was not slowed until the end: the process that stops and continues its own has ended"
+        return (
+            f"host {gone[0]} was not slowed until the end: the process that stops and resumes its processes has ended"
+        )
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -258,7 +252,7 @@ MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
-    """Pick the first means that works on this machine.
+    """Picks the first means that works on this machine.
 
     Raises:
         FabricError: none works, and why.
@@ -273,7 +267,7 @@ def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
 
 
 def _own(version: int) -> str:
-    """Return our cgroup's path in its hierarchy."""
+    """Returns our cgroup's path in its hierarchy."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, controllers, path = line.split(":", 2)
         if (version == 2 and number == "0") or (version == 1 and "cpu" in controllers.split(",")):

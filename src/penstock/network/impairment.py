@@ -96,9 +96,13 @@ class Impairment:
                 f"there is no distribution {self.distribution!r}: give one of {', '.join(DISTRIBUTIONS)}"
             )
         if self.overtaking and not self.jitter_seconds:
-            raise ArgumentError("without jitter no frame overtakes another: give jitter 1ms, say, beside overtaking")
+            raise ArgumentError(
+                "without jitter no frame overtakes another: with overtaking also give jitter, such as jitter 1ms"
+            )
         if self.reorder.share and not self.delay_seconds:
-            raise ArgumentError("without a delay no frame can overtake another: give delay 5ms, say, beside reorder")
+            raise ArgumentError(
+                "without a delay no frame can overtake another: with reorder also give delay, such as delay 5ms"
+            )
         if self.stall_seconds and self.stall_seconds >= self.stall_every_seconds:
             raise ArgumentError(
                 f"a stall of {self.stall_seconds:g} s every {self.stall_every_seconds:g} s never ends: give a longer "

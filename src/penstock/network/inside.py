@@ -17,7 +17,7 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """Run `work` in the namespace with this file, or in a temporary one; return or raise what it does.
+    """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does.
 
     Raises:
         OSError: the namespace cannot be joined or created.

@@ -36,7 +36,7 @@ _GROUP = re.compile(r"(penstock-(\d+)-(\d+)-\d+)-h\d+-cpu")
 
 
 def names_of(emulation: str | None = None) -> list[str]:
-    """Return the namespaces of an emulation, or of all emulations."""
+    """Returns the namespaces of an emulation, or of all emulations."""
     try:
         names = sorted(os.listdir(FOLDER))
     except FileNotFoundError:
@@ -46,12 +46,12 @@ def names_of(emulation: str | None = None) -> list[str]:
 
 
 def group_name(emulation: str, host: int) -> str:
-    """Return the name of the cgroup that limits a host's processor time."""
+    """Returns the name of the cgroup that limits a host's processor time."""
     return f"{emulation}-h{host}-cpu"
 
 
 def groups_of(emulation: str | None = None) -> list[Path]:
-    """Return the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
+    """Returns the cgroups of an emulation, or of all emulations, wherever in the hierarchies they were created."""
     found = []
     for _, place, _ in group_mounts():
         for folder, names, _ in os.walk(place):
@@ -61,7 +61,7 @@ def groups_of(emulation: str | None = None) -> list[Path]:
 
 
 def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int, Path, str]]:
-    """Return the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
+    """Returns the cgroup hierarchies that divide processor time: version, mount point, and the cgroup mounted there."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
@@ -80,7 +80,7 @@ def group_mounts(mounts: Path = Path("/proc/self/mountinfo")) -> list[tuple[int,
 
 
 def words_of(path: Path) -> list[str]:
-    """Return the words in a kernel file; none if it does not exist."""
+    """Returns the words in a kernel file; none if it does not exist."""
     try:
         return path.read_text().split()
     except OSError:
@@ -88,7 +88,7 @@ def words_of(path: Path) -> list[str]:
 
 
 def emulation_of(name: str) -> str:
-    """Return the emulation that a namespace or cgroup belongs to."""
+    """Returns the emulation that a namespace or cgroup belongs to."""
     match = _NAME.fullmatch(name) or _GROUP.fullmatch(name)
     assert match is not None, name
     return match[1]
@@ -101,7 +101,7 @@ def maker_lives(emulation: str) -> bool:
 
 
 def started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it does not exist or has ended."""
+    """Returns when a process started, in clock ticks since boot; None if it does not exist or has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -110,7 +110,7 @@ def started(pid: int) -> int | None:
 
 
 def remove(emulation: str) -> list[str]:
-    """Kill every process of an emulation, delete its namespaces and cgroups, and return the names deleted.
+    """Kills every process of an emulation, deletes its namespaces and cgroups, and returns the names deleted.
 
     This repeats until nothing is left, because a command that the maker had started may create more in the meantime.
     """
@@ -139,7 +139,7 @@ def remove(emulation: str) -> list[str]:
 
 
 def _processes(emulation: str, names: Iterable[str], groups: Iterable[Path]) -> Iterator[int]:
-    """Yield the processes in the namespaces and cgroups, and those that carry the mark."""
+    """Yields the processes in the namespaces and cgroups, and those that carry the mark."""
     places = set()
     for name in names:
         try:
@@ -181,7 +181,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def _free(groups: Iterable[Path]) -> None:
-    """Lift the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
+    """Lifts the cgroups' limits: dying takes time too, and with 600 MB at a share of 0.1% more than `SECONDS`."""
     for group in groups:
         for name, unlimited in (("cpu.max", "max"), ("cpu.cfs_quota_us", "-1")):
             if (group / name).exists():
@@ -190,7 +190,7 @@ def _free(groups: Iterable[Path]) -> None:
 
 
 def tool(name: str) -> str | None:
-    """Return the path of a system program; None if it is not installed."""
+    """Returns the path of a system program; None if it is not installed."""
     return shutil.which(name, path=os.pathsep.join(PATHS))
 
 
@@ -208,7 +208,7 @@ def _delete_group(group: Path) -> bool:
 
 
 def main(emulation: str, maker: int) -> int:
-    """Wait until the maker closes our standard input or ends, and remove its emulation; return 0 if nothing is left."""
+    """Waits until the maker closes our standard input or ends; removes its emulation; returns 0 if nothing is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.chdir("/")

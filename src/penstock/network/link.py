@@ -58,12 +58,12 @@ class Link:
         if not (1 <= self.bytes_per_second < 2**63 / 8):
             raise ArgumentError(f"the rate is {self.bytes_per_second:g} bytes per second: give at least 8bit")
         if not 576 <= self.mtu <= 65535:
-            raise ArgumentError(f"the mtu is {self.mtu}, but a packet here has 576 to 65535 bytes")
+            raise ArgumentError(f"the mtu is {self.mtu}: give 576 to 65535")
         for word, size in (("burst", self.burst_bytes), ("limit", self.limit_bytes)):
             if size is not None and not self.frame_bytes <= size < 2**32:
                 raise ArgumentError(
-                    f"{word} is {size} bytes, but one frame has {self.frame_bytes} (mtu {self.mtu} and an Ethernet "
-                    f"header), so no frame would pass: give {word} {self.frame_bytes} or more, below 4gb"
+                    f"{word} is {size} bytes, but a frame has up to {self.frame_bytes} (mtu {self.mtu} and an Ethernet "
+                    f"header), so full frames would not pass: give {word} {self.frame_bytes} or more, below 4gb"
                 )
 
     @property
@@ -98,15 +98,15 @@ class Link:
         return self.impairment.varies or (self.down is not None and self.down.varies)
 
     def tbf(self) -> str:
-        """Return tc's arguments for a host."""
+        """Returns tc's arguments for a host."""
         return self._tbf(self.burst, max(self.limit_bytes, HOST_BYTES))
 
     def host_tbf(self) -> str:
-        """Return tc's arguments for a host behind a user-space switch, which itself keeps the rate exactly."""
+        """Returns tc's arguments for a host behind a user-space switch, which itself keeps the rate exactly."""
         return self._tbf(self.port_burst, max(self.limit_bytes, HOST_BYTES))
 
     def port_tbf(self) -> str:
-        """Return tc's arguments for the switch's port."""
+        """Returns tc's arguments for the switch's port."""
         return self._tbf(self.port_burst, self.limit_bytes)
 
     def _tbf(self, burst: int, limit: int) -> str:

@@ -8,9 +8,7 @@ of the links see link.py.
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +20,7 @@ from penstock.network.checks import why_not
 from penstock.network.holdback import Means, check_slow, hold_back
 from penstock.network.inside import within
 from penstock.network.link import Link
+from penstock.network.programs import start_program
 from penstock.network.settings import check_congestion_control, with_large_windows, without_ipv6
 from penstock.network.shapers import AUTO, Shaper, choose
 from penstock.network.switch.client import Switch
@@ -61,7 +60,7 @@ class Machines:
         slow: Mapping[int, float] | None = None,
         changes: bool = False,
     ) -> None:
-        """Check the arguments; the hosts are created by `with`.
+        """Checks the arguments; the hosts are created by `with`.
 
         Args:
             hosts: the number of hosts.
@@ -87,7 +86,7 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbours and changes need links that have a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbours and changes need links with a rate: give --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
@@ -110,7 +109,7 @@ class Machines:
         return None if self._means is None else self._means.name
 
     def __enter__(self) -> Self:
-        """Create the hosts.
+        """Creates the hosts.
 
         Raises:
             FabricError: this machine cannot create them (`why_not` says why), or a command failed. Nothing is left
@@ -125,7 +124,13 @@ class Machines:
             self.hosts = tuple(f"{self.id}-h{host}" for host in range(self._count))
             self.network = subnets.subnet(number)
             self.addresses = tuple(str(self.network[host + 1]) for host in range(self._count))
-            self._keeper = _start_keeper(self.id, claim)
+            self._keeper = start_program(  # it holds the claim, and removes the emulation when its input closes
+                str(keeper.__file__),
+                (self.id, str(self._maker)),
+                "removes the hosts afterwards",
+                stdin=subprocess.PIPE,
+                pass_fds=(claim.fileno(),),
+            )
         try:
             # Before the hosts, so that nothing of them is created if they cannot be throttled.
             self._means = hold_back(self.id, self.slow) if self.slow else None
@@ -138,7 +143,7 @@ class Machines:
         return self
 
     def settle(self) -> None:
-        """Find out whether and how this machine can create the hosts, without creating any.
+        """Finds out whether and how this machine can create the hosts, without creating any.
 
         Raises:
             FabricError, ArgumentError: as in `with`.
@@ -155,7 +160,7 @@ class Machines:
         """Why nothing but the switch will do; None if other shapers may."""
         if self.background:
             return "only the switch models neighbours' traffic"
-        return "only the switch makes links that change, and hosts that come and go" if self._changes else None
+        return "only the switch can change links, and take hosts away for a time" if self._changes else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -163,7 +168,7 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs on the hosts, and remove them. May be called again.
+        """Kills what still runs on the hosts, and removes them. May be called again.
 
         Raises:
             FabricError: something is left, or a slow host was not throttled all the time.
@@ -193,7 +198,7 @@ class Machines:
             raise FabricError(failed)
 
     def command(self, host: int, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
+        """Returns the command that runs `argv` on a host, with `environment` in addition to `variables()`."""
         added = [f"{name}={value}" for name, value in {**self.variables(), **(environment or {})}.items()]
         entering = [_tool("ip"), "netns", "exec", self.hosts[host], "env", *added]
         if host in self.slow and self._means is not None:
@@ -201,16 +206,16 @@ class Machines:
         return [*entering, *argv]
 
     def variables(self) -> dict[str, str]:
-        """Return the environment of a process on a host, which tells gloo and the like which interface to use."""
+        """Returns the environment of a process on a host, which tells gloo and the like which interface to use."""
         names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         return {keeper.MARK: self.id, **dict.fromkeys(names, INTERFACE)}
 
     def qdiscs(self) -> str:
-        """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
+        """Returns tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
         return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
-        """Check that the network is still there.
+        """Checks that the network is still there.
 
         Raises:
             FabricError: the switch process has ended.
@@ -219,13 +224,13 @@ class Machines:
             self._switch.check()
 
     def told(self) -> dict[str, Any] | None:
-        """Return the counters of the user-space switch; None without one."""
+        """Returns the counters of the user-space switch; None without one."""
         if self._switch is None:
             return None
         return {"priority": self._switch.priority, **self._switch.order(Order(tells=True))}
 
     def change(self, topology: Topology) -> None:
-        """Replace the links from now on; frames in flight are not affected.
+        """Replaces the links from now on; frames in flight are not affected.
 
         Raises:
             ArgumentError: the new links would need another frame size.
@@ -240,18 +245,18 @@ class Machines:
                 self._batch("tc", name, [f"qdisc change dev {INTERFACE} root {self._egress(host)}"])
 
     def lose(self, hosts: Iterable[int]) -> None:
-        """Cut these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
+        """Cuts these hosts off from now on: nothing leaves or reaches them. All other hosts are connected (again)."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self._switch.order(Order(gone=tuple(hosts)))
 
     def surround(self, background: Iterable[str]) -> None:
-        """Replace the neighbours' traffic from now on."""
+        """Replaces the neighbours' traffic from now on."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self.background = tuple(background)
         self._switch.order(Order(background=self.background))
 
     def described(self) -> dict[str, Any]:
-        """Describe what was requested and what currently implements it, for the record."""
+        """Describes what was requested and what currently implements it, for the record."""
         topology, shaper = self.topology, self.shaper
         return {
             "hosts": self._count,
@@ -285,7 +290,7 @@ class Machines:
                 self._shape(name, INTERFACE, self._egress(host))
 
     def _egress(self, host: int) -> str:
-        """Return tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
+        """Returns tc's arguments to shape a host's traffic. A switch needs this too: TCP must notice its own queue."""
         assert self.topology is not None
         assert self.shaper is not None
         link = self.topology.up(host)
@@ -345,13 +350,13 @@ class Machines:
         return "02:50:" + ":".join(f"{part:02x}" for part in self.network[host + 1].packed)
 
     def _shape(self, namespace: str, device: str, words: str) -> None:
-        """Attach tbf to a device, and check that it is there: without it, the link would be too fast."""
+        """Attaches tbf to a device, and checks that it is there: without it, the link would be too fast."""
         self._batch("tc", namespace, [f"qdisc replace dev {device} root {words}"])
         shown = _qdiscs("-n", namespace, device=device)
         if "qdisc tbf " not in shown:
             raise FabricError(
-                f"{_tool('tc')} was to put tbf before {device} of {namespace} and said nothing, but what is there "
-                f"is {' '.join(shown.split()) or 'nothing'}: is it the tc of iproute2?"
+                f"{_tool('tc')} reported no error when told to attach tbf to {device} of {namespace}, but shows "
+                f"{' '.join(shown.split()) or 'nothing'} there: is it the tc of iproute2?"
             )
 
     def _batch(self, program: str, namespace: str, lines: Iterable[str]) -> None:
@@ -367,7 +372,7 @@ class Machines:
 
 
 def clean(force: bool = False) -> list[str]:
-    """Remove what is left of emulations whose maker is gone; with `force`, also of running ones.
+    """Removes what is left of emulations whose maker is gone; with `force`, also of running ones.
 
     Returns the names of the namespaces and cgroups removed. Touches nothing but names of emulations.
     """
@@ -386,22 +391,3 @@ def _tool(name: str) -> str:
 def _qdiscs(*options: str, device: str = "") -> str:
     line = [_tool("tc"), *options, "qdisc", "show", *(["dev", device] if device else [])]
     return subprocess.run(line, capture_output=True, text=True, check=False).stdout
-
-
-def _start_keeper(emulation: str, claim: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the process that removes the emulation when its standard input closes, and holds the claim until then."""
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(keeper.__file__), emulation, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(claim.fileno(),),
-        start_new_session=True,  # so that the terminal's Ctrl-C does not reach it
-    )
-    assert process.stdout is not None
-    with process.stdout as answer:
-        if answer.readline() != b"ready\n":
-            process.kill()
-            process.communicate()
-            raise FabricError("the process that is to take the hosts down again did not start")
-    return process

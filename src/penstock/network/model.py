@@ -52,7 +52,7 @@ class Draws:
     """The decisions for one direction of a link, in order. They do not depend on how many are requested at a time."""
 
     def __init__(self, impairment: Impairment, seed: int, direction: int) -> None:
-        """Create the streams.
+        """Creates the streams.
 
         Args:
             impairment: what is drawn.
@@ -67,7 +67,7 @@ class Draws:
         self._since_jump = 0
 
     def next(self, count: int) -> Decisions:
-        """Return the decisions for the next frames."""
+        """Returns the decisions for the next frames."""
         wanted = self._impairment
         fate = np.zeros(count, dtype=np.uint8)
         fate[self._lost(count)] |= LOST
@@ -83,14 +83,14 @@ class Draws:
         return Decisions(fate, delay_ns, self._stream("bit").integers(0, 2**62, count))
 
     def _stream(self, name: str) -> np.random.Generator:
-        """Return a random stream, created on demand: a link that changes in mid-run needs its first decisions soon."""
+        """Returns a random stream, created on demand: a link that changes in mid-run needs its first decisions soon."""
         if name not in self._streams:
             seeds = np.random.SeedSequence([*self._key, _STREAMS.index(name)])
             self._streams[name] = np.random.Generator(np.random.Philox(seeds))
         return self._streams[name]
 
     def _uniform(self, name: str, correlation: float, count: int) -> Floats:
-        """Draw from 0..1 uniformly; each value repeats the one before it with the probability `correlation`."""
+        """Draws from 0..1 uniformly; each value repeats the one before it with the probability `correlation`."""
         fresh = self._stream(name).random(count)
         if not correlation or not count:
             return fresh
@@ -115,7 +115,7 @@ class Draws:
         return self._stream("loss").random(count) < shares
 
     def _states(self, bursts: Bursts, count: int) -> Iterator[bool]:
-        """Yield whether the link is bad, frame by frame."""
+        """Yields whether the link is bad, frame by frame."""
         for value in self._stream("loss state").random(count).tolist():
             yield self._is_bad
             self._is_bad = value >= bursts.to_good if self._is_bad else value < bursts.to_bad
@@ -132,7 +132,7 @@ class Draws:
 
 
 def quantile(distribution: str, u: Floats) -> Floats:
-    """Return the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
+    """Returns the quantiles of a jitter's distribution, in units of the jitter, at the probabilities `u` in 0..1."""
     if distribution == "uniform":
         return 2 * u - 1
     found = np.zeros_like(u)

@@ -32,7 +32,7 @@ class Network:
     events: tuple[Event, ...] = ()
 
     def machines(self) -> Machines:
-        """Return the hosts, which are created by `with`.
+        """Returns the hosts, which are created by `with`.
 
         Raises:
             ArgumentError: as `Machines` does.

@@ -29,7 +29,7 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 def agent_commands(
     machines: Machines, arguments: Sequence[str], *, per_host: int = 1, join_seconds: float = JOIN_SECONDS
 ) -> Iterator[list[str]]:
-    """Yield the command to start for each host.
+    """Yields the command to start for each host.
 
     Args:
         machines: the hosts; the first has rank 0.
@@ -101,7 +101,7 @@ def run(
     seconds: float = float("inf"),
     forwards: bool = True,
 ) -> Outcome:
-    """Run a job on existing hosts, and wait until all of it has ended.
+    """Runs a job on existing hosts, and waits until all of it has ended.
 
     Args:
         job: the job, for as many hosts as `machines` has.

@@ -19,13 +19,13 @@ _NOT_HERE = {
     "slot": "frames are not delayed to slots here: give delay and jitter",
     "ecn": "frames are not marked here: give loss alone",
     "seed": "the whole network has one seed: give --link-seed",
-    "netem": "leave that word out: what follows it is the same here",
+    "netem": "leave that word out: what follows it means the same here",
 }
 """netem's words that have no meaning here, and what to do instead."""
 
 
 def parse_link(text: str) -> Link:
-    """Parse a link: a rate, then any of the words that `words` lists.
+    """Parses a link: a rate, then any of the words that `words` lists.
 
     Rates, sizes and times are tc's: kbit, mbit, gbit, tbit are bits per second; kbps, mbps, gbps are BYTES per second;
     each takes an `i` for powers of 1024. A size of 16kb is 16 * 1024 bytes; a bare time is in microseconds. `latency`
@@ -38,7 +38,7 @@ def parse_link(text: str) -> Link:
     """
     words = [_Word(match[0], match.start()) for match in re.finditer(r"\S+", text)]
     if not words:
-        raise ArgumentError(f"the link's text is empty: give a rate, like 100mbit; {_more()}")
+        raise ArgumentError(f"the link is empty: give a rate, like 100mbit; {_more()}")
     ways = _ways(text, words)
     links = {way: _link(text, _read(text, part), part) for way, part in ways.items()}
     whole = " ".join(text.split())
@@ -70,10 +70,10 @@ class _Values:
     taken: list[_Word] = field(default_factory=list)
 
     def take(self, read: Callable[[str], Any]) -> Any:
-        """Take the next value, which is required."""
+        """Takes the next value, which is required."""
         if not self.left:
             last = self.taken[-1] if self.taken else self.word
-            raise _error(self.text, last, f"{last.text!r} lacks its value")
+            raise _error(self.text, last, f"{last.text!r} needs a value")
         word = self.left.pop(0)
         self.taken.append(word)
         try:
@@ -82,7 +82,7 @@ class _Values:
             raise _error(self.text, word, str(error)) from None
 
     def more(self, read: Callable[[str], Any], default: Any) -> Any:
-        """Take the next value if there is one."""
+        """Takes the next value if there is one."""
         return self.take(read) if self.left and self.left[0].text[:1].isdigit() else default
 
     def said(self, name: str) -> bool:
@@ -179,12 +179,12 @@ _WORDS: dict[str, tuple[Callable[[_Values], Found], str]] = {
 
 
 def words() -> list[str]:
-    """Return all words that a link's text may have after its rate, with their values."""
+    """Returns all words that a link's text may have after its rate, with their values."""
     return [shown for _, shown in _WORDS.values() if shown][1:]
 
 
 def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
-    """Split the words by direction; the key is "" if the text has no directions."""
+    """Splits the words by direction; the key is "" if the text has no directions."""
     marks = [place for place, word in enumerate(all_words) if word.name in ("up", "down")]
     if not marks:
         return {"": all_words}
@@ -194,19 +194,19 @@ def _ways(text: str, all_words: list[_Word]) -> dict[str, list[_Word]]:
     for place, end in zip(marks, [*marks[1:], len(all_words)], strict=True):
         mark, part = all_words[place], all_words[place + 1 : end]
         if mark.name in found:
-            raise _error(text, mark, f"{mark.text!r} comes a second time")
+            raise _error(text, mark, f"{mark.text!r} is given twice")
         if not part:
             raise _error(text, mark, f"nothing follows {mark.text!r}: give a rate, like 100mbit")
         found[mark.name] = part
     for way, other in (("up", "down"), ("down", "up")):
         if way not in found:
-            said = f"{other!r} alone leaves the other direction open: give {way} as well"
+            said = f"{other!r} sets only one direction: give {way!r} as well"
             raise _error(text, all_words[0], said)
     return found
 
 
 def _read(text: str, given: list[_Word]) -> Found:
-    """Return what each word sets."""
+    """Returns what each word sets."""
     left = list(given)
     if left[0].name not in _WORDS and left[0].name not in _NOT_HERE:
         left.insert(0, _Word("rate", left[0].start))
@@ -218,7 +218,7 @@ def _read(text: str, given: list[_Word]) -> Found:
         new = read(values)
         twice = next((name for name in new if name in found), None)
         if twice is not None:
-            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} a second time")
+            raise _error(text, word, f"{word.text!r} sets the {twice.removesuffix('_seconds')} again: give it once")
         found |= new
     return found
 
@@ -266,11 +266,11 @@ def _link(text: str, found: Found, part: list[_Word]) -> Link:
 
 
 def _more() -> str:
-    return f"after it may come: {', '.join(words())}"
+    return f"known words are {', '.join(words())}"
 
 
 def _error(text: str, at: _Word, said: str) -> ArgumentError:
     shown = text.replace("\n", " ").replace("\t", " ")
     return ArgumentError(
-        f"the link's text at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
+        f"the link, at position {at.start + 1}: {said}\n    {shown}\n    {' ' * at.start}{'^' * len(at.text)}"
     )

@@ -39,7 +39,7 @@ def _scaled(
             raise ValueError(f"{text!r} is not a {what}: give one like {examples}")
         value = float(match[1]) * factor
         if value > most:
-            raise ValueError(f"{text!r} is a {what} beyond any network: give {most_text} at most")
+            raise ValueError(f"{text!r} is too large a {what}: give at most {most_text}")
         return value
 
     return read
@@ -52,7 +52,7 @@ _LEAST_BARE = 1000.0
 
 
 def hardly_meant(text: str) -> str | None:
-    """Explain what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
+    """Explains what is wrong with a very slow rate without a unit (100 usually means Mbit/s); None if nothing is."""
     if text[-1:] not in ".0123456789" or not 0 < rate(text) < _LEAST_BARE:
         return None
     return f"{text!r} is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit"
@@ -60,11 +60,11 @@ def hardly_meant(text: str) -> str | None:
 
 size = _scaled(_SIZES, "size", "1600, 16kb or 1mb")
 """Parses a size into bytes."""
-seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, a day,")
+seconds = _scaled(_TIMES, "time", "500us, 20ms or 1s", 86400.0, "86400s, one day")
 
 
 def share(text: str) -> float:
-    """Parse a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
+    """Parses a percentage into 0..1. The sign is required, because a bare 0.1 could mean either."""
     match = NUMBER.fullmatch(text[:-1]) if text.endswith("%") else None
     if match is None or match[2]:
         raise ValueError(f"{text!r} is not a percentage: give one like 0.1% or 25%")
@@ -74,7 +74,7 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parse a whole number."""
+    """Parses a whole number."""
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{text!r} is not a whole number: give one like 5 or 1500")
     return int(text)

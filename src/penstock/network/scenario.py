@@ -70,7 +70,7 @@ class State:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """Read the events of a file, for this network.
+    """Reads the events of a file, for this network.
 
     Raises:
         ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
@@ -83,7 +83,7 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
         raise ArgumentError(f"--scenario {path} is not TOML: {error}") from None
     events = given.pop("event", None)
     if given:
-        raise ArgumentError(f"--scenario {path}: {', '.join(given)} has no meaning there: give [[event]] tables")
+        raise ArgumentError(f"--scenario {path}: {', '.join(given)} is unknown: give only [[event]] tables")
     if not isinstance(events, list) or not events:
         raise ArgumentError(f'--scenario {path} has no events: give [[event]] tables, with at = "step 50", for example')
     found = []
@@ -98,23 +98,23 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
 def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
     unknown = [key for key in given if key not in KEYS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} has no meaning there: give {', '.join(KEYS)}")
+        raise ValueError(f"{unknown[0]!r} is unknown: give {', '.join(KEYS)}")
     what = [key for key in ("link", "gone", "background") if given.get(key)]
     if len(what) != 1:
-        raise ValueError("give one thing that happens: link, gone = true, or background")
+        raise ValueError("give exactly one of link, gone = true, or background")
     host = given.get("host")
     if host is not None and (type(host) is not int or not 0 <= host < hosts):
         raise ValueError(f"host {host!r} does not exist: the hosts are 0 to {hosts - 1}")
     lasts = q.seconds(_text(given, "for")) if "for" in given else None
     if lasts is not None and lasts <= 0:
-        raise ValueError(f"it is over after {given['for']}: give a time above 0")
+        raise ValueError(f"for is {given['for']!r}: give a time above 0")
     if what == ["gone"] and (host is None or lasts is None):
         raise ValueError(
-            'a host that is gone needs its number and its time, like host = 1 and for = "5s": a job that waits for it '
-            "comes to no later step"
+            'gone needs a host and a time, like host = 1 and for = "5s": without an end, a job that waits for the host '
+            "would never reach a later step"
         )
     if what == ["background"] and host is not None:
-        raise ValueError('put the target of the traffic in its text: background = ["50mbit to 1"]')
+        raise ValueError('put the target in the traffic itself, without host: background = ["50mbit to 1"]')
     step, at_seconds = _moment(_text(given, "at"))
     text = ", ".join(f"{key} = {value}" for key, value in given.items() if key != "at")
     return Event(
@@ -132,7 +132,7 @@ def _event(given: Mapping[str, Any], topology: Topology, hosts: int) -> Event:
 def _text(given: Mapping[str, Any], key: str) -> str:
     value = given.get(key)
     if not isinstance(value, str):
-        raise ValueError(f"{key} is {value!r}: give a text")
+        raise ValueError(f"{key} is {value!r}: give a string")
     return value
 
 
@@ -142,26 +142,26 @@ def _moment(text: str) -> tuple[int | None, float]:
         return q.count(words[1]), 0.0
     if len(words) == 1:
         return None, q.seconds(words[0])
-    raise ValueError(f'at = {text!r} is not a moment: give one like "step 50" or "12.5s"')
+    raise ValueError(f'at = {text!r} is not a time: give one like "step 50" or "12.5s"')
 
 
 def _link(text: str, topology: Topology) -> Link:
     link = parse_link(text)
     if link.mtu_is_given and link.mtu != topology.mtu:
-        raise ValueError(f"the mtu stays as it is, {topology.mtu}: leave it out")
+        raise ValueError(f"the mtu cannot change from {topology.mtu}: leave it out")
     return link
 
 
 def _background(given: Any, hosts: int) -> tuple[str, ...]:
     if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
-        raise ValueError('background is a list of texts: give one like ["50mbit to 1"]')
+        raise ValueError('background must be a list of strings: give one like ["50mbit to 1"]')
     for text in given:
         parse_background(text, hosts)
     return tuple(given)
 
 
 def state_of(events: Sequence[Event], before: State) -> State:
-    """Return a network's state while these events are active, applied in this order."""
+    """Returns a network's state while these events are active, applied in this order."""
     topology, gone, background = before.topology, set(before.gone), list(before.background)
     for event in events:
         if event.link is not None and event.host is None:
@@ -185,7 +185,7 @@ class Play:
         self.state = before
 
     def at(self, seconds: float, step: int) -> list[str]:
-        """Advance to this moment: update `state`, and return what has changed in words.
+        """Advances to this moment: updates `state`, and returns what has changed in words.
 
         Args:
             seconds: since the start; must not decrease.

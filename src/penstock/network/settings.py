@@ -11,7 +11,7 @@ MOST_WINDOW_BYTES = 64 * 1024 * 1024
 
 
 def without_ipv6() -> None:
-    """Turn off IPv6 in the calling thread's namespace before a device is up, so that only the job sends frames."""
+    """Turns off IPv6 in the calling thread's namespace before a device is up, so that only the job sends frames."""
     for where in ("all", "default"):
         setting = Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6")
         if setting.exists():
@@ -19,7 +19,7 @@ def without_ipv6() -> None:
 
 
 def with_large_windows() -> None:
-    """Let TCP in the calling thread's namespace have as much data in flight as a fast, distant link takes.
+    """Lets TCP in the calling thread's namespace have as much data in flight as a fast, distant link takes.
 
     Hosts that use such links are tuned the same way. The kernel's default send buffer of 4 MiB would limit 1 Gbit/s to
     a third at a round trip of 100 ms. No memory is used before it is needed.

@@ -49,7 +49,7 @@ class Shaper:
 
 
 def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str | None = None) -> Shaper:
-    """Choose what shapes a network on this machine.
+    """Chooses what shapes a network on this machine.
 
     Args:
         topology: the requested topology.
@@ -66,7 +66,7 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
     missing = why_not()
     if missing is not None:
         raise FabricError(missing)
-    beyond_tbf = only_switch or (None if topology.is_plain else f"tbf keeps a rate and nothing else: {topology.link}")
+    beyond_tbf = only_switch or (None if topology.is_plain else f"tbf limits only the rate: {topology.link}")
     if wanted == "tbf" or (wanted == AUTO and beyond_tbf is None):
         if beyond_tbf is not None:
             raise ArgumentError(f"{beyond_tbf}; leave --shaper out, or give --shaper switch")
@@ -78,19 +78,19 @@ def choose(topology: Topology, hosts: int, wanted: str = AUTO, only_switch: str 
 
 
 def _told_of_jitter(shaper: Shaper) -> Shaper:
-    """Add the remark that anyone who requests jitter needs."""
+    """Adds the remark that anyone who requests jitter needs."""
     links = [one for link in shaper.topology.links for one in (link, link.down) if one is not None]
     if not any(link.impairment.jitter_seconds and not link.impairment.overtaking for link in links):
         return shaper
     said = (
-        "frames keep their order, so that under load jitter turns into delay: one that is late holds up those behind "
-        "it (with the word overtaking they pass it, which TCP takes for loss)"
+        "frames keep their order, so under load jitter turns into delay: a late frame holds up those behind it (with "
+        "the word overtaking they pass it, which TCP takes for loss)"
     )
     return replace(shaper, remarks=(*shaper.remarks, said))
 
 
 def _fitted(topology: Topology, hosts: int) -> Shaper:
-    """Make frames large enough for the switch to forward everything that the hosts can send."""
+    """Makes frames large enough for the switch to forward everything that the hosts can send."""
     needed, carried = _frames(topology, hosts)
     if needed <= carried:
         return Shaper("switch", topology)
@@ -99,46 +99,50 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
     is_given = any(link.mtu_is_given for link in topology.links)
     if not is_given and needed_then <= carried_then:
         said = (
-            f"frames carry {larger.mtu} bytes: with {topology.mtu} all hosts together could send {needed:,.0f} a "
-            f"second with their acknowledgements, and the switch passes on about {carried:,.0f} here "
-            f"(mtu {topology.mtu} in the link's text keeps them small)"
+            f"frames carry {larger.mtu} bytes: with {topology.mtu}, all hosts together could send {needed:,.0f} a "
+            f"second, acknowledgements included, but the switch forwards only about {carried:,.0f} here "
+            f"(give mtu {topology.mtu} in the link to keep frames small)"
         )
         return Shaper("switch", larger, (said,))
     best, needed, carried = (topology, needed, carried) if is_given else (larger, needed_then, carried_then)
     share = carried / needed
     uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
-    less = f"a rate of {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit" if uniform else f"{share:.0%} of it"
+    less = (
+        f"a rate of at most {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit"
+        if uniform
+        else f"at most {share:.0%} of it"
+    )
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "
-        f"acknowledgements included, but the switch passes on about {carried:,.0f} here: give {less} at most"
+        f"acknowledgements included, but the switch forwards only about {carried:,.0f} here: give {less}"
         + (", fewer hosts" if hosts > 2 else "")
         + (f", or mtu {LARGE_MTU}" if is_given and needed_then <= carried_then else "")
     )
 
 
 def _frames(topology: Topology, hosts: int) -> tuple[float, float]:
-    """Return the frames per second that the hosts can send, and that the switch can forward."""
+    """Returns the frames per second that the hosts can send, and that the switch can forward."""
     return needed_frames_per_second(topology, hosts), frames_per_second(topology.link.frame_bytes)
 
 
 def needed_frames_per_second(topology: Topology, hosts: int) -> float:
-    """Return the frames per second if every host sends at its rate."""
+    """Returns the frames per second if every host sends at its rate."""
     rates = [min(topology.up(host).bytes_per_second, _into(topology, host, hosts)) for host in range(hosts)]
     return ACKNOWLEDGED * sum(rates) / topology.up(0).frame_bytes
 
 
 def _into(topology: Topology, host: int, hosts: int) -> float:
-    """Return what all other hosts together can receive from this host, in bytes per second."""
+    """Returns what all other hosts together can receive from this host, in bytes per second."""
     return sum(topology.down(other).bytes_per_second for other in range(hosts) if other != host)
 
 
 def frames_per_second(frame_bytes: int) -> float:
-    """Measure roughly how many TCP frames per second a switch forwards here, in a temporary namespace."""
+    """Measures roughly how many TCP frames per second a switch forwards here, in a temporary namespace."""
     return 1 / (WRITES_A_FRAME * within(None, lambda: _write_seconds(frame_bytes)))
 
 
 def _write_seconds(frame_bytes: int) -> float:
-    """Return the time to write one frame to a device in the calling thread's namespace: the best of several tries."""
+    """Returns the time to write one frame to a device in the calling thread's namespace: the best of several tries."""
     descriptor = open_tap("probe", None)
     try:
         mtu = str(frame_bytes - 14)
@@ -156,7 +160,7 @@ def _write_seconds(frame_bytes: int) -> float:
 
 
 def why_no_switch() -> str | None:
-    """Explain why no switch can run here, and what to do about it; None if one can."""
+    """Explains why no switch can run here, and what to do about it; None if one can."""
     for package in ("numba", "scipy"):
         if importlib.util.find_spec(package) is None:
             return f"the switch for delay, jitter and loss needs {package}: `pip install 'penstock[fabric]'`"

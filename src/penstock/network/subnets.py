@@ -16,12 +16,12 @@ ALL = ipaddress.IPv4Network("10.64.0.0/10")
 
 
 def subnet(number: int) -> ipaddress.IPv4Network:
-    """Return the subnet with this number, which has addresses for 254 hosts."""
+    """Returns the subnet with this number, which has addresses for 254 hosts."""
     return ipaddress.IPv4Network((int(ALL.network_address) + 256 * number, 24))
 
 
 def claim() -> tuple[int, socket.socket]:
-    """Return the number of a subnet that is not in use, and the socket that claims it until it is closed.
+    """Returns the number of a subnet that is not in use, and the socket that claims it until it is closed.
 
     Neither this machine nor another emulation uses the subnet. The claim is the name of an abstract socket, which the
     kernel gives to one process only and frees when that process ends.
@@ -40,11 +40,11 @@ def claim() -> tuple[int, socket.socket]:
                 raise
             continue
         return number, held
-    raise FabricError(f"every subnet of {ALL} is in use: end an emulation, or run `penstock fabric clean`")
+    raise FabricError(f"every subnet of {ALL} is in use: stop an emulation, or run `penstock fabric clean`")
 
 
 def routes() -> list[ipaddress.IPv4Network]:
-    """Return the networks to which this machine has specific routes."""
+    """Returns the networks to which this machine has specific routes."""
     line = [tool("ip") or "ip", "-4", "-json", "route", "show", "table", "all"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     given = [str(route.get("dst", "default")) for route in json.loads(done.stdout or "[]")]

@@ -37,8 +37,8 @@ class Topology:
         for host, link in self.own.items():
             if link.mtu != self.link.mtu:
                 raise ArgumentError(
-                    f"the link of host {host} has an mtu of {link.mtu} and the others one of {self.link.mtu}: frames "
-                    "pass all links as they are, so give the same one to all"
+                    f"the link of host {host} has an mtu of {link.mtu} and the others have one of {self.link.mtu}: "
+                    "frames cross links unchanged, so give every link the same mtu"
                 )
 
     @property
@@ -52,31 +52,31 @@ class Topology:
         return (self.link, *self.own.values())
 
     def up(self, host: int) -> Link:
-        """Return the link from a host to the switch."""
+        """Returns the link from a host to the switch."""
         return self.own.get(host, self.link)
 
     def down(self, host: int) -> Link:
-        """Return the link from the switch to a host."""
+        """Returns the link from the switch to a host."""
         return self.up(host).down or self.up(host)
 
     def rates(self, hosts: int) -> dict[str, list[float]]:
-        """Return bytes per second by host, from it ("up") and to it ("down")."""
+        """Returns bytes per second by host, from it ("up") and to it ("down")."""
         ways = {"up": self.up, "down": self.down}
         return {way: [link(host).bytes_per_second for host in range(hosts)] for way, link in ways.items()}
 
     def meets(self, source: int, target: int) -> tuple[Impairment, Impairment]:
-        """Return what a frame meets on its way up from its source, and on its way down to its target."""
+        """Returns what a frame meets on its way up from its source, and on its way down to its target."""
         if source in self.own or target in self.own:
             up = self.up(source).impairment if source in self.own else NOTHING
             return up, self.down(target).impairment if target in self.own else NOTHING
         return self.link.impairment, self.link.down.impairment if self.link.down else NOTHING
 
     def with_mtu(self, mtu: int) -> Topology:
-        """Return the same topology with another mtu on all links."""
+        """Returns the same topology with another mtu on all links."""
         return Topology(_sized(self.link, mtu), {}, self.seed).with_own(self.own)
 
     def with_own(self, own: Mapping[int, Link]) -> Topology:
-        """Return the same topology with these links for individual hosts, at the other links' mtu."""
+        """Returns the same topology with these links for individual hosts, at the other links' mtu."""
         return replace(self, own={host: _sized(link, self.mtu) for host, link in own.items()})
 
     @property
@@ -90,7 +90,7 @@ def _sized(link: Link, mtu: int) -> Link:
 
 
 def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
-    """Parse links by host, from texts like `2=100mbit delay 20ms`.
+    """Parses links by host, from texts like `2=100mbit delay 20ms`.
 
     Raises:
         ArgumentError: a text is not a link, the host does not exist, or a host gets two links.
@@ -100,12 +100,12 @@ def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
         number, sign, link = text.partition("=")
         if not sign or not (number.strip().isascii() and number.strip().isdigit()):
             raise ArgumentError(
-                f'{text!r} is not a link of a host: give the host and its link, like "2=100mbit delay 20ms"'
+                f'{text!r} is not the link of a host: give the host and its link, like "2=100mbit delay 20ms"'
             )
         host = int(number)
         if host >= hosts:
             raise ArgumentError(f"a link is given for host {host}, but the hosts are 0 to {hosts - 1}")
         if host in found:
-            raise ArgumentError(f"host {host} is given two links, {found[host]} and {link.strip()}: give one")
+            raise ArgumentError(f"host {host} has two links, {found[host]} and {link.strip()}: give one")
         found[host] = parse_link(link)
     return found

@@ -118,9 +118,9 @@ class Partitioner:
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
         partition = self._partition(args, kwargs)
-        key = (*signature, self._state())  # it may have opened blocks
+        key = (*signature, self._state())  # recording may have opened blocks
         self._partitions.setdefault(key, []).append(partition)
-        # the key contains ids, which no other object may take over
+        # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]
         while len(self._partitions) > KEPT_PARTITIONS:
@@ -265,7 +265,7 @@ class Partitioner:
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
-        _ = split.plans  # raise here, while something else can be tried
+        _ = split.plans  # raise now, while something else can be tried
         return split
 
 
@@ -290,7 +290,7 @@ def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]
 
 def _origin(recording: Recording, node: fx.Node) -> Origin:
     fact = recording.facts[node]
-    if node.target is operator.getitem:  # a piece of a result was made by whatever returned it
+    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
         made = node.args[0]
         if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
             fact = recording.facts[made]

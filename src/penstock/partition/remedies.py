@@ -72,7 +72,7 @@ class _Search:
                     self.found.append(obstacle)
                     continue
                 self.failure = str(obstacle)
-            except Exception as error:  # whatever the model raises when it runs for real
+            except Exception as error:  # anything the model raises when it runs for real
                 self.failure = f"leaves={leaves!r} does not help: {error}"
             scope = scope.rpartition(".")[0]
             while scope and not has_forward(self.model.get_submodule(scope)):
@@ -154,7 +154,7 @@ def _helps(search: _Search, rates: Sequence[Rate], number: float) -> bool:
 def _records(search: _Search, kwargs: Mapping[str, Any]) -> bool:
     try:
         search.record(search.given, kwargs)
-    except Exception:  # including what the model raises without its labels, or with another rate
+    except Exception:  # including errors that the model raises without labels, or with another rate
         return False
     return True
 

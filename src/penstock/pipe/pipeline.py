@@ -16,7 +16,7 @@ from penstock.pipe.session import Session
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, per_stage, recompute
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.gradients.distribution import local, whole
+from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.step.outputs import Wanted
@@ -249,7 +249,8 @@ class Pipeline:
         self.session.refuse_unaveraged("clip_grad_norm_")
         norms: dict[str, Tensor] = {}
         held = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        for part in self.gather({name: whole(torch.linalg.vector_norm(grad)).cpu() for name, grad in held}):
+        mine = on_host([whole(torch.linalg.vector_norm(grad)) for _, grad in held])
+        for part in self.gather({name: norm for (name, _), norm in zip(held, mine, strict=True)}):
             norms.update(part)
         ordered = [norms[name] for name, _ in self.session.all_parameters() if name in norms]
         total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())

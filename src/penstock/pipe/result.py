@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,24 +23,28 @@ class SharedLoss:
     holds every smaller float exactly.
 
     Args:
-        parts: for each rank that terms come from, the terms; on other ranks, as many Nones.
+        parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Read when they are sent or
+            wanted, since reading them waits for their device.
         divisor: what the sum is divided by, term by term.
-
-    Attributes:
-        buffers: for each part one row per term: the value, and 1 + the number of its dtype. All zero on ranks without
-            the term, so that a sum over ranks gives the term.
     """
 
     def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
         self._divisor = divisor
-        self.buffers = [torch.zeros((len(terms), 2), dtype=torch.float64) for terms in parts]
+        self._terms = [[None if term is None else term.detach().clone() for term in terms] for terms in parts]
         self.waits: list[Callable[[], None]] = []
         """Each returns when one of the buffers is here; none is left once all are."""
-        for buffer, terms in zip(self.buffers, parts, strict=True):
+
+    @cached_property
+    def buffers(self) -> list[Tensor]:
+        """For each part one row per term: the value, and 1 + the number of its dtype. All zero on ranks without the
+        term, so that a sum over ranks gives the term."""
+        made = [torch.zeros((len(terms), 2), dtype=torch.float64) for terms in self._terms]
+        for buffer, terms in zip(made, self._terms, strict=True):
             for slot, term in zip(buffer, terms, strict=True):
                 if term is not None:
-                    slot[0] = term.detach().double()
+                    slot[0] = term.cpu().double()
                     slot[1] = float(1 + _DTYPES.index(term.dtype))
+        return made
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""

@@ -121,9 +121,8 @@ class Steps:
             self._announce(number)
         try:
             call = Call(training, code_of(outputs, self.world.ranks), timeline)
-            first = self._order.placement.is_first
             divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
-            cut = self.cut(args, kwargs, divided, "input", self._device_of(first)) if self.has_inputs else None
+            cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
             cached = self.bound_schedules.next(cut, call)
             self._refuse_aliases(cached, args, kwargs, target, divided)
             inputs = self._inputs(cached, cut)
@@ -131,7 +130,8 @@ class Steps:
             feed = Feed(inputs, loss_scale=loss_scale, changes=changes)
             if self.has_outputs:
                 targets = self._targets(cached, target, kwargs, divided)
-                feed = Feed(inputs, targets, self._weights(cached, targets), outputs is not False, loss_scale, changes)
+                weight = self._weights(cached, targets)
+                feed = Feed(inputs, self._there(cached, targets), weight, outputs is not False, loss_scale, changes)
             with self._split.settling():
                 moments = self._engine.run(cached.bound, feed, number, timed=timeline)
             return self._result(cached, feed, call, moments)
@@ -151,6 +151,7 @@ class Steps:
             return None
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)[0]
+        targets = self._there(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices):
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
@@ -166,9 +167,9 @@ class Steps:
         kwargs: dict[str, Any],
         divided: Sequence[Microbatch] | None,
         what: str,
-        device: torch.device,
+        device: torch.device | None,
     ) -> batches.CutBatch:
-        """The microbatches of a batch's inputs."""
+        """The microbatches of a batch's inputs, on `device` or, if None, where they are."""
         order = self._order
         return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
 
@@ -219,9 +220,15 @@ class Steps:
         placement = self._order.placement
         return {placement.rank_of[stage] for stage in range(placement.stages) if end(stage)}
 
-    def _device_of(self, end: Callable[[int], bool]) -> torch.device:
-        """The device of this process's first (or last) stage."""
-        return self._engine.devices[min(self._ranks_of(end) & set(self._engine.ranks))]
+    def _devices(self, cached: Cached, end: Callable[[int], bool]) -> list[torch.device | None]:
+        """Where each microbatch's first (or last) stage runs; None if another process runs it."""
+        order, engine = cached.bound.schedule, self._engine
+        found: list[torch.device | None] = [None] * len(cached.sizes)
+        for stage in filter(end, range(order.placement.stages)):
+            if (rank := order.placement.rank_of[stage]) in engine.ranks:
+                for number in order.numbers_on(stage):
+                    found[number] = engine.devices[rank]
+        return found
 
     def _refuse_aliases(
         self,
@@ -242,7 +249,14 @@ class Steps:
         if cut is None:
             return []
         positions = model_inputs(cached.bound.partitions[0].stages[0].meta)
-        return [dict(zip(positions, given, strict=True)) for given in self.bound_schedules.inputs(cached, cut)]
+        devices = self._devices(cached, self._order.placement.is_first)
+        pairs = zip(self.bound_schedules.inputs(cached, cut), devices, strict=True)
+        return [dict(zip(positions, batches.on(given, device), strict=True)) for given, device in pairs]
+
+    def _there(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
+        """The targets where their losses are computed."""
+        devices = self._devices(cached, self._order.placement.is_last)
+        return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)]
 
     def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
         """The weights of the microbatches' losses in the batch of all replicas."""
@@ -265,8 +279,7 @@ class Steps:
             if not labels and _wants_target(self._options.loss) and not cached.bound.training:
                 return None
         given = kwargs.get("labels") if labels else target
-        device = self._device_of(self._order.placement.is_last)
-        return self._cutting.targets(given, divided, cached.sizes, device, labels=labels)
+        return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
     def _result(self, cached: Cached, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
         bound = cached.bound
@@ -294,7 +307,7 @@ class Steps:
         else:
             parts = {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
         shared = SharedLoss(list(parts.values()))
-        if self._options.share_loss:
+        if self._options.share_loss and not self.world.is_local:
             for rank, buffer in zip(parts, shared.buffers, strict=True):
                 shared.waits.append(self._engine.broadcast(buffer, rank))
         return shared

@@ -134,7 +134,7 @@ class FrontEnd(Protocol):
         """Where the model is cut, as a value that can be sent to all processes."""
 
     def divide(self, division: Any) -> None:
-        """Cuts at another division instead, and discards all partitions made so far."""
+        """Divides the model like this from now on, and discards all partitions made so far."""
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
         """The partition for these inputs of one microbatch; the same object for the same kind."""

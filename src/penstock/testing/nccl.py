@@ -16,7 +16,8 @@ The rules are those of torch's ProcessGroupNCCL without `device_id=`:
 - Some dtypes, such as int16, have no NCCL type.
 
 With `eager=True` the rules are those with `device_id=`: each process group has a single communicator, created up
-front, which runs its operations with all ranks one after another.
+front, which runs its operations with all ranks one after another. The default group has a device, and what `new_group`
+makes is split from it, which takes every process of the job: where torch would wait forever, an error is raised.
 
 These rules show neither time nor a device's limits, such as how many kernels it runs at once.
 """
@@ -24,8 +25,8 @@ These rules show neither time nor a device's limits, such as how many kernels it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter_ns
@@ -106,7 +107,7 @@ class NcclRules:
 
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
-        self._isend, self._irecv = dist.isend, dist.irecv
+        self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
         self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
@@ -151,6 +152,23 @@ class NcclRules:
             _wait(self._irecv(tensor, group=group, group_src=peer, tag=_PAYLOAD))
 
         return self._issue("irecv", tensor, group, peer, run)
+
+    def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """`torch.distributed.new_group`."""
+        bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
+        gloo = kwargs.get("backend") == "gloo"
+        everyone = ranks is None or len(ranks) == dist.get_world_size()
+        if bound and not everyone and gloo != kwargs.get("use_local_synchronization", False):
+            raise RuntimeError(
+                f"new_group({ranks}) would wait forever: the default group has a device, so torch splits groups from "
+                f"it, but {'members of a group over gloo' if gloo else 'ranks outside this one'} do not take part"
+            )
+        return self._new_group(ranks, *args, **kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        """`torch.distributed.barrier`, which would use the device that the default group has."""
+        with _bound(None):
+            return self._barrier(*args, **kwargs)
 
     def synchronize(self, device: Any = None) -> None:
         """`torch.cuda.synchronize`: waits for everything that was issued."""
@@ -206,9 +224,24 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "current_stream", return_value=None),
         mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"))),
+        _bound(torch.device("cuda", 0)) if eager else nullcontext(),
+        mock.patch.object(dist, "new_group", rules.new_group),
+        mock.patch.object(dist, "barrier", rules.barrier),
     ):
         yield rules
     rules.end()
+
+
+@contextmanager
+def _bound(device: torch.device | None) -> Iterator[None]:
+    """Gives the default group a device, or none, for a `with` block."""
+    default = dist.group.WORLD
+    assert default is not None
+    before, default.bound_device_id = default.bound_device_id, device
+    try:
+        yield
+    finally:
+        default.bound_device_id = before
 
 
 class Event:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ MICROBATCHES = 3
 
 @dataclass(slots=True)
 class Rank:
-    """A rank's transport, and what the steps of a script leave for later ones."""
+    """A rank's transport, and what a script's steps leave for later steps."""
 
     transport: Transport
     program: int
@@ -53,37 +55,61 @@ def message(step: int, microbatch: int) -> list[Tensor]:
     return [image, torch.randn(8, generator=generator)[1:]]
 
 
-def _same(got: Tensor | None, expected: Tensor) -> None:
+def _same(got: Tensor | None, expected: Tensor | None) -> None:
+    if expected is None:
+        assert got is None, "a tensor came out of nothing"
+        return
     arrived = _looks_like(got, expected)
     assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
 
 
 def _looks_like(got: Tensor | None, expected: Tensor) -> Tensor:
+    arrived = _equal(got, expected)
+    assert arrived.stride() == expected.stride(), f"strides {expected.stride()} became {arrived.stride()}"
+    return arrived
+
+
+def _equal(got: Tensor | None, expected: Tensor) -> Tensor:
+    """As far as values go, byte by byte: torch compares those of some types in no other way."""
     assert got is not None, "a tensor did not arrive"
     assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
     assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
-    assert torch.equal(got.cpu(), expected), "a tensor arrived with other values"
-    assert got.stride() == expected.stride(), f"strides {expected.stride()} became {got.stride()}"
+    mine, other = (tensor.cpu().reshape(-1).contiguous().view(torch.uint8) for tensor in (got, expected))
+    assert torch.equal(mine, other), f"a tensor arrived with other values ({expected.dtype})"
     return got
+
+
+def _send(rank: Rank, k: int, tensors: Sequence[Tensor | None], *, backward: bool = False) -> None:
+    rank.channel(backward=backward).send(k, tensors)
+
+
+def _post(rank: Rank, k: int, *, backward: bool = False) -> None:
+    rank.channel(backward=backward).post(k)
+
+
+def _take(
+    rank: Rank,
+    k: int,
+    expected: Sequence[Tensor | None],
+    *,
+    backward: bool = False,
+    same: Callable[[Any, Any], object] = _same,
+) -> None:
+    for pair in zip(rank.channel(backward=backward).receive(k), expected, strict=True):
+        same(*pair)
 
 
 def ranks_connect_before_they_talk() -> Iterator[Step]:
     for source in (0, 1):
-        for r in (0, 1):
-            yield r, lambda rank, source=source: rank.transport.connect(source, 1 - source)  # type: ignore[misc]
+        yield from _both(lambda rank, source=source: rank.transport.connect(source, 1 - source))  # type: ignore[misc]
 
 
 def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
     for step in range(3):
         for k in range(MICROBATCHES):
-            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
-            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
-
-            def receive(rank: Rank, step: int = step, k: int = k) -> None:
-                for got, expected in zip(rank.channel().receive(k), message(step, k), strict=True):
-                    _same(got, expected)
-
-            yield 1, receive
+            yield 0, partial(_send, k=k, tensors=message(step, k))
+            yield 1, partial(_post, k=k)
+            yield 1, partial(_take, k=k, expected=message(step, k))
         yield from _both(_end_step)
 
 
@@ -91,9 +117,9 @@ def sends_run_ahead_of_receives() -> Iterator[Step]:
     """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
     for step in range(2):
         for k in range(2):
-            yield 0, lambda rank, step=step, k=k: rank.channel().send(k, message(step, k))  # type: ignore[misc]
+            yield 0, partial(_send, k=k, tensors=message(step, k))
         for k in range(2):
-            yield 1, lambda rank, k=k: rank.channel().post(k)  # type: ignore[misc]
+            yield 1, partial(_post, k=k)
 
         def receive(rank: Rank, step: int = step) -> None:
             messages = [rank.channel().receive(k) for k in range(2)]
@@ -106,22 +132,14 @@ def sends_run_ahead_of_receives() -> Iterator[Step]:
 
 
 def absent_tensors_arrive_as_none() -> Iterator[Step]:
+    def without(step: int, k: int) -> list[Tensor | None]:
+        return [None if index == k else tensor for index, tensor in enumerate(message(step, k))]
+
     for step in range(2):
         for k in range(2):
-
-            def send(rank: Rank, step: int = step, k: int = k) -> None:
-                tensors: list[Tensor | None] = list(message(step, k))
-                tensors[k] = None
-                rank.channel(backward=True).send(k, tensors)
-
-            def receive(rank: Rank, step: int = step, k: int = k) -> None:
-                rank.channel(backward=True).post(k)
-                got = rank.channel(backward=True).receive(k)
-                assert got[k] is None, "a tensor came out of nothing"
-                _same(got[1 - k], message(step, k)[1 - k])
-
-            yield 1, send
-            yield 0, receive
+            yield 1, partial(_send, k=k, tensors=without(step, k), backward=True)
+            yield 0, partial(_post, k=k, backward=True)
+            yield 0, partial(_take, k=k, expected=without(step, k), backward=True)
         yield from _both(_end_step)
 
 
@@ -147,12 +165,7 @@ def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
 
 
 def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
-    yield 0, lambda rank: rank.channel().send(0, message(0, 0))
-    yield 1, lambda rank: rank.channel().post(0)
-    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(0, 0)[0])
-    yield from _both(_end_step)
-
-    def send(rank: Rank) -> None:
+    def send_others(rank: Rank) -> None:
         image, row = message(1, 0)
         for wrong in ([image, row.double()], [image.contiguous(), row], [image[:1], row], [image, None]):
             text = ""
@@ -162,37 +175,31 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
                 text = str(error)
             assert text, "a tensor of another layout was sent"
             assert "'a'" in text or "'b'" in text, f"the error does not name the value: {text}"
-        rank.channel().send(0, message(1, 0))
 
-    yield 0, send
-    yield 1, lambda rank: rank.channel().post(0)
-    yield 1, lambda rank: _same(rank.channel().receive(0)[0], message(1, 0)[0])
-    yield from _both(_end_step)
+    for step in range(2):
+        if step:
+            yield 0, send_others
+        yield 0, partial(_send, k=0, tensors=message(step, 0))
+        yield 1, partial(_post, k=0)
+        yield 1, partial(_take, k=0, expected=message(step, 0))
+        yield from _both(_end_step)
 
 
 def a_released_program_makes_room_for_another() -> Iterator[Step]:
     """As for batches of a new shape: another program, with another layout, over the same link."""
+
+    def release(rank: Rank) -> None:
+        rank.transport.release(rank.program)
+        rank.program += len(SCRIPTS)
+        rank.channels.clear()
+
     for turn in range(3):
         for step in range(2):
-
-            def send(rank: Rank, step: int = step, turn: int = turn) -> None:
-                rank.channel().send(0, [tensor[: turn + 1] for tensor in message(step, 0)])
-
-            def receive(rank: Rank, step: int = step, turn: int = turn) -> None:
-                rank.channel().post(0)
-                for got, expected in zip(rank.channel().receive(0), message(step, 0), strict=True):
-                    assert got is not None, "a tensor did not arrive"
-                    assert torch.equal(got.cpu(), expected[: turn + 1]), "a tensor arrived with other values"
-
-            yield 0, send
-            yield 1, receive
+            sent, expected = ([tensor[: turn + 1] for tensor in message(step, 0)] for _ in range(2))
+            yield 0, partial(_send, k=0, tensors=sent)
+            yield 1, partial(_post, k=0)
+            yield 1, partial(_take, k=0, expected=expected, same=_equal)
             yield from _both(_end_step)
-
-        def release(rank: Rank) -> None:
-            rank.transport.release(rank.program)
-            rank.program += len(SCRIPTS)
-            rank.channels.clear()
-
         yield from _both(release)
 
 
@@ -280,43 +287,30 @@ def every_dtype_travels() -> Iterator[Step]:
         (torch.complex64, torch.bfloat16),
         (torch.float8_e4m3fn, torch.uint64),
     )
-
-    def tensors(k: int) -> list[Tensor]:
-        return [torch.arange(5).to(dtype) for dtype in pairs[k]]
-
-    for _ in range(2):
-        for k in range(len(pairs)):
-            yield 0, lambda rank, k=k: rank.channel().send(k, tensors(k))  # type: ignore[misc]
-
-            def receive(rank: Rank, k: int = k) -> None:
-                rank.channel().post(k)
-                for got, expected in zip(rank.channel().receive(k), tensors(k), strict=True):
-                    assert got is not None, "a tensor did not arrive"
-                    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
-                    same = torch.equal(got.cpu().view(torch.uint8), expected.view(torch.uint8))
-                    assert same, f"a tensor of {expected.dtype} arrived with other values"
-
-            yield 1, receive
-        yield from _both(_end_step)
+    yield from _each_travels(lambda: [[torch.arange(5).to(dtype) for dtype in pair] for pair in pairs], _equal, steps=2)
 
 
 def every_shape_travels() -> Iterator[Step]:
     """Scalars, empty tensors, and tensors whose elements share memory."""
-    pairs = (
-        (torch.tensor(1.5), torch.tensor(7)),
-        (torch.empty(0), torch.empty(2, 0, 3)),
-        (torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)),
-    )
-    for _ in range(3):
-        for k, tensors in enumerate(pairs):
-            yield 0, lambda rank, k=k, tensors=tensors: rank.channel().send(k, tensors)  # type: ignore[misc]
 
-            def receive(rank: Rank, k: int = k, tensors: Sequence[Tensor] = tensors) -> None:
-                rank.channel().post(k)
-                for got, expected in zip(rank.channel().receive(k), tensors, strict=True):
-                    _looks_like(got, expected)
+    def pairs() -> list[list[Tensor]]:
+        return [
+            [torch.tensor(1.5), torch.tensor(7)],
+            [torch.empty(0), torch.empty(2, 0, 3)],
+            [torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)],
+        ]
 
-            yield 1, receive
+    yield from _each_travels(pairs, _looks_like, steps=3)
+
+
+def _each_travels(
+    make: Callable[[], list[list[Tensor]]], same: Callable[[Any, Any], object], *, steps: int
+) -> Iterator[Step]:
+    for _ in range(steps):
+        for k, (sent, expected) in enumerate(zip(make(), make(), strict=True)):
+            yield 0, partial(_send, k=k, tensors=sent)
+            yield 1, partial(_post, k=k)
+            yield 1, partial(_take, k=k, expected=expected, same=same)
         yield from _both(_end_step)
 
 

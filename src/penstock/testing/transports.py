@@ -1,4 +1,4 @@
-"""Whether a transport does what every transport must do: the scripts of `transport_scripts.py`, run on two ranks.
+"""Checks that a transport does what every transport must do, by running the scripts of `transport_scripts.py`.
 
 A process runs the steps of the ranks that it drives: both in one process, or one in each of two. Transports without
 collectives skip the scripts that need them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +11,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
-from scaffolding import models, stand_in
+from scaffolding import models
 from scaffolding.stand_in import DEVICE
 
 STEPS = 3
-
-
-def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
-    """Runs a job where the device is."""
-    torch.set_num_threads(1)
-    stand_in.install()
-    return job(*args)
 
 
 def normed() -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,25 +12,17 @@ from torch import nn
 from penstock.runtime.model.moving import move
 from runtime.model import placement_jobs as jobs
 from scaffolding.ranks import Ranks
-from scaffolding.stand_in import DEVICE
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[Ranks]:
-    """A process with the stand-in device, which no other test may have."""
-    pool = Ranks(1)
-    yield pool
-    pool.stop()
+from scaffolding.stand_in import DEVICE, on_the_device
 
 
 @pytest.mark.parametrize("devices", [DEVICE, ["cpu", DEVICE], [DEVICE, "cpu"]], ids=str)
-def test_buffers_state_dicts_and_checkpoints_are_those_that_train(rank: Ranks, devices: Any) -> None:
-    rank.run(jobs.on_the_device, jobs.buffers, devices)
+def test_buffers_state_dicts_and_checkpoints_are_those_that_train(device_rank: Ranks, devices: Any) -> None:
+    device_rank.run(on_the_device, jobs.buffers, devices)
 
 
 @pytest.mark.parametrize("job", [jobs.shared, jobs.recorded_for, jobs.for_real, jobs.by_example])
-def test_on_a_device(rank: Ranks, job: Callable[[], None]) -> None:
-    rank.run(jobs.on_the_device, job)
+def test_on_a_device(device_rank: Ranks, job: Callable[[], None]) -> None:
+    device_rank.run(on_the_device, job)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +30,12 @@ def test_on_a_device(rank: Ranks, job: Callable[[], None]) -> None:
     [{"recompute": 1}, {"schedule": "zb-h1"}, {"schedule": "dualpipe"}, {"check_finite": True}],
     ids=str,
 )
-def test_options_on_a_device(rank: Ranks, given: dict[str, Any]) -> None:
-    rank.run(jobs.on_the_device, jobs.option, given)
+def test_options_on_a_device(device_rank: Ranks, given: dict[str, Any]) -> None:
+    device_rank.run(on_the_device, jobs.option, given)
 
 
-def test_what_two_devices_would_have_to_hold_is_refused(rank: Ranks) -> None:
-    (said,) = rank.run(jobs.on_the_device, jobs.one_buffer_two_devices)
+def test_what_two_devices_would_have_to_hold_is_refused(device_rank: Ranks) -> None:
+    (said,) = device_rank.run(on_the_device, jobs.one_buffer_two_devices)
     assert "is used on stages [0, 1], which one process would have to hold on ['cpu', 'standin']" in said
 
 

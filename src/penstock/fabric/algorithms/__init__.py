@@ -56,7 +56,7 @@ _GENERATORS: dict[Collective, dict[str, Callable[..., StepList]]] = {
 
 
 def algorithms(collective: str) -> tuple[str, ...]:
-    """Return the names of the algorithms for a collective, the default first.
+    """Returns the names of the algorithms for a collective, the default first.
 
     Raises:
         ArgumentError: the collective is unknown.
@@ -68,7 +68,7 @@ def algorithms(collective: str) -> tuple[str, ...]:
 
 
 def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> StepList:
-    """Generate the steps of a collective among `ranks` ranks.
+    """Generates the steps of a collective among `ranks` ranks.
 
     Args:
         collective, algorithm: names; see `algorithms`.

@@ -55,7 +55,7 @@ def all_to_all_pairwise(ranks: int, shares: tuple[int, ...] = ()) -> StepList:
 
 
 def reduce_scatter_pairwise(ranks: int) -> StepList:
-    """Send each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
+    """Sends each part straight to its rank, at distance 1, then 2, ...: n-1 rounds, (n-1)/n of the size."""
     rounds = []
     for distance in range(1, ranks):
         targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
@@ -65,12 +65,12 @@ def reduce_scatter_pairwise(ranks: int) -> StepList:
 
 def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
-        raise ArgumentError(f"shares are {shares}: give {ranks} whole numbers, one a rank, of 0 or more and not all 0")
+        raise ArgumentError(f"shares={shares}: give {ranks} whole numbers, one for each rank, 0 or more and not all 0")
     return shares or (1,) * ranks
 
 
 def _exchange(shares: tuple[int, ...], distance: int) -> tuple[Move, ...]:
-    """Send each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
+    """Sends each rank's part for the rank at `distance`, into the sender's slots of that rank's output."""
     ranks, chunks = len(shares), sum(shares)
     targets = [(rank, (rank + distance) % ranks) for rank in range(ranks)]
     return tuple(

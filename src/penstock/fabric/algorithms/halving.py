@@ -32,16 +32,16 @@ class _Fold:
         return cls(tuple(odd for _, odd in pairs) + tuple(range(2 * extra, ranks)), pairs)
 
     def bounds(self) -> tuple[int, ...]:
-        """Return where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
+        """Returns where each core member's parts begin, and where the last ends; a member of a pair has two parts."""
         extra = len(self.pairs)
         return tuple(2 * place if place < extra else place + extra for place in range(len(self.core) + 1))
 
     def enter(self, chunks: int) -> Rounds:
-        """Return the round that adds the data of the ranks outside the core to that of their partners."""
+        """Returns the round that adds the data of the ranks outside the core to that of their partners."""
         return _once(tuple(Move(out, core, 0, chunks, 0, adds=True) for out, core in self.pairs))
 
     def leave(self, chunks: int) -> Rounds:
-        """Return the round that sends the whole result to the ranks outside the core."""
+        """Returns the round that sends the whole result to the ranks outside the core."""
         return _once(tuple(Move(core, out, 0, chunks, 0) for out, core in self.pairs))
 
 

@@ -68,7 +68,7 @@ def gather_binomial(ranks: int) -> StepList:
 
 
 def _chain(ranks: int, pieces: int) -> list[list[tuple[int, int]]]:
-    """Return, for each round, the hops of the chain that are in use and the piece that each one carries."""
+    """Returns, for each round, the hops of the chain that are in use and the piece that each one carries."""
     checked_pieces(pieces)
     return [
         [(hop, number - hop) for hop in range(ranks - 1) if 0 <= number - hop < pieces]

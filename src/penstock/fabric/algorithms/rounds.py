@@ -12,7 +12,7 @@ Rounds = tuple[tuple[Move, ...], ...]
 
 
 def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
-    """Return a round's moves in order, merging moves whose slots are contiguous on both sides."""
+    """Returns a round's moves in order, merging moves whose slots are contiguous on both sides."""
     made: list[Move] = []
     for move in sorted(moves):
         last = made[-1] if made else None
@@ -29,14 +29,14 @@ def _follows(last: Move, move: Move) -> bool:
 
 
 def checked_pieces(pieces: int) -> int:
-    """Return the number of pieces of a pipelined algorithm. Raises ArgumentError unless it is 1 or more."""
+    """Returns the number of pieces of a pipelined algorithm. Raises ArgumentError unless it is 1 or more."""
     if pieces < 1:
         raise ArgumentError(f"pieces is {pieces}: cut the data into 1 or more")
     return pieces
 
 
 def mirrored(rounds: Rounds) -> Rounds:
-    """Reverse the rounds and each message's direction: data is gathered the way it was spread."""
+    """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
     return tuple(
         tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
         for moves in reversed(rounds)

@@ -45,7 +45,7 @@ def all_reduce(ranks: int, pieces: int = 8) -> StepList:
 
 
 def double_tree(ranks: int) -> tuple[Parents, Parents]:
-    """Return both trees."""
+    """Returns both trees."""
     tree = tuple(_parent(place + 1, ranks) - 1 for place in range(ranks))
     last = ranks - 1
     if ranks % 2:
@@ -56,7 +56,7 @@ def double_tree(ranks: int) -> tuple[Parents, Parents]:
 
 
 def _parent(place: int, places: int) -> int:
-    """Return the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
+    """Returns the parent in the in-order tree of 1..places, where a number's lowest set bit is its height.
 
     All odd numbers are therefore leaves.
     """

@@ -27,7 +27,7 @@ class Cost(NamedTuple):
 
 
 def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
-    """Return the rounds in which a rank does something, with their numbers in the list.
+    """Returns the rounds in which a rank does something, with their numbers in the list.
 
     No barrier is needed between rounds. A rank's data changes only by what it receives, and both sides of a pair
     process their messages in the same order, so a rank that is ahead waits only for the messages that it needs.
@@ -42,7 +42,7 @@ def moves_of(steps: StepList, rank: int) -> tuple[RankRound, ...]:
 
 
 def cost(steps: StepList) -> Cost:
-    """Return the number of rounds, and the total fraction of the size that passes each round's busiest rank.
+    """Returns the number of rounds, and the total fraction of the size that passes each round's busiest rank.
 
     Links are full duplex: the larger of what a rank sends and what it receives in a round counts.
     """
@@ -64,7 +64,7 @@ def is_even(steps: StepList) -> bool:
 
 
 def sent_slots(steps: StepList) -> Counter[int]:
-    """Return how many slots each rank sends."""
+    """Returns how many slots each rank sends."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.source] += move.count
@@ -72,7 +72,7 @@ def sent_slots(steps: StepList) -> Counter[int]:
 
 
 def received_slots(steps: StepList) -> Counter[int]:
-    """Return how many slots each rank receives."""
+    """Returns how many slots each rank receives."""
     slots: Counter[int] = Counter()
     for move in (move for moves in steps.rounds for move in moves):
         slots[move.target] += move.count

@@ -43,18 +43,18 @@ class Board:
 
     @classmethod
     def of_environment(cls, rank: int, stall_seconds: float) -> Self | None:
-        """Open the board that the launcher of the hosts created; None if there is none."""
+        """Opens the board that the launcher of the hosts created; None if there is none."""
         path = os.environ.get(VARIABLE)
         return cls(path, writes=rank == 0, stall_seconds=stall_seconds) if path else None
 
     def say(self, sent_ns: int, due_ns: int, flags: int) -> None:
-        """Announce a trial. Called on host 0, once every host has heard the previous announcement."""
+        """Announces a trial. Called on host 0, once every host has heard the previous announcement."""
         self._seen += 1
         self._numbers[1], self._numbers[2], self._numbers[3] = sent_ns, due_ns, flags
         self._numbers[0] = self._seen  # last, because readers poll it
 
     def hear(self) -> tuple[int, int, int]:
-        """Wait for the next announcement, and return what `say` was given. Called on the other hosts.
+        """Waits for the next announcement, and returns what `say` was given. Called on the other hosts.
 
         Raises:
             FabricError: host 0 has ended, or made no announcement in time.
@@ -68,7 +68,7 @@ class Board:
                 if self._numbers[4] and not _lives(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
-                    raise FabricError(f"host 0 has said nothing for {self._stall_seconds:g} s")
+                    raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")
         self._seen += 1
         return self._numbers[1], self._numbers[2], self._numbers[3]
 

@@ -42,7 +42,7 @@ class Offset:
 
 
 def estimate(group: dist.ProcessGroup | None = None) -> Offset:
-    """Estimate this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
+    """Estimates this host's offset. Collective: every rank calls it, and rank 0 serves them one after the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     boots = _kernels(group)
     best = Offset(0, 0, 0, True)
@@ -69,7 +69,7 @@ def _kernels(group: dist.ProcessGroup | None) -> list[str]:
 
 
 def kernel() -> str:
-    """Return an identifier of this host's running kernel, and so of its clock; empty if unknown."""
+    """Returns an identifier of this host's running kernel, and so of its clock; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -49,12 +49,12 @@ class Participant:
         return self.transfer.collective
 
     def expected(self, elements: int) -> Tensor | None:
-        """Return this rank's result for a payload of `elements` elements; None if it has none."""
+        """Returns this rank's result for a payload of `elements` elements; None if it has none."""
         payload_of = (self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
         return payload.expected(self.collective, *payload_of, self.transfer.shares)
 
     def given(self, elements: int) -> Tensor:
-        """Return this rank's payload."""
+        """Returns this rank's payload."""
         return payload.given(self.collective, self.rank, len(self.members), elements, self.seed, self.dtype, self.op)
 
 
@@ -97,7 +97,7 @@ class Stepwise:
     def _round(
         self, sends: Sequence[Move], receives: Sequence[Move], members: Sequence[int], busy: Set[int]
     ) -> tuple[list[Message], list[Message], list[_Copy], list[_Copy]]:
-        """Return the messages of a round, one per peer, and the copies to make before sending and after receiving.
+        """Returns the messages of a round, one per peer, and the copies to make before sending and after receiving.
 
         Receives are posted when the previous round begins; `busy` are the slots that are in use from then on.
         """
@@ -182,7 +182,7 @@ class Stepwise:
 
 
 def _by(moves: Sequence[Move], end: Literal["source", "target"]) -> dict[int, list[Move]]:
-    """Group moves by the rank at the other end; both sides list them in the same order."""
+    """Groups moves by the rank at the other end; both sides list them in the same order."""
     found: dict[int, list[Move]] = {}
     for move in moves:
         found.setdefault(getattr(move, end), []).append(move)
@@ -283,7 +283,7 @@ class Engine:
 
 
 def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
-    """Run a transfer once and describe what is wrong with its result; None if it is right."""
+    """Runs a transfer once and describes what is wrong with its result; None if it is right."""
     if (before := part.result()) is not None:
         before.fill_(payload.NOTHING)  # a correct result left by an earlier run must not count
     part.reset()
@@ -303,8 +303,8 @@ def wrong(place: Participant, part: Stepwise | Engine) -> str | None:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ArgumentError if torch does not have this backend here."""
+    """Raises ArgumentError if torch does not have this backend here."""
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available() and torch.cuda.is_available()}
     if not have.get(backend, False):
         there = ", ".join(name for name, available in have.items() if available)
-        raise ArgumentError(f"backend {backend!r} is missing: torch has {there} here")
+        raise ArgumentError(f"backend {backend!r} is not available: this torch has {there}")

@@ -27,6 +27,7 @@ from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.nodes import QUIET, agent_commands
 from penstock.network.scenario import Event
+from penstock.words import counted
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
@@ -46,7 +47,7 @@ def emulate(
     module: str = EMULATION,
     events: Sequence[Event] = (),
 ) -> None:
-    """Run a spec on hosts started here, and wait for it to end.
+    """Runs a spec on hosts started here, and waits for it to end.
 
     Args:
         folder: the run's folder; anything left there by an earlier run is replaced.
@@ -110,7 +111,7 @@ def _empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) -> Iterator[list[dict[str, Any]]]:
-    """Play the events while the block runs; when it ends, the list holds those that took place."""
+    """Plays the events while the block runs; when it ends, the list holds those that took place."""
     happened: list[dict[str, Any]] = []
     if machines is None:
         yield happened
@@ -140,7 +141,7 @@ class _Tail:
         self._durations = [0] * len(transfers)
 
     def read(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield each trial completed since the last call, with the durations of its transfers in nanoseconds."""
+        """Yields each trial completed since the last call, with the durations of its transfers in nanoseconds."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._position)
@@ -161,7 +162,7 @@ class _Tail:
 
 
 def _add(folder: Path, missing: str = "", **found: Any) -> None:
-    """Add to run.json what host 0 could not write, or does not know."""
+    """Adds to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
         record = json.loads(path.read_text())
@@ -172,18 +173,18 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
 
 
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:
-    """Explain why the run failed: who was killed, or what host 0 or the first host to fail reported."""
+    """Explains why the run failed: who was killed, or what host 0 or the first host to fail reported."""
     try:
         trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
         count = int(trials) + 1 if trials.isdigit() else 0
-        saved = f"{count} {'trial is' if count == 1 else 'trials are'} in {folder}" if count else "no trial had ended"
+        saved = f"{counted(count, 'trial')} saved in {folder}" if count else "no trial had finished"
     except (OSError, IndexError):
-        saved = "no trial had ended"
+        saved = "no trial had finished"
     host, status = ended.agent, ended.status
     lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
     if by_host and status > 128 and status - 128 in {*signal.Signals}:
-        text = f"host {host} was ended by {signal.Signals(status - 128).name}"
+        text = f"host {host} was killed by {signal.Signals(status - 128).name}"
     elif killed:
         text = str(min(killed, key=lambda failure: failure.at_ns))
     else:

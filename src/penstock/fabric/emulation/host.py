@@ -34,7 +34,7 @@ from penstock.network.conditions import CpuUsage, cpu_usage
 
 
 def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
-    """Run this host's part. Collective: every host calls it with the same spec.
+    """Runs this host's part. Collective: every host calls it with the same spec.
 
     Args:
         folder: where host 0 writes; created if it does not exist.
@@ -63,7 +63,7 @@ def run(spec: Spec, folder: Path, watch: Watch | None = None) -> None:
 
 
 def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, Stepwise | Engine] | None]:
-    """Build this host's part in each transfer; None where it takes no part."""
+    """Builds this host's part in each transfer; None where it takes no part."""
     device = torch.device("cpu")
     if spec.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -98,7 +98,7 @@ def _parts(spec: Spec, members: Members, wire: Wire) -> list[tuple[Participant, 
 
 
 def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None], members: Members) -> None:
-    """Run the first warm-up trials, in which every host checks the result of every transfer."""
+    """Runs the first warm-up trials, in which every host checks the result of every transfer."""
     for _ in range(spec.checked):
         faults = [fault for part in parts if part is not None and (fault := wrong(*part))]
         found = [fault for one in gathered(faults, members) for fault in one]
@@ -107,7 +107,7 @@ def _check(spec: Spec, parts: list[tuple[Participant, Stepwise | Engine] | None]
 
 
 def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
-    """On host 0, run unmeasured trials until times seem to have settled; return entries for the record."""
+    """On host 0, runs unmeasured trials until times seem to have settled; returns entries for the record."""
     warm = WarmUp(spec.trials)
     while not warm.is_over:
         warm.add(trials.one(counts=False).longest_ns())
@@ -115,7 +115,7 @@ def _warm_up(spec: Spec, trials: Trials) -> dict[str, Any]:
 
 
 def _follow(spec: Spec, trials: Trials) -> CpuUsage:
-    """On other hosts, run all trials, warm-up included; return the processor usage at the end of the warm-up."""
+    """On other hosts, runs all trials, warm-up included; returns the processor usage at the end of the warm-up."""
     began, count = cpu_usage(), 0
     while count < spec.trials:
         if trials.one().counts:

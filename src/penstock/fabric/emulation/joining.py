@@ -34,7 +34,7 @@ class Started(NamedTuple):
 
 
 def started() -> Started:
-    """Read torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
+    """Reads torchrun's settings from the environment. Raises ArgumentError if torchrun has not set them."""
 
     def text(name: str) -> str:
         if name not in os.environ:
@@ -67,14 +67,14 @@ class Members:
     control: dist.ProcessGroup | None
 
     def first_error(self, said: str) -> str:
-        """Return what the first host that met an error said. Called by every host that met one."""
+        """Returns what the first host that met an error said. Called by every host that met one."""
         try:
             return bytes(self.store.compare_set("error", "", said)).decode()
         except (RuntimeError, OSError):  # the store was on a host that is lost
             return said
 
     def who_is_lost(self) -> tuple[int, ...]:
-        """Return the hosts that do not answer within a few seconds. Called by every host that met an error."""
+        """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
         try:
             self.store.set(f"still/{self.rank}", "here")
             return self._without("still", _ANSWER_SECONDS)
@@ -86,7 +86,7 @@ class Members:
 
 
 def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
-    """Wait until all ranks have set `key/rank`, for this many seconds at most; return those that have not."""
+    """Waits until all ranks have set `key/rank`, for this many seconds at most; returns those that have not."""
     deadline = time.monotonic() + seconds
     left = list(range(size))
     while True:
@@ -98,7 +98,7 @@ def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:
 
 @contextmanager
 def joined(spec: Spec) -> Iterator[Members]:
-    """Join the other hosts, as torchrun's environment says, and leave them at the end.
+    """Joins the other hosts, as torchrun's environment says, and leaves them at the end.
 
     Raises:
         ArgumentError: the environment is not torchrun's, or the wrong number of hosts was started.
@@ -106,20 +106,22 @@ def joined(spec: Spec) -> Iterator[Members]:
     """
     rank, size, address, port = started()
     if size != spec.hosts:
-        raise ArgumentError(f"{size} processes were started for {spec.hosts} hosts: start as many, or change --hosts")
+        raise ArgumentError(
+            f"{size} processes were started for {spec.hosts} hosts: start {spec.hosts}, or change --hosts"
+        )
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     limit = timedelta(seconds=spec.join_seconds)
     try:
         store = _Store(address, port, None, rank == 0 and not agents, limit, wait_for_workers=False)
     except (RuntimeError, OSError) as error:
         raise FabricError(
-            f"host {rank} does not reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
+            f"host {rank} cannot reach host 0 at {address}:{port} within {spec.join_seconds:g} s: {first_line(error)}"
         ) from None
     try:
         store.set(f"here/{rank}", socket.gethostname())
         missing = without(store, "here", size, spec.join_seconds)
     except (RuntimeError, OSError) as error:  # the store is on host 0
-        raise FabricError(f"host 0 left while the hosts were joining, says host {rank}: {first_line(error)}") from None
+        raise FabricError(f"host {rank}: host 0 left while the hosts were joining: {first_line(error)}") from None
     if missing:
         raise FabricError(
             f"{hosts_text(missing)} did not join within {spec.join_seconds:g} s: "
@@ -137,7 +139,7 @@ def joined(spec: Spec) -> Iterator[Members]:
     except (RuntimeError, OSError) as error:
         raise FabricError(
             f"host {rank}: all hosts are here, but {spec.backend} cannot connect them: {first_line(error)}. Does "
-            "GLOO_SOCKET_IFNAME name the interface that they reach each other by?"
+            "GLOO_SOCKET_IFNAME name the interface through which they reach each other?"
         ) from None
     try:
         yield Members(rank, size, store, control)
@@ -146,7 +148,7 @@ def joined(spec: Spec) -> Iterator[Members]:
 
 
 def hosts_text(ranks: tuple[int, ...]) -> str:
-    """Return "host 2", or "hosts 1, 2 and 3"."""
+    """Returns "host 2", or "hosts 1, 2 and 3"."""
     names = [str(rank) for rank in ranks]
     if len(names) == 1:
         return f"host {names[0]}"
@@ -154,6 +156,6 @@ def hosts_text(ranks: tuple[int, ...]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's first line, without the source location and the advice that gloo adds."""
+    """Returns an error's first line, without the source location and the advice that gloo adds."""
     said = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp|hpp):\d+\] ", "", said).partition(". This is typically caused by")[0]

@@ -21,7 +21,7 @@ TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Measure both directions between all neighbours, pair by pair.
+    """Measures both directions between all neighbours, pair by pair.
 
     Returns:
         A dict per direction; none if links are not to be measured, or the backend is not gloo.
@@ -47,26 +47,26 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
 
 
 def above_shaper(spec: Spec, ends: tuple[int, int], found: probe.Measured) -> str | None:
-    """Describe a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
+    """Describes a measured rate that the shaper makes impossible; None if it is possible, or no shaper is known."""
     rate = shaped_rate(spec, *ends)
     if rate is None or (found.bytes_per_second or float("inf")) <= rate * (1 + TOLERANCE):
         return None
-    said = "more than any" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f}"
+    said = "no finite rate" if found.bytes_per_second is None else f"{found.bytes_per_second * 8e-6:,.1f} Mbit/s"
     return (
-        f"the link from host {ends[0]} to host {ends[1]} was measured at {said} Mbit/s, {TRIES} times above the "
-        f"{rate * 8e-6:,.1f} that its shaper lets pass: an error in Penstock that would make every figure wrong. Run "
-        "it again on a machine that does less meanwhile"
+        f"Penstock measured the link from host {ends[0]} to host {ends[1]} {TRIES} times, at last as {said}, although "
+        f"its shaper passes only {rate * 8e-6:,.1f} Mbit/s. This is a bug in Penstock that would make every figure "
+        "wrong; run again on a machine with less other work"
     )
 
 
 def shaped_rate(spec: Spec, source: int, target: int) -> float | None:
-    """Return the bytes per second that the shapers between two hosts allow; None if unknown."""
+    """Returns the bytes per second that the shapers between two hosts allow; None if unknown."""
     rates: Mapping[str, Any] | None = (spec.network or {}).get("rates")
     return None if rates is None else float(min(rates["up"][source], rates["down"][target]))
 
 
 def ends_of(spec: Spec, pair: tuple[int, int]) -> dict[tuple[int, int], probe.Ends] | None:
-    """Return what shapes each direction between two hosts; None if unknown."""
+    """Returns what shapes each direction between two hosts; None if unknown."""
     topology = topology_of(spec.network)
     if topology is None:
         return None

@@ -21,7 +21,7 @@ _MOST = {torch.int8: 127, torch.uint8: 255, torch.bfloat16: 256, torch.float16: 
 
 
 def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum") -> Tensor:
-    """Return what a rank contributes: pseudorandom integers that differ by rank and position, as exactness permits.
+    """Returns what a rank contributes: pseudorandom integers that differ by rank and position, as exactness permits.
 
     For a sum, no rank contributes 0 if the type has room. For the other ops, one rank decides each position; ranks take
     turns in a varying order. For a product or an average, only that rank contributes more than 1 or 0, so the result is
@@ -45,7 +45,7 @@ def contribution(rank: int, ranks: int, elements: int, seed: int, dtype: torch.d
 
 
 def _mixed(number: Tensor) -> Tensor:
-    """Hash each number to an unrelated 31-bit number, with products that fit into 64 bits."""
+    """Hashes each number to an unrelated 31-bit number, with products that fit into 64 bits."""
     number = number & 0x7FFFFFFF
     for _ in range(2):
         number = ((number >> 16) ^ number) * 0x45D9F3B & 0x7FFFFFFF
@@ -55,7 +55,7 @@ def _mixed(number: Tensor) -> Tensor:
 def given(
     collective: Collective, rank: int, ranks: int, elements: int, seed: int, dtype: torch.dtype, op: Op = "sum"
 ) -> Tensor:
-    """Return a rank's buffer before the collective; `elements` is a multiple of `ranks` if it is divided among them.
+    """Returns a rank's buffer before the collective; `elements` is a multiple of `ranks` if it is divided among them.
 
     Positions for which the rank has no input are `NOTHING`.
     """
@@ -79,7 +79,7 @@ def expected(
     op: Op = "sum",
     shares: Sequence[int] = (),
 ) -> Tensor | None:
-    """Return a rank's result; None if it has none. `shares` are those of an uneven all_to_all; see `Transfer`."""
+    """Returns a rank's result; None if it has none. `shares` are those of an uneven all_to_all; see `Transfer`."""
     part = elements // ranks
 
     def of(other: int, count: int = elements) -> Tensor:
@@ -107,7 +107,7 @@ def expected(
 
 
 def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
-    """Reduce `more` into `total` in place. For an average, this adds only; the caller divides."""
+    """Reduces `more` into `total` in place. For an average, this adds only; the caller divides."""
     match op:
         case "sum" | "avg":
             total.add_(more)
@@ -120,13 +120,13 @@ def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
 
 
 def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -> slice:
-    """Return the position of a rank's part in a buffer that is divided among the ranks."""
+    """Returns the position of a rank's part in a buffer that is divided among the ranks."""
     shares = shares or (1,) * ranks
     unit = elements // sum(shares)
     return slice(sum(shares[:rank]) * unit, sum(shares[: rank + 1]) * unit)
 
 
 def padded(collective: Collective, elements: int, ranks: int) -> int:
-    """Round `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
+    """Rounds `elements` up to a multiple of `ranks` if the collective divides them among the ranks."""
     divides = collective in ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
     return -(-elements // ranks) * ranks if divides else elements

@@ -103,14 +103,14 @@ class Ends(NamedTuple):
 
 
 def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs to measure: neighbours on a ring."""
+    """Returns the pairs to measure: neighbours on a ring."""
     return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
 
 
 def measure(
     pair: tuple[int, int], wire: Wire, ends: Mapping[tuple[int, int], Ends] | None = None
 ) -> dict[tuple[int, int], Measured]:
-    """Measure both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing.
+    """Measures both directions between a pair of ranks, on both ranks of the pair; other ranks return nothing.
 
     Args:
         ends: what shapes each direction; if None, both ends are assumed to be as fast as the stream.
@@ -127,7 +127,7 @@ def measure(
 def one_way(
     trip_seconds: float, rates: Mapping[tuple[int, int], float], ends: Mapping[tuple[int, int], Ends]
 ) -> dict[tuple[int, int], Measured]:
-    """Split a round trip into two latencies, halving what remains after subtracting both messages' bytes and delays."""
+    """Splits a round trip into two latencies, halving what remains without both messages' bytes and delays."""
     left = trip_seconds - sum(one.ping_seconds + one.delay_seconds for one in ends.values())
     found = {}
     for way, rate in rates.items():
@@ -138,7 +138,7 @@ def one_way(
 
 
 def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
-    """Compute the pace of a stream from the arrival time of each chunk in seconds.
+    """Computes the pace of a stream from the arrival time of each chunk in seconds.
 
     Each chunk of the third quarter is compared with its counterpart in the fourth, and the median counts, so an
     occasional late wake-up of the receiver changes nothing.
@@ -153,7 +153,7 @@ def pace(stamps: Sequence[float], chunk_bytes: int) -> Pace:
 
 
 def next_chunk(chunk_bytes: int, found: Pace, trip_seconds: float) -> int:
-    """Return the chunk size of the next stream, which must be long enough for its later half to become steady."""
+    """Returns the chunk size of the next stream, which must be long enough for its later half to become steady."""
     wanted = 1.2 * max(HALF_SECONDS, HALF_TRIPS * trip_seconds)
     factor = 8.0 if found.seconds <= 0 else min(max(wanted / found.seconds, 1.0), 8.0)
     return min(int(chunk_bytes * factor), MOST_BYTES // CHUNKS)
@@ -171,7 +171,7 @@ def _shortest_trip(first: bool, other: int, wire: Wire) -> float:
 
 
 def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
-    """Return the seconds of some round trips, as seen by the rank that starts them."""
+    """Returns the seconds of some round trips, as seen by the rank that starts them."""
     buffer = torch.zeros(PING_BYTES, dtype=torch.uint8)
     sends = [Message(buffer, other)]
     ready, *receives = [[Message(torch.empty_like(buffer), other)] for _ in range(count + 1)]
@@ -192,7 +192,7 @@ def _trips(first: bool, other: int, wire: Wire, count: int) -> list[float]:
 
 
 def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
-    """Return the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
+    """Returns the bytes per second of a steady stream, on both ranks. The receiver decides how to continue."""
     began, unsteady, chunk = time.monotonic(), 0, FIRST_BYTES // CHUNKS
     while True:
         stamps = _stream(sends, other, wire, chunk)
@@ -212,7 +212,7 @@ def _rate(sends: bool, other: int, wire: Wire, trip_seconds: float) -> float:
 
 
 def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float]:
-    """Return when each chunk arrived, on the receiver; empty on the sender."""
+    """Returns when each chunk arrived, on the receiver; empty on the sender."""
     buffer, go = torch.zeros(chunk_bytes, dtype=torch.uint8), torch.zeros(1)
     if sends:
         wire.exchange([], [Message(go, other)])
@@ -231,7 +231,7 @@ def _stream(sends: bool, other: int, wire: Wire, chunk_bytes: int) -> list[float
 
 
 def _agreed(value: float, other: int, *, decides: bool) -> float:
-    """Return the deciding rank's value, on both ranks."""
+    """Returns the deciding rank's value, on both ranks."""
     word = torch.tensor([value], dtype=torch.float64)
     if decides:
         dist.send(word, other)

@@ -21,7 +21,7 @@ from penstock.network.conditions import environment
 
 @contextmanager
 def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
-    """Join the other hosts, yield the members and the record, and record how the run ended.
+    """Joins the other hosts, yields the members and the record, and records how the run ended.
 
     Raises:
         ArgumentError: the environment is not torchrun's.
@@ -41,7 +41,7 @@ def recorded(spec: Spec, folder: Path) -> Iterator[tuple[Members, Record]]:
 
 
 def cause(members: Members, said: str) -> str:
-    """Explain why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
+    """Explains why the run ends, on a host that met an error: hosts that do not answer, or the first error on any host.
 
     Later errors are often just lost connections to the host that failed first.
     """
@@ -78,14 +78,14 @@ class Record:
         self.add()
 
     def add(self, **found: Any) -> None:
-        """Add entries to the record."""
+        """Adds entries to the record."""
         self._found.update(found)
         if self._path is not None:
             write_whole(self._path, self._found)
 
 
 def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rename hosts that share their machine's name to their numbers, and keep the name as `machine`."""
+    """Renames hosts that share their machine's name to their numbers, and keeps the name as `machine`."""
     names = [host["host"] for host in hosts]
     return [
         {**host, "host": name if names.count(name) == 1 else f"host {rank}", "machine": name}
@@ -94,7 +94,7 @@ def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def gathered(mine: Any, members: Members) -> list[Any]:
-    """Gather a value from every host, on all hosts."""
+    """Gathers a value from every host, on all hosts."""
     values: list[Any] = [None] * members.size
     dist.all_gather_object(values, mine, group=members.control)
     return values

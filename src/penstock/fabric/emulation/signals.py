@@ -45,7 +45,7 @@ class Signals:
     """One host's side of the signalling; all hosts make the same calls."""
 
     def __init__(self, members: Members, board: Board | None = None) -> None:
-        """Create this host's side.
+        """Creates this host's side.
 
         Args:
             members: the hosts.
@@ -58,7 +58,7 @@ class Signals:
         """How long recent announcements took to reach this host; on host 0, to reach the last host."""
 
     def report(self, stamps: Tensor) -> Tensor:
-        """Send stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
+        """Sends stamps to host 0, which gets every host's, one row per host; other hosts get their own row only."""
         mine = torch.cat([torch.tensor([self._heard_after_ns[-1]]), stamps.flatten()])
         group = self._members.control
         if self._members.rank != 0:
@@ -73,7 +73,7 @@ class Signals:
         return everyone[:, 1:].view(-1, *stamps.shape)
 
     def word(self, flags: int, offset_ns: int) -> Word:
-        """Return host 0's announcement, on every host.
+        """Returns host 0's announcement, on every host.
 
         Args:
             flags: what host 0 announces; ignored on other hosts.
@@ -107,5 +107,5 @@ class Signals:
 
 
 def enough(heard_after_ns: Sequence[int]) -> int:
-    """Return the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
+    """Returns the nanoseconds in which nearly all announcements reached all hosts; the minimum is usually too short."""
     return sorted(heard_after_ns)[math.ceil(_IN_TIME * len(heard_after_ns)) - 1]

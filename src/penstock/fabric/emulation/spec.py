@@ -20,7 +20,7 @@ CHECKED = 3
 
 
 def usual_algorithm(workload: Workload) -> str:
-    """Return the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
+    """Returns the default algorithm: ring if any collective has it; otherwise the first one for the first transfer."""
     kinds = [transfer.collective for transfer in workload.transfers]
     return "ring" if any("ring" in algorithms(kind) for kind in kinds) else algorithms(kinds[0])[0]
 
@@ -92,8 +92,8 @@ class Spec:
             raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
-                f"iterations={self.iterations}: what is done in a row has nothing computed in front of it, and this "
-                "workload computes: give --sizes or a sweep, or --compute none"
+                f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
+                "computes: give --sizes or a sweep, or --compute none"
             )
         if self.warmup is not None and self.warmup < 1:
             raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
@@ -108,7 +108,7 @@ class Spec:
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo has no average of its own: give --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: give --algorithm ring, for example, or --op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):
@@ -128,20 +128,20 @@ class Spec:
         return self.workload.is_by_hand and not _computes(self.workload)
 
     def algorithm_of(self, place: int) -> str:
-        """Return the algorithm of the transfer at index `place`."""
+        """Returns the algorithm of the transfer at index `place`."""
         if self.algorithm == ENGINE:
             return ENGINE
         known = algorithms(self.workload.transfers[place].collective)
         return self.algorithm if self.algorithm in known else known[0]
 
     def write(self, folder: Path) -> Path:
-        """Write the spec into the run's folder and return its path."""
+        """Writes the spec into the run's folder and returns its path."""
         path = folder / SPEC
         path.write_text(json.dumps(asdict(self)))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what `write` wrote."""
+        """Reads what `write` wrote."""
         given: dict[str, Any] = json.loads(path.read_text())
         return cls(**{**given, "workload": Workload.from_dict(given["workload"])})

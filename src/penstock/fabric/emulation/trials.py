@@ -40,14 +40,14 @@ class Trial:
     counts: bool = True
 
     def rows(self, number: int) -> Iterable[tuple[int, ...]]:
-        """Yield rows of samples.csv."""
+        """Yields rows of samples.csv."""
         for rank, transfers in enumerate(self.stamps.tolist()):
             for transfer, (start, end) in enumerate(transfers):
                 if start >= 0:
                     yield number, transfer, rank, start, end
 
     def longest_ns(self) -> list[int]:
-        """Return, for each transfer, the longest time that a rank took, in nanoseconds."""
+        """Returns, for each transfer, the longest time that a rank took, in nanoseconds."""
         durations: Tensor = (self.stamps[:, :, 1] - self.stamps[:, :, 0]).amax(0)
         return [int(value) for value in durations.tolist()]
 
@@ -73,7 +73,7 @@ class Trials:
         """Whether the last trial's steps are worth keeping; host 0 decides."""
 
     def one(self, *, counts: bool = True) -> Trial:
-        """Run the next trial; on hosts other than 0, its stamps are only this host's.
+        """Runs the next trial; on hosts other than 0, its stamps are only this host's.
 
         Args:
             counts: False on host 0 for a warm-up trial, which host 0 announces; ignored on other hosts.
@@ -90,11 +90,11 @@ class Trials:
         return Trial(self._gather(stamps, counts), kept, counts)
 
     def last_steps(self) -> Sequence[tuple[int, ...]]:
-        """Return the step rows of the last trial, if they are kept."""
+        """Returns the step rows of the last trial, if they are kept."""
         return self._agree()[1]
 
     def _agree(self, counts: bool = True) -> tuple[int, Sequence[tuple[int, ...]], bool]:
-        """Agree on the next trial: when it begins on this host's clock, the last one's step rows, whether it counts."""
+        """Agrees on the next trial: its start on this host's clock, the last one's step rows, whether it counts."""
         kept: Sequence[tuple[int, ...]] = ()
         while True:
             stale = not self._one_clock and time.monotonic() - self._estimated_at > clock.CLOCK_SECONDS
@@ -109,7 +109,7 @@ class Trials:
                 self._estimated_at = time.monotonic()
 
     def _run(self, due_ns: int) -> Tensor:
-        """Return the start and end of every transfer, on this host's clock."""
+        """Returns the start and end of every transfer, on this host's clock."""
         stamps = torch.full((len(self._parts), 2), -1, dtype=torch.int64)
         ready_ns, done_ns = due_ns, due_ns
         for number, part in enumerate(self._parts):
@@ -130,7 +130,7 @@ class Trials:
         return stamps
 
     def _meet(self) -> int:
-        """Wait until all hosts have finished the previous transfer; return when the next starts on this host's clock.
+        """Waits until all hosts have finished the previous transfer; returns when the next starts on this host's clock.
 
         Otherwise a root would start the next transfer while the network still carries the previous one's data, and time
         of one transfer would be counted in the other. nccl-tests also has a barrier between two sizes.
@@ -141,7 +141,7 @@ class Trials:
         return due_ns
 
     def _gather(self, stamps: Tensor, counts: bool) -> Tensor:
-        """Gather all ranks' stamps, on rank 0's clock."""
+        """Gathers all ranks' stamps, on rank 0's clock."""
         whole = self._signals.report(torch.where(stamps >= 0, stamps + self._offset_ns, stamps))
         if not counts or self._members.rank != 0:  # other hosts have only their own, or none at all
             return whole
@@ -151,7 +151,7 @@ class Trials:
         return whole
 
     def _gather_steps(self) -> Sequence[tuple[int, ...]]:
-        """Gather the rounds of the last trial, as rows of steps.csv."""
+        """Gathers the rounds of the last trial, as rows of steps.csv."""
         mine = [
             (self._number, number, self._members.rank, at, start + self._offset_ns, end + self._offset_ns)
             for number, part in enumerate(self._parts)

@@ -24,12 +24,12 @@ class Wire:
         self._early: dict[int, list[dist.Work | None]] = {}
 
     def expect(self, receives: Sequence[Message]) -> None:
-        """Post the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
+        """Posts the receives of a later `exchange`, which gets the same object. Call in the order of the exchanges."""
         if not _on_cuda(receives):  # NCCL's receives are posted together with their sends
             self._early[id(receives)] = _post(receives)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send and receive messages; return when all sends have left and all receives have arrived."""
+        """Sends and receives messages; returns when all sends have left and all receives have arrived."""
         if _on_cuda((*sends, *receives)):
             operations = [dist.P2POp(dist.irecv, m.tensor, m.peer) for m in receives]
             operations += [dist.P2POp(dist.isend, m.tensor, m.peer) for m in sends]

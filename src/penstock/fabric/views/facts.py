@@ -38,12 +38,12 @@ _WIDEST = 1.0
 
 
 def title(run: Run) -> str:
-    """Return what was run, in one line."""
+    """Returns what was run, in one line."""
     return f"{run.record['workload']['name']}: {', '.join(headings(run))}"
 
 
 def headings(run: Run) -> list[str]:
-    """Return hosts, algorithm and collectives, trials, backend, and link."""
+    """Returns hosts, algorithm and collectives, trials, backend, and link."""
     record = run.record
     kinds = list(dict.fromkeys(transfer["collective"] for transfer in record["workload"]["transfers"]))
     algorithm = "torch.distributed's own" if record["algorithm"] == ENGINE else record["algorithm"]
@@ -58,14 +58,14 @@ def headings(run: Run) -> list[str]:
 
 
 def warnings(run: Run, results: dict[str, Any]) -> list[str]:
-    """Return reasons why the figures may not be what they seem."""
+    """Returns reasons why the figures may not be what they seem."""
     found = []
     if not results["complete"]:
         found.append(f"the run is not complete; missing: {results['missing'] or 'its end'}")
     if run.record.get("steady") is False:
         found.append(
-            f"times still changed after {run.record['warmup']} trials of warm-up, and so they may in the first that "
-            "count: give --warmup a larger number"
+            f"times were still changing after {run.record['warmup']} trials of warm-up, so the first measured trials "
+            "may be off: give a larger --warmup"
         )
     told = run.record.get("switch")
     if told and (reason := saturated(told)):
@@ -77,22 +77,22 @@ def warnings(run: Run, results: dict[str, Any]) -> list[str]:
 
 
 def _beyond_ideal(run: Run, results: dict[str, Any]) -> list[str]:
-    """Warn about figures that exceed what is possible."""
+    """Warns about figures that exceed what is possible."""
     most = max([*results["groups"], results["step"]], key=lambda row: row["ideal_percent"] or 0.0)
     if (most["ideal_percent"] or 0.0) <= ABOVE_IDEAL:
         return []
-    why = "so what Penstock knows of its links is wrong: an error in Penstock"
+    why = "so Penstock has its links wrong, which is a bug in Penstock"
     if most is not results["step"] and runs_ahead(run.record, most["collective"], most["shares"]):
         why = (
-            "as a rank begins it while others are at the transfer before: of what is under way meanwhile, the time "
-            "counts in the one, and the bytes in the other"
+            "because a rank can begin it while others are still in the previous transfer: some traffic is then timed "
+            "in one of the two, and its bytes are counted in the other"
         )
     percent = f"{most['ideal_percent']:,.0f}%"
-    return [f"ideal: {most['name']} is at {percent} of what is possible, {why}; ignore this column"]
+    return [f"ideal: {most['name']} is at {percent} of the possible rate, {why}; ignore this column"]
 
 
 def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
+    """Returns (name, text) pairs: the step with and without overlap, the links, the fits, the processors."""
     found = []
     step = results["step"]
     overlaps = [
@@ -101,7 +101,7 @@ def facts(run: Run, results: dict[str, Any]) -> list[tuple[str, str]]:
         if step[key] is not None
     ]
     if overlaps and not step["compute_s"]:
-        overlaps = ["nothing is computed between the transfers, so overlap changes nothing"]
+        overlaps = ["there is no compute between the transfers, so overlap changes nothing"]
     if overlaps:
         found.append(("step", ", ".join(overlaps)))
     if results["stalled"]:
@@ -133,7 +133,7 @@ class OfRank(NamedTuple):
 
 
 def figures_of_ranks(results: dict[str, Any]) -> list[OfRank]:
-    """Return the figures of each rank that takes part in a transfer; empty for a run without trials."""
+    """Returns the figures of each rank that takes part in a transfer; empty for a run without trials."""
     counts: dict[int, tuple[int, int, int]] = {}
     for transfer in results["transfers"]:
         for found in transfer["per_rank"]:
@@ -144,7 +144,7 @@ def figures_of_ranks(results: dict[str, Any]) -> list[OfRank]:
 
 
 def _stalls(stalled: Sequence[int], trials: int) -> str:
-    """Say which trials met a stall, naming only the first of many."""
+    """Says which trials met a stall, naming only the first of many."""
     said = ", ".join(f"{trial:,}" for trial in stalled[:_NAMED])
     more = f" and {len(stalled) - _NAMED:,} more" if len(stalled) > _NAMED else ""
     which = "trial" if len(stalled) == 1 else "trials"
@@ -152,7 +152,7 @@ def _stalls(stalled: Sequence[int], trials: int) -> str:
 
 
 def network(run: Run) -> list[tuple[str, str]]:
-    """Describe what shaped the links, if that was more than a rate, what the switch did, and what changed."""
+    """Describes what shaped the links, if that was more than a rate, what the switch did, and what changed."""
     described = run.record.get("network")
     if not described or (described["shaper"] in (None, "tbf") and not described["slow"]):
         return []
@@ -161,7 +161,7 @@ def network(run: Run) -> list[tuple[str, str]]:
 
 
 def links(run: Run) -> list[tuple[str, str]]:
-    """Describe the links measured before the trials: each one, or the range if there are many."""
+    """Describes the links measured before the trials: each one, or the range if there are many."""
     measured = run.record.get("links") or ()
     if len(measured) <= 2:
         return [(f"link {link['from']}-{link['to']}", _link([link])) for link in measured]
@@ -174,12 +174,12 @@ def _link(measured: Sequence[dict[str, Any]]) -> str:
     known = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
     rates = f", {bits(*dict.fromkeys((known[0], known[-1])))}" if known else ""
     missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
-    sooner = f" (0: a few bytes came up to {seconds(missing)} sooner than these rates carry them)" if missing else ""
+    sooner = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
     return f"alpha {_range(latencies)}{sooner}{rates}"
 
 
 def _fits(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Describe the link fitted to each collective's medians."""
+    """Describes the link fitted to each collective's medians."""
     return [("fit", _fit(one["fit"])) for one in results["model"]]
 
 
@@ -196,18 +196,18 @@ def _range(ordered: list[str]) -> str:
 
 
 def bits(*bytes_per_second: float) -> str:
-    """Format bandwidths in a common unit: 95.5 to 95.59 Mbit/s."""
+    """Formats bandwidths in a common unit: 95.5 to 95.59 Mbit/s."""
     unit, scale = ("Gbit/s", 1e9) if max(bytes_per_second) * 8 >= 9.9995e9 else ("Mbit/s", 1e6)
     return f"{_range([f'{rate * 8 / scale:,.4g}' for rate in bytes_per_second])} {unit}"
 
 
 def rate_of(bytes_per_second: float | None) -> str:
-    """Format a fitted link's bandwidth; None means that beta is 0."""
+    """Formats a fitted link's bandwidth; None means that beta is 0."""
     return bits(bytes_per_second) if bytes_per_second else "no limit"
 
 
 def mean(entry: dict[str, Any]) -> str:
-    """Format a mean with the wider side of its interval, or n/a for an interval that says nothing.
+    """Formats a mean with the wider side of its interval, or n/a for an interval that says nothing.
 
     An interval says nothing with too few trials, or with an outlier among not quite so few.
     """
@@ -224,7 +224,7 @@ def in_groups(results: dict[str, Any]) -> bool:
 
 
 def notes(run: Run, results: dict[str, Any]) -> list[str]:
-    """Return what a reader must know about the columns."""
+    """Returns what a reader must know about the columns."""
     found = [
         "Times are of the slowest rank of each trial. Skew: from the first rank's arrival to the last one's. Ideal: "
         "the least that the links allow, in percent of the median. \u00b1: the wider side of the mean's 95% interval; "
@@ -232,26 +232,26 @@ def notes(run: Run, results: dict[str, Any]) -> list[str]:
     ]
     if in_groups(results):
         found.append(
-            "Transfers that differ in their microbatch or replica alone share a row: bytes and times are of one of "
-            "them, percentiles of all, and those of one trial count as one sample."
+            "Transfers that differ only in microbatch or replica share a row: bytes and times are those of one "
+            "transfer, percentiles are over all of them, and those of one trial count as one sample."
         )
     if (times := iterations_of(run.record)) > 1:
-        found.append(f"Times are of one of {times} iterations in a row; a trial's skew is that of their first.")
+        found.append(f"Times are per iteration, of {times} in a row; a trial's skew is that of its first iteration.")
     if any(rate_key(one["collective"]) == "transfer_s" for one in results["transfers"]):
-        found.append("Rates and ideal of a send are of the time from when both of its ranks were there.")
+        found.append("Rates and ideal of a send are measured from when both of its ranks had arrived.")
     if changed(run.record):
         found.append("Ideal is n/a: a scenario may have changed the links.")
     elif results["links"] and None in {one["bound_s"] for one in results["groups"]}:
-        found.append("Ideal is n/a if a host has several partners and no shaper says what its port carries.")
+        found.append("Ideal is n/a if a host has several partners and no shaper sets the rate of its port.")
     found += _too_few(results, len(run.start_ns))
     return [*found, *run.record["workload"]["notes"]]
 
 
 def _too_few(results: dict[str, Any], trials: int) -> list[str]:
-    """Explain why percentiles are n/a, or may be wrong."""
+    """Explains why percentiles are n/a, or may be wrong."""
     times = [one["time_s"] for one in results["groups"]]
     short = [
-        f"{fewest(q):,} for {TIMES[name]}"
+        f"{TIMES[name]} needs {fewest(q):,}"
         for name, q in PERCENTILES.items()
         if name in TIMES and any(one[name] is None for one in times)
     ]
@@ -259,20 +259,20 @@ def _too_few(results: dict[str, Any], trials: int) -> list[str]:
     said = []
     if worth < _DEPENDENT * trials:
         said.append(
-            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as such."
+            f"Trials depend on each other: {trials:,} are worth {worth:,.0f} independent ones, and count as that many."
         )
     if 0 < trials < FEWEST:
         said.append(
-            "So few trials do not show whether they depend on each other; if they do, the 95% intervals are too "
+            "There are too few trials to tell whether they depend on each other; if they do, the 95% intervals are too "
             f"narrow. Give --trials {FEWEST} or more."
         )
     if short:
         kind = "trials" if worth >= _DEPENDENT * trials else "independent trials"
-        said.append(f"n/a: {min(trials, int(worth)):,} {kind} bound no such percentile; it takes {', '.join(short)}.")
+        said.append(f"n/a: {min(trials, int(worth)):,} {kind} are too few for that percentile; {', '.join(short)}.")
     return said
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[float, str]:
-    """Return the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
+    """Returns the factor from GB/s, and the unit that suits a run's bandwidths: GB/s, or MB/s on slow links."""
     most = max((transfer["busbw_GBps"] or 0.0 for transfer in results["groups"]), default=0.0)
     return (1.0, "GB/s") if most >= 0.5 or not most else (1e3, "MB/s")

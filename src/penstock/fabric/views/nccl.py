@@ -57,7 +57,7 @@ class Line:
 
 
 def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Line]:
-    """Return one line per transfer, in order of execution."""
+    """Returns one line per transfer, in order of execution."""
     workload = Workload.from_dict(run.record["workload"])
     made = []
     for place, transfer in enumerate(results["transfers"]):
@@ -84,7 +84,7 @@ def rows(run: Run, results: dict[str, Any], average: Average = "avg") -> list[Li
 
 
 def _mean(times: TransferTimes, collective: str, average: Average) -> float | None:
-    """Return the mean time over the trials, in seconds; a message's counts from when both of its ranks are there."""
+    """Returns the mean time over the trials, in seconds; a message's counts from when both of its ranks are there."""
     if not len(times.durations):
         return None
     if rate_key(collective) == "transfer_s":
@@ -101,7 +101,7 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
 
 
 def text(run: Run, results: dict[str, Any], average: Average = "avg") -> str:
-    """Return what nccl-tests would have printed: a table per collective, with transfers in order of execution."""
+    """Returns what nccl-tests would have printed: a table per collective, with transfers in order of execution."""
     return "\n".join(_lines(run, rows(run, results, average))) + "\n"
 
 
@@ -139,7 +139,7 @@ def _body(row: Line, wrong: int | None) -> str:
 
 
 def _number(value: float | None, width: int) -> str:
-    """Format with as many decimals, at most two, as the digits before the decimal point leave room for."""
+    """Formats with as many decimals, at most two, as the digits before the decimal point leave room for."""
     if value is None:
         return f"{'N/A':>{width}}"
     digits = len(str(int(value))) if value >= 1 else 0
@@ -150,7 +150,7 @@ def _number(value: float | None, width: int) -> str:
 
 
 def _bandwidth(value: float | None, width: int = 6) -> str:
-    """Format as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
+    """Formats as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
     if value is None or not 0 < value < 0.005:
         return _number(value, width)
     if value >= 0.00095:
@@ -164,7 +164,7 @@ def _program(collective: str) -> str:
 
 
 def _wrong(run: Run) -> int | None:
-    """Return the number of wrong elements, or None if they were not checked.
+    """Returns the number of wrong elements, or None if they were not checked.
 
     It can only be 0: the warm-up checks results, and no trial begins after a wrong one.
     """
@@ -172,7 +172,7 @@ def _wrong(run: Run) -> int | None:
 
 
 def to_dict(run: Run, results: dict[str, Any], average: Average = "avg") -> dict[str, Any]:
-    """Return the JSON that `nccl-tests --json` writes; `experiment_name` holds the collective and the transfer."""
+    """Returns the JSON that `nccl-tests --json` writes; `experiment_name` holds the collective and the transfer."""
     record, found, wrong = run.record, rows(run, results, average), _wrong(run)
     sizes = [row.size for row in found]
     busbw = [row.busbw for row in found if row.busbw is not None]

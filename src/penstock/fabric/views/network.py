@@ -20,7 +20,7 @@ _FATES = {
     "corrupted": "with a wrong bit",
     "reordered": "sent past others",
     "queue_full": "dropped because the queue was full",
-    "host_gone": "dropped because a host was away",
+    "host_gone": "dropped because a host was gone",
     "no_such_host": "to no host",
 }
 """What may happen to a frame: the switch's name for it, and the wording in reports."""
@@ -35,7 +35,7 @@ def network_lines(
     happened: Sequence[str] = (),
     elapsed_seconds: float | None = None,
 ) -> list[str]:
-    """Describe a run's network, one fact per line.
+    """Describes a run's network, one fact per line.
 
     Args:
         described: what `Machines.described` returns.
@@ -50,7 +50,7 @@ def network_lines(
 
 
 def network_facts(described: Told, *, told: Told | None = None, happened: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Return the same facts as `network_lines`, as (name, text) pairs."""
+    """Returns the same facts as `network_lines`, as (name, text) pairs."""
     link = described["link"]
     makers = {"tbf": "the kernel's tbf", "switch": "a switch in user space"}
     shaper = described["shaper"]
@@ -72,13 +72,13 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
 
 
 def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
-    """Explain, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
+    """Explains, from a switch's counters, why it could not keep up and what to do; None if it kept up."""
     late = told["late"]["p99"]
     found = []
     if late is not None and late > MOST_LATE_SECONDS:
-        found.append(f"1% of the frames left more than {seconds(late)} later than requested")
+        found.append(f"1% of the frames left more than {seconds(late)} late")
     if told["no_room"]:
-        found.append(f"{told['no_room']:,} times it had no memory left for a frame")
+        found.append(f"it ran out of memory for a frame {told['no_room']:,} times")
     if elapsed_seconds and told["busy_seconds"] > MOST_BUSY * elapsed_seconds:
         found.append(f"it was busy for {told['busy_seconds'] / elapsed_seconds:.0%} of the time")
     if not found:
@@ -90,7 +90,7 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
 
 
 def _hosts(told: Told) -> Iterator[tuple[str, str]]:
-    """Describe what happened to each host's frames, or to all hosts' frames in total if there are many."""
+    """Describes what happened to each host's frames, or to all hosts' frames in total if there are many."""
     links: Sequence[Told] = told["links"]
     if len(links) > _EACH_HOST:
         sums = {way: {name: sum(link[way][name] for link in links) for name in links[0][way]} for way in ("up", "down")}

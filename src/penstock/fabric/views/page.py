@@ -37,7 +37,7 @@ CAPTIONS = {
 
 
 def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
-    """Write the page. Without matplotlib it has no pictures, and says so.
+    """Writes the page. Without matplotlib it has no pictures, and says so.
 
     Raises:
         OSError: the file cannot be written.
@@ -46,7 +46,7 @@ def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
 
 
 def page(run: Run, results: dict[str, Any]) -> str:
-    """Return the page as HTML."""
+    """Returns the page as HTML."""
     require("fabric", "jinja2", for_what="report.html")
     from jinja2 import Environment, StrictUndefined
 
@@ -74,7 +74,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
 
 
 def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the key figures as (name, value, explanation)."""
+    """Returns the key figures as (name, value, explanation)."""
     step = results["step"]["time_s"]
     tail = next((name for name in ("p999", "p99", "p90") if step[name] is not None), "max")
     rates = [group for group in results["groups"] if group["busbw_GBps"]]
@@ -114,7 +114,7 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _inline(drawn: str) -> Markup:
-    """Return a picture as safe markup, in the page's colours and as wide as the page allows."""
+    """Returns a picture as safe markup, in the page's colours and as wide as the page allows."""
     for fixed, own in ((INK, "currentColor"), (MUTED, f"var(--muted, {MUTED})"), (RULE, f"var(--rule, {RULE})")):
         drawn = drawn.replace(fixed, own)
     drawn = re.sub(r'<svg([^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'<svg\1 role="img"', drawn, count=1)
@@ -122,7 +122,7 @@ def _inline(drawn: str) -> Markup:
 
 
 def _ranks(run: Run, results: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of ranks: their times, their processor usage, and their clock offsets."""
+    """Returns the table of ranks: their times, their processor usage, and their clock offsets."""
     record = run.record
     longest = max(results["groups"], key=lambda group: float(group["time_s"]["mean"] or 0))  # per transfer
     by_rank = {found["rank"]: found for found in longest["per_rank"]}
@@ -153,7 +153,7 @@ def _clock(clock: dict[str, Any]) -> str:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """Return (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
+    """Returns (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
     settings = {
         key: value for key, value in run.record.items() if key not in ("workload", "environment", "switch_qdiscs")
     }
@@ -170,7 +170,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    """Format one pair per line; multi-line values keep their line breaks."""
+    """Formats one pair per line; multi-line values keep their line breaks."""
     lines = []
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

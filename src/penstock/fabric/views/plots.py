@@ -48,7 +48,7 @@ MOST_MARKED = 40
 
 
 def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
-    """Draw the pictures and return them by name: cdf, trials, timeline, slowest (rank), and busbw if sizes differ.
+    """Draws the pictures and returns them by name: cdf, trials, timeline, slowest (rank), and busbw if sizes differ.
 
     A run without a complete trial has none.
 
@@ -72,7 +72,7 @@ def draw(run: Run, results: dict[str, Any]) -> dict[str, str]:
 
 
 def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]]) -> list[Floats]:
-    """Return the times that each group's bandwidths are based on."""
+    """Returns the times that each group's bandwidths are based on."""
     keys = [rate_key(group["collective"]) for group in results["groups"]]
     return [
         np.stack([one.transfer if key == "transfer_s" else one.completion for one in members])
@@ -81,7 +81,7 @@ def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]])
 
 
 def _named(count: int) -> list[int]:
-    """Return the groups that a legend names: all of them, or an even selection."""
+    """Returns the groups that a legend names: all of them, or an even selection."""
     return (
         sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
         if count > len(COLOURS)
@@ -90,13 +90,13 @@ def _named(count: int) -> list[int]:
 
 
 def _longest(times: Sequence[Floats]) -> list[int]:
-    """Return the groups whose transfers take the longest, in order of execution."""
+    """Returns the groups whose transfers take the longest, in order of execution."""
     medians = np.array([np.median(one) for one in times])
     return sorted(np.argsort(-medians, kind="stable")[: len(COLOURS)].tolist())
 
 
 def _counted(times: Sequence[Floats]) -> str:
-    """Return what a fraction refers to: trials, or transfers if a trial has several of a group."""
+    """Returns what a fraction refers to: trials, or transfers if a trial has several of a group."""
     return "trials" if all(one.shape[1] == 1 for one in times) else "transfers"
 
 
@@ -104,7 +104,7 @@ def _counted(times: Sequence[Floats]) -> str:
 
 
 def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
-    """Draw one curve per group from its transfers' times in all trials; each of `times` has shape [trial, transfer]."""
+    """Draws one curve per group from its transfers' times in all trials; `times` have shape [trial, transfer]."""
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     count, samples = len(times), max(one.size for one in times)
@@ -139,7 +139,7 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
 
 
 def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
-    """Return the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
+    """Returns the indices of sorted samples that suffice to draw a curve: all, or an even selection and the last."""
     if samples <= most:
         return np.arange(samples)
     even = np.linspace(0, samples - 1, most // 2)
@@ -148,7 +148,7 @@ def _kept(samples: int, most: int = 400) -> NDArray[np.int64]:
 
 
 def _percent(share: float, _position: int | None = None) -> str:
-    """Format a tick with all of its digits, because ticks 2.5% apart would otherwise seem to be 2% and 3% apart."""
+    """Formats a tick with all of its digits, because ticks 2.5% apart would otherwise seem to be 2% and 3% apart."""
     return f"{share * 100:g}%"
 
 
@@ -162,7 +162,7 @@ def _none() -> Any:
 
 
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
-    """Draw one row for each of the longest groups, with one dot per transfer."""
+    """Draws one row for each of the longest groups, with one dot per transfer."""
     shown = _longest(times)
     colour, trials = colours(len(times)), len(times[0])
     dots = sum(times[number].size for number in shown)
@@ -199,7 +199,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
 
 
 def _trials_note(median: float, far: Floats, trials: NDArray[np.int64]) -> str:
-    """Summarize outliers; `far` has their times, slowest first, and `trials` their trials."""
+    """Summarizes outliers; `far` has their times, slowest first, and `trials` their trials."""
     text = f"median {seconds_label(median)}"
     if not len(far):
         return text
@@ -248,7 +248,7 @@ def _ideal(transfer: dict[str, Any], rate: float) -> float | None:
 
 
 def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None:
-    """Draw the bandwidth of the slowest measured link. An algorithm that avoids this link may be faster."""
+    """Draws the bandwidth of the slowest measured link. An algorithm that avoids this link may be faster."""
     speeds = [link["bytes_per_second"] for link in results.get("links") or () if link.get("bytes_per_second")]
     if speeds:
         value = min(speeds) / 1e9 * scale
@@ -256,7 +256,7 @@ def _links(axes: Axes, results: dict[str, Any], scale: float, unit: str) -> None
 
 
 def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
-    """Select sizes far enough apart, as a fraction of a logarithmic axis, that their labels do not overlap."""
+    """Selects sizes far enough apart, as a fraction of a logarithmic axis, that their labels do not overlap."""
     kept = sizes[:1]
     distance = (sizes[-1] / sizes[0]) ** least
     for size in sizes[1:]:
@@ -266,7 +266,7 @@ def _apart(sizes: list[int], least: float = 1 / 11) -> list[int]:
 
 
 def _size_label(size: int) -> str:
-    """Format a tick: the exact size if it is a power of two, otherwise three digits."""
+    """Formats a tick: the exact size if it is a power of two, otherwise three digits."""
     if size < 1000 or size & (size - 1) == 0:
         return size_text(size) + ("" if size % 1024 == 0 else " B")
     return f"{size / 1e3:.3g} kB" if size < 1e6 else f"{size / 1e6:.3g} MB"
@@ -276,7 +276,7 @@ def _size_label(size: int) -> str:
 
 
 def _timeline(run: Run) -> str:
-    """Draw the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
+    """Draws the first and the slowest trial, each on its own time axis: one lane per rank, one bar per round."""
     from matplotlib.patches import Patch
 
     found = groups(Workload.from_dict(run.record["workload"]))
@@ -306,7 +306,7 @@ def _timeline(run: Run) -> str:
 
 
 def _chosen_trials(run: Run) -> list[tuple[int, str]]:
-    """Return the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
+    """Returns the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
     kept = sorted({row[0] for row in run.steps if row[0] < len(took)}) or range(len(took))
@@ -319,7 +319,7 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
 
 
 def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
-    """Draw each rank's transfers pale, from start to end, and their rounds in full colour with gaps between them."""
+    """Draws each rank's transfers pale, from start to end, and their rounds in full colour with gaps between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     whole = (run.end_ns[trial].max() - zero) / 1e9
@@ -343,7 +343,7 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
 
 
 def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]], times: Sequence[Floats]) -> str:
-    """Draw, for the longest groups, the histogram of the slowest rank's times, and the outline of all other ranks'."""
+    """Draws, for the longest groups, the histogram of the slowest rank's times, and the outline of all other ranks'."""
     shown, colour = _longest(times)[-4:], colours(len(by_group))
     name = cut_apart([group["name"] for group in results["groups"]], MOST_LETTERS)
     figure = blank(9.6, 2.7)

@@ -64,7 +64,7 @@ _LOOK: Any = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Apply this module's style to figures that are created and written inside the block.
+    """Applies this module's style to figures that are created and written inside the block.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -77,14 +77,14 @@ def look() -> Iterator[None]:
 
 
 def blank(width: float, height: float) -> Figure:
-    """Return an empty figure; sizes are in inches."""
+    """Returns an empty figure; sizes are in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def svg(figure: Figure, name: str) -> str:
-    """Return the figure as reproducible SVG without a prologue.
+    """Returns the figure as reproducible SVG without a prologue.
 
     Ids start with `name`, because a page has several figures.
     """
@@ -105,13 +105,13 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def _shorter(drawn: str) -> str:
-    """Round coordinates to 0.01 points, and remove line breaks between the points of a path."""
+    """Rounds coordinates to 0.01 points, and removes line breaks between the points of a path."""
     drawn = re.sub(r"(\d+\.\d\d)\d+", r"\1", drawn)
     return re.sub(r" d=\"([^\"]*)\"", lambda match: f' d="{" ".join(match[1].split())}"', drawn)
 
 
 def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
-    """Label an axis of seconds with 1 ms, 2 ms, 5 ms, 1 s; only a few ticks if `few`, for a short axis.
+    """Labels an axis of seconds with 1 ms, 2 ms, 5 ms, 1 s; only a few ticks if `few`, for a short axis.
 
     Args:
         least: the fraction of a logarithmic axis that a label takes up, so that labels do not overlap.
@@ -131,7 +131,7 @@ def seconds_axis(axis: Any, *, few: bool = False, least: float = 0.13) -> None:
 
 
 def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
-    """Return round values on a short logarithmic axis, at least a fraction `least` of it apart so that labels fit."""
+    """Returns round values on a short logarithmic axis, at least a fraction `least` of it apart so that labels fit."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     tried = [10.0**power * step for power in powers for step in (1, 1.5, 2, 3, 4, 5, 7)]
     kept: list[float] = []
@@ -142,7 +142,7 @@ def _spread(low: float, high: float, least: float = 0.3) -> list[float]:
 
 
 def seconds_label(value: float) -> str:
-    """Format a tick's time: 1.5 ms."""
+    """Formats a tick's time: 1.5 ms."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "\u00b5s")):
         if abs(value) >= factor * 0.9999:
             return f"{value / factor:.3g} {unit}"
@@ -150,7 +150,7 @@ def seconds_label(value: float) -> str:
 
 
 def colours(count: int) -> list[str]:
-    """Return one colour each; if the palette is too small, colours from dark to light."""
+    """Returns one colour each; if the palette is too small, colours from dark to light."""
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     from matplotlib import colormaps
@@ -160,6 +160,6 @@ def colours(count: int) -> list[str]:
 
 
 def legend_beside(axes: Axes, handles: list[Any] | None = None, left: float = 1.01) -> None:
-    """Draw a legend to the right of the axes, where it covers nothing."""
+    """Draws a legend to the right of the axes, where it covers nothing."""
     handles = axes.get_legend_handles_labels()[0] if handles is None else handles
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(left, 1.02), handlelength=1.2, borderaxespad=0)

@@ -19,7 +19,7 @@ from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
-    """Print all of a run's figures. A table that does not fit the console's width is split in two.
+    """Prints all of a run's figures. A table that does not fit the console's width is split in two.
 
     A run without a complete trial has no table.
     """
@@ -49,7 +49,7 @@ def _print_figures(results: dict[str, Any], console: Console) -> None:
 
 
 def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
-    """Return a table of some times, or of the rates, shortening names that are too long for it."""
+    """Returns a table of some times, or of the rates, shortening names that are too long for it."""
     longest = max(len(group["name"]) for group in results["groups"])
     made = _table(results, times, rates=not times)
     if _width(made, console) > console.width:
@@ -59,7 +59,7 @@ def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> 
 
 
 def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_width: int = 1000) -> Table:
-    """Return a table with one row for each group of similar transfers, and one for the step.
+    """Returns a table with one row for each group of similar transfers, and one for the step.
 
     `times` are the names from `TIMES` to show, followed by the mean; no mean is shown without them.
     """
@@ -104,7 +104,7 @@ def _width(made: Table, console: Console) -> int:
 
 
 def _print(made: Table, console: Console) -> None:
-    """Print with every cell on one line. Columns move closer together if there is little room; nothing is cut off."""
+    """Prints with every cell on one line. Columns move closer together if there is little room; nothing is cut off."""
     if _width(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
     console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
@@ -116,7 +116,7 @@ def _print(made: Table, console: Console) -> None:
 def show_comparison(
     comparison: Comparison, console: Console, names: Sequence[str] = (), warned: Sequence[Sequence[str]] = ()
 ) -> None:
-    """Print two runs side by side, and which of their differences are more than chance.
+    """Prints two runs side by side, and which of their differences are more than chance.
 
     Args:
         names: what A and B are.
@@ -145,8 +145,8 @@ def _verdict(comparison: Comparison, rows: Sequence[Difference]) -> str:
     if comparison.differs:
         return "The runs differ."
     if all(one.verdict == "too few samples" for one in rows):
-        return f"Too few samples to tell: each run takes {FEWEST} trials or more."
-    return "No difference is shown: any may be chance."
+        return f"Too few samples to tell: each run needs {FEWEST} trials or more."
+    return "No difference shown: what differs may be chance."
 
 
 COMPARISON_NOTE = (
@@ -177,7 +177,7 @@ def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
 
 @contextmanager
 def live(trials: int, console: Console) -> Iterator[Callable[[int, str, float | None], None]]:
-    """Show a progress bar that disappears at the end; nothing is shown if the console is not a terminal.
+    """Shows a progress bar that disappears at the end; nothing is shown if the console is not a terminal.
 
     Yields:
         A function to call with the number of completed trials, the current layer's name, and its p99 so far in seconds,
@@ -201,5 +201,5 @@ def live(trials: int, console: Console) -> Iterator[Callable[[int, str, float | 
 
 
 def _fitted(name: str, width: int = 16) -> str:
-    """Pad or shorten a name to a fixed width, so that the bar does not move; a long name keeps its end."""
+    """Pads or shortens a name to a fixed width, so that the bar does not move; a long name keeps its end."""
     return f"{name if len(name) <= width else '..' + name[-(width - 2) :]:<{width}}"

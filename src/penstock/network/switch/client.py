@@ -25,7 +25,7 @@ class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Start the switch, and wait until every host has its device.
+        """Starts the switch, and waits until every host has its device.
 
         Raises:
             FabricError: the switch cannot run here.
@@ -50,7 +50,7 @@ class Switch:
         self.priority: str = answer["priority"]
 
     def order(self, order: Order) -> dict[str, Any]:
-        """Send an order and return the answer.
+        """Sends an order and returns the answer.
 
         Raises:
             FabricError: the switch has ended.
@@ -58,13 +58,13 @@ class Switch:
         return self._say(order.line(), ANSWER_SECONDS)
 
     def check(self) -> None:
-        """Raise FabricError if the switch has ended."""
+        """Raises FabricError if the switch has ended."""
         status = self._process.poll()
         if status is not None:
             raise FabricError(f"the switch has ended, with exit status {status}: the hosts' network is gone")
 
     def close(self) -> None:
-        """End the switch. May be called again."""
+        """Ends the switch. May be called again."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -93,6 +93,6 @@ class Switch:
         if not line:
             process.kill()
             said = process.stderr.read().strip().rpartition("\n")[2]
-            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'without a word'}")
+            raise FabricError(f"the switch {'has ended' if ready else 'does not answer'}: {said or 'it said nothing'}")
         answer: dict[str, Any] = json.loads(line)
         return answer

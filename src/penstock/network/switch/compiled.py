@@ -18,7 +18,7 @@ _SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[
 
 
 def folder(sources: Iterable[Path]) -> Path | None:
-    """Return where to keep code compiled from these sources; None if that is not writable and numba must find a place.
+    """Returns where to keep code compiled from these sources; None if that is not writable and numba must find a place.
 
     numba itself checks only the function's own file, and would go on using constants that have changed in another.
     """
@@ -30,7 +30,7 @@ def folder(sources: Iterable[Path]) -> Path | None:
 
 
 def _options() -> dict[str, bool]:
-    """Return numba's options, which turn off reference counting of arrays: it took ten times as long as the work.
+    """Returns numba's options, which turn off reference counting of arrays: it took ten times as long as the work.
 
     This is safe because nothing here creates an array, and Python holds the existing ones. The option is undocumented;
     with a numba that does not have it, the switch is just slower.
@@ -47,7 +47,7 @@ _OPTIONS = _options()
 
 
 def compiled(function: F) -> F:
-    """Compile a function of arrays and integers when it is first called."""
+    """Compiles a function of arrays and integers when it is first called."""
     before = _config.CACHE_DIR
     if _FOLDER is not None:
         _config.CACHE_DIR = str(_FOLDER)

@@ -98,7 +98,7 @@ _LITTLE_WAKING, _MOST_WAKING = 40_000, 200_000
 
 @compiled
 def now_ns(t: Tables) -> Any:
-    """Return the monotonic clock's time."""
+    """Returns the monotonic clock's time."""
     _clock_gettime(_MONOTONIC, t.state.ctypes.data + 8 * SECONDS)
     return t.state[SECONDS] * _NS + t.state[NANOSECONDS]
 
@@ -114,7 +114,7 @@ def _after_stall(t: Tables, direction: Any, at: Any) -> Any:
 
 @compiled
 def _stalled(t: Tables, direction: Any, at: Any) -> Any:
-    """Return how long a link has been stalled in total until then."""
+    """Returns how long a link has been stalled in total until then."""
     length, every = t.lines[direction, STALL_NS], t.lines[direction, EVERY_NS]
     since = at - t.lines[direction, SINCE_NS]
     if length == 0 or since < every:
@@ -124,7 +124,7 @@ def _stalled(t: Tables, direction: Any, at: Any) -> Any:
 
 @compiled
 def _let_go(t: Tables, direction: Any, slot: Any, at: Any) -> Any:
-    """Return when a frame leaves a host's link that may stall."""
+    """Returns when a frame leaves a host's link that may stall."""
     line = t.lines[direction]
     leaves = _after_stall(t, direction, max(at, line[HELD_NS]))
     if leaves > at:
@@ -140,7 +140,7 @@ def _drop(t: Tables, slot: Any) -> None:
 
 @compiled
 def _copy(t: Tables, slot: Any) -> Any:
-    """Copy a frame to another slot and return that slot, or -1 if there is none."""
+    """Copies a frame to another slot and returns that slot, or -1 if there is none."""
     if t.state[SPARES] == 0:
         t.state[NO_SLOT] += 1
         return -1
@@ -157,7 +157,7 @@ def _copy(t: Tables, slot: Any) -> Any:
 
 @compiled
 def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> None:
-    """Apply a link's decisions to a frame, which goes on to `step` unless it is lost."""
+    """Applies a link's decisions to a frame, which goes on to `step` unless it is lost."""
     line = t.lines[direction]
     place = line[DRAWN] % t.draws.shape[1]
     line[DRAWN] += 1
@@ -193,7 +193,7 @@ def _under_rules(t: Tables, direction: Any, slot: Any, at: Any, step: Any) -> No
 
 @compiled
 def _arrived(t: Tables, slot: Any, now: Any) -> Any:
-    """Count a frame read from its host, and return when it has arrived at its link's rate."""
+    """Counts a frame read from its host, and returns when it has arrived at its link's rate."""
     line = t.lines[t.slots[slot, SOURCE]]
     size = t.slots[slot, LENGTH]
     line[FRAMES] += 1
@@ -204,7 +204,7 @@ def _arrived(t: Tables, slot: Any, now: Any) -> Any:
 
 @compiled
 def _goes(t: Tables, slot: Any, at: Any) -> None:
-    """Send a frame that has arrived on its way to one host."""
+    """Sends a frame that has arrived on its way to one host."""
     source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
     line = t.lines[source]
     if line[GONE] or t.lines[target, GONE]:
@@ -230,7 +230,7 @@ def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 
 @compiled
 def neighbours(t: Tables, host: Any, at: Any) -> None:
-    """Put the neighbours' frames that have come by then into the queue to a host."""
+    """Puts the neighbours' frames that have come by then into the queue to a host."""
     line = t.lines[t.meets.shape[0] + host]
     while line[NEAR_USED] < line[NEAR_MADE]:
         frame = t.near[host, line[NEAR_USED] % t.near.shape[1]]
@@ -245,7 +245,7 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
 
 @compiled
 def all_neighbours(t: Tables) -> None:
-    """Do this up to now for all hosts, including those that nothing else sends to."""
+    """Does this up to now for all hosts, including those that nothing else sends to."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
         neighbours(t, host, now)
@@ -253,7 +253,7 @@ def all_neighbours(t: Tables) -> None:
 
 @compiled
 def _at_port(t: Tables, slot: Any, at: Any) -> None:
-    """Put a frame into the queue to its receiver."""
+    """Puts a frame into the queue to its receiver."""
     hosts = t.meets.shape[0]
     source, target = t.slots[slot, SOURCE], t.slots[slot, TARGET]
     direction = hosts + target
@@ -290,7 +290,7 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 
 @compiled
 def _receive(t: Tables, source: Any, now: Any) -> None:
-    """Read what a host has sent, up to `READS_AT_ONCE` frames."""
+    """Reads what a host has sent, up to `READS_AT_ONCE` frames."""
     hosts = t.meets.shape[0]
     for _ in range(READS_AT_ONCE):
         if t.state[SPARES] == 0:
@@ -323,7 +323,7 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
 
 @compiled
 def _deliver(t: Tables) -> Any:
-    """Deliver all that is due, unless decisions run short; return the time."""
+    """Delivers all that is due, unless decisions run short; returns the time."""
     now = now_ns(t)
     while t.state[WAITING] > 0 and t.heap[0, DUE_NS] <= now and not t.state[LOW]:
         due = t.heap[0, DUE_NS]
@@ -338,7 +338,7 @@ def _deliver(t: Tables) -> Any:
 
 @compiled
 def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
-    """Wait until a frame comes or one is due; return whether any came.
+    """Waits until a frame comes or one is due; returns whether any came.
 
     A sleeping process wakes up late: slightly on a busy machine, and by 50 to 100 us on an idle one, whose processors
     sleep as well. There, the timer is set that much earlier, and the rest of the time is spent polling.
@@ -361,7 +361,7 @@ def _wait(t: Tables, now: Any, until_ns: Any) -> Any:
 
 @compiled
 def run(t: Tables, until_ns: Any) -> None:
-    """Run until a moment, or until a direction needs more decisions."""
+    """Runs until a moment, or until a direction needs more decisions."""
     began = now_ns(t)
     while True:
         now = _deliver(t)

@@ -22,7 +22,7 @@ class Background:
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
 
     def fill(self) -> None:
-        """Fill the arrays some time ahead of the clock."""
+        """Fills the arrays some time ahead of the clock."""
         t = self._t
         end_ns = time.monotonic_ns() + AHEAD_NS
         for host, stream in enumerate(self._streams):

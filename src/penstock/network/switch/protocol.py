@@ -16,12 +16,12 @@ class _Line:
     __slots__ = ()
 
     def line(self) -> str:
-        """Encode the value. Only the process that started the switch sends it, and only to that switch."""
+        """Encodes the value. Only the process that started the switch sends it, and only to that switch."""
         return base64.b64encode(pickle.dumps(self)).decode() + "\n"
 
     @classmethod
     def read(cls, line: str) -> Self:
-        """Decode what `line` encoded."""
+        """Decodes what `line` encoded."""
         made: Any = pickle.loads(base64.b64decode(line))
         assert isinstance(made, cls), made
         return made

@@ -51,7 +51,7 @@ class Served:
         self.obey(Order(background=setup.order.background))
 
     def obey(self, order: Order) -> dict[str, Any]:
-        """Carry out an order and return the answer."""
+        """Carries out an order and returns the answer."""
         t = self.tables
         hosts = t.meets.shape[0]
         if order.topology is not None:
@@ -73,7 +73,7 @@ class Served:
         return found | {"unread": [device.count() for device in self._unread]}
 
     def turn(self) -> None:
-        """Forward frames for a while."""
+        """Forwards frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
         loop.all_neighbours(t)
@@ -83,7 +83,7 @@ class Served:
 
 
 def priority() -> str:
-    """Give this process priority over all others, as far as permitted, and return how far that is."""
+    """Gives this process priority over all others, as far as permitted, and returns how far that is."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -95,7 +95,7 @@ def priority() -> str:
 
 
 def main() -> int:
-    """Serve until the input ends. Return 0 then, or 1 after answering with an error."""
+    """Serves until the input ends. Returns 0 then, or 1 after answering with an error."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the maker closes its input
     incoming = sys.stdin

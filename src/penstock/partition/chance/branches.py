@@ -47,7 +47,7 @@ class _Merger:
         self.graph = fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.facts: dict[fx.Node, Fact] = {}
-        self.numbers: dict[int, int] = {}  # index in the base -> index
+        self.numbers: dict[int, int] = {}  # index in the base -> index in the merged recording
         self.members: dict[fx.Node | None, int] = {node: k for k, nodes in found.regions.items() for node in nodes}
         self.lasts = {nodes[-1]: k for k, nodes in found.regions.items() if nodes}
         self.users = _users(self.base)

@@ -74,7 +74,7 @@ class Found:
             for mine, theirs in pairs:
                 if self.region_of.get(mine) in flipped:
                     known = self.instead.get(mine)
-                    if known is None or facts[known].index < facts[theirs].index:  # the others were left out as well
+                    if known is None or facts[known].index < facts[theirs].index:  # the others were left out too
                         self.instead[mine] = theirs
         for way, pairs in zip(ways, equations, strict=True):
             flipped = self._flipped(way)

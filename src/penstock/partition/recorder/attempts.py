@@ -42,7 +42,7 @@ def record(
     Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
     reason, taught, functions = "", False, frozenset[FunctionType]()  # reason: why modules were opened, for messages
-    without: Grain | None = None  # to go back to if opening modules that did not have to be opened does not help
+    without: Grain | None = None  # to go back to if opening more modules does not help
     while True:
         units = find_units(model, leaves, grain, opening.names)
         attempt = Attempt(model, args, kwargs, units, opening, grain, functions, sees_saved)

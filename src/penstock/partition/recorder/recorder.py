@@ -106,7 +106,7 @@ class Recorder(Writer, TorchFunctionMode):
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
-        if calls.name_of(func) == "__iter__":  # otherwise the mode would be off while the caller iterates
+        if calls.name_of(func) == "__iter__":  # or the mode would be off while the caller iterates
             return iter(self._call(torch.Tensor.unbind, args, {}))
         return self._call(func, args, kwargs)
 
@@ -147,7 +147,8 @@ class Recorder(Writer, TorchFunctionMode):
                 self._write(target, "call", result, bool(drew), writes)
             elif reads_inputs:
                 target = calls.Target(*target[:2], *self._arguments(*target[2:]))
-                self.guards.append(make_guard(target, result, self.facts, self.inputs, source.current_line()))
+                line, device = source.current_line(), self.entry.device
+                self.guards.append(make_guard(target, result, self.facts, self.inputs, line, device))
             return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,16 +261,16 @@ class Recorder(Writer, TorchFunctionMode):
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
-            # around a checkpoint: its hooks would hide what a stage saves, and a stage reruns nothing for it
+            # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
             with quiet(), self.observer.saved.watching():
                 return (original(unit.module, *args, **kwargs), *self.observer.take()), True
         except PartitionError:
             raise
-        except Exception as error:  # whatever a fake kernel raises; if the unit itself is wrong, it raises again
+        except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
             del self.observer.stack[depth:], self.observer.calls[called:]
             self.observer.take()
             self.observer.saved.forget()
-            self.reach.cached.forget()  # what it made of fakes before it failed
+            self.reach.cached.forget()  # what it cached from fakes before it failed
             self.observer.work = work
             result, drew, writes = run_for_real(
                 original, unit, args, kwargs, self.loan, self.entry.device, self.observer, error, self.taken

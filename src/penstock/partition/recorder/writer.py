@@ -65,7 +65,7 @@ class Writer:
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.constants: dict[str, object] = {}
-        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its place among the leaves of (args, kwargs)
+        self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self._seen: dict[int, Seen] = {}
         self._versions = Versions(loan.fakes.values())
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
@@ -100,7 +100,7 @@ class Writer:
         self._bind(result, node, writes, alone=True)
         self.observer.saved.follow(tensors_in(result))
         self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
-        for storage in writes:  # an update in place may make aliases require a gradient, or change their strides
+        for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
                 self._seen[key] = (tensor, known, tensor.requires_grad)
@@ -288,7 +288,7 @@ class Writer:
             self.sideways.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         made = self.observer.provenance.maker(tensor)
-        if made is not None and made.unit:  # it ran for real
+        if made is not None and made.unit:  # the unit ran for real
             refusal = (
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
                 "its result. Return it from there"

@@ -90,7 +90,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Part of a recording that runs at random, such as a layer that may be dropped. One node stands for all of it.
+    """Part of a recording that is run or skipped at random, such as a layer with drop. One node stands for all of it.
 
     The node's arguments: the decision, then for each output the value to pass on if the branch does not run, then what
     the branch needs. Its result is the tuple of the outputs.

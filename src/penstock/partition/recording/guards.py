@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from penstock.partition.recording.calls import Target
 from penstock.partition.recording.facts import Fact
@@ -15,7 +16,8 @@ from penstock.partition.recording.facts import Fact
 
 @dataclass(frozen=True)
 class Guard:
-    """`module`, given the leaves of (args, kwargs) at `inputs`, returned `expected` when the forward asked for it."""
+    """`module`, given the leaves of (args, kwargs) at `inputs` and their device, returned `expected` when the forward
+    asked for it."""
 
     module: fx.GraphModule
     inputs: tuple[int, ...]
@@ -23,24 +25,40 @@ class Guard:
     source_line: str
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves give the same reading. Does not write to them."""
+        """Whether these leaves, on any device, give the same reading. Does not write to them."""
+        read = [leaves[i].clone() for i in self.inputs]
         with torch.no_grad():
-            found = self.module(*(leaves[i].clone() for i in self.inputs))
+            found = self.module(read[0].device, *read)
         return type(found) is type(self.expected) and found == self.expected
 
 
 def make_guard(
-    target: Target, result: object, facts: Mapping[fx.Node, Fact], inputs: Mapping[fx.Node, int], source_line: str
+    target: Target,
+    result: object,
+    facts: Mapping[fx.Node, Fact],
+    inputs: Mapping[fx.Node, int],
+    source_line: str,
+    device: torch.device,
 ) -> Guard:
-    """Makes a guard for a call that the graph will leave out because its result is not a tensor."""
+    """Makes a guard for a call that the graph will leave out because its result is not a tensor.
+
+    `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
+    be read before they travel, without waiting for a device.
+    """
     needed = _ancestors(target, facts)
     graph = fx.Graph()
     used = [node for node in inputs if node in needed]
+    here = graph.placeholder("device")
     new = {node: graph.placeholder(node.name) for node in used}
+
+    def of_inputs(value: Any) -> Any:
+        return here if isinstance(value, torch.device) and value == device else value
+
     for node in facts:
         if node in needed and node not in new:
             new[node] = graph.node_copy(node, new.__getitem__)
-    args, kwargs = fx.map_arg((target.args, target.kwargs), new.__getitem__)
+            new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), of_inputs)
+    args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
     graph.output(graph.create_node(target.op, target.function, args, kwargs))
     module = fx.GraphModule(nn.Module(), graph, "guard")
     return Guard(module, tuple(inputs[node] for node in used), result, source_line)

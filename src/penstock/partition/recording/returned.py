@@ -90,7 +90,7 @@ class Returned:
         ran_for_real = fact.depends_on_values
         pattern = pattern_of(result, shapes=ran_for_real)
         if ran_for_real and _holds_values(pattern) and (around := self._opening.around(fact.scope)):
-            raise StayWhole(around)  # as a whole, it has no constants
+            raise StayWhole(around)  # a module that stays whole has no such constants
         if ran_for_real:
             self._ran_for_real.append(fact)
         if ran_for_real or _holds_values(pattern):
@@ -181,7 +181,7 @@ def _fits(value: Any, pattern: Pattern) -> bool:
         expected = pattern[1]
         if type(value) is not type(expected):
             return False
-        return bool(value == expected or (value != value and expected != expected))  # NaN is NaN
+        return bool(value == expected or (value != value and expected != expected))  # NaN equals NaN here
     if kind == "text":
         return isinstance(value, VALUES) and type(value) not in LITERALS and _identity(value) == pattern[1]
     if kind == "any":

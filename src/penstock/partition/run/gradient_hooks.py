@@ -50,7 +50,7 @@ def refuse_hooks(unit: str, hooks: list[Hook], replay: Replay, reach: Reach, obs
         for function, value in hooks:
             try:
                 function(torch.linspace(-1, 2, value.numel()).reshape(value.shape).to(value.dtype))
-            except Exception:  # it may need the gradient of a whole backward
+            except Exception:  # the hook may need the gradient of a full backward
                 continue
     observer.take(keep=False)
     observer.provenance.forget(call)

@@ -149,7 +149,7 @@ def untouched_generators() -> Iterator[None]:
     torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy.random.get_state() if numpy else None
-    random.seed()  # to a new state, so that a forward that seeds it is noticed whatever the state was before
+    random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
     if numpy:
         numpy.random.seed()
     try:

@@ -53,7 +53,7 @@ def run_for_real(
                 stand_ins.fill(unit.module)
                 given = Passed(real_args, real_kwargs)
                 stand_ins.remember()
-            observer.take(keep=False)  # making tensors up writes to them
+            observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
             observer.saved.follow(tensors_in((result, given.containers)))
             with observer.not_counting():  # numpy writes past torch's operators
@@ -153,7 +153,7 @@ def _same_draws(device: torch.device) -> Iterator[None]:
         yield
     finally:
         for generator, state in zip(generators, before, strict=True):
-            if generator.initial_seed() == seed:  # otherwise the unit has seeded, which must stay visible
+            if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
                 generator.set_state(state)
 
 

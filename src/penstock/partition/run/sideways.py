@@ -44,7 +44,7 @@ class Sideways:
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
-        self._hooks: list[Hook] | None = None  # that the running unit registers on values
+        self._hooks: list[Hook] | None = None  # hooks that the running unit registers on values
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""

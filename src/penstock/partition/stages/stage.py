@@ -244,7 +244,7 @@ def _keep_persistence(source: nn.Module, module: fx.GraphModule) -> None:
 
 
 def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
-    """The stage's code: the recorded calls in program order, each in its recorded modes, with its own streams."""
+    """The stage's code: recorded calls in program order, in their recorded modes. Draws come from their own streams."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in plan.received}
     _write_calls(graph, plan.run, split.facts, new, streams_name, split.recording.device)

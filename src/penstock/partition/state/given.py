@@ -53,7 +53,7 @@ class Given:
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
     chances: Collection[tuple[str, nn.Module, str]] = ()
-    _own: Found = field(default_factory=dict)  # what steps change -> what it was
+    _own: Found = field(default_factory=dict)  # values that steps change, as they were before
     _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
     _count: Iterator[int] = field(default_factory=count)
     _names: list[tuple[str, Names]] = field(default_factory=list)

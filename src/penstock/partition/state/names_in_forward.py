@@ -36,7 +36,7 @@ class Names:
     names: frozenset[str]
 
     def values(self) -> Iterator[tuple[Path, Any]]:
-        for name in sorted(self.names & self.holder.keys()):  # an attribute may later hide the class's
+        for name in sorted(self.names & self.holder.keys()):  # an instance attribute may later hide the class's
             value = _content(self.holder[name])
             if value is not EMPTY and _counts(value):
                 yield (*self.path, name), value

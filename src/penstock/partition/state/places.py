@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
-from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_of_others, slots_of
+from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_array, is_of_others, slots_of
 from penstock.partition.values.objects import CONSTANTS
 
 MISSING = object()
@@ -338,9 +338,7 @@ class Survey:
 def _is_array(value: Any) -> bool:
     if isinstance(value, bytearray):
         return len(value) <= LARGEST_ARRAY
-    kind = type(value)
-    is_numpy = kind.__module__ == "numpy" and kind.__name__ == "ndarray"
-    return is_numpy and value.nbytes <= LARGEST_ARRAY and not value.dtype.hasobject
+    return is_array(value) and not value.dtype.hasobject
 
 
 def named_by_code(roots: Iterable[Any]) -> list[Any]:

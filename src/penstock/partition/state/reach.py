@@ -71,7 +71,7 @@ class Holder:
         now = self.entries
         if isinstance(now, CellType):
             return contents(now) is not before
-        if _is_array(now):
+        if is_array(now):
             return bool(now.tobytes() != before.tobytes())
         if isinstance(now, ClassData):
             return now.differs(before)
@@ -99,7 +99,7 @@ class Holder:
         now = self.entries
         if isinstance(now, CellType):
             now.cell_contents = entries
-        elif _is_array(now):
+        elif is_array(now):
             now[...] = entries
         elif isinstance(now, DICTS):  # never empty in between: globals may be in use by other threads
             for key in [key for key in now if key not in entries]:
@@ -155,7 +155,7 @@ class Reach:
         self.cached = CachedFunctions(self.named)
         self._seen: set[int] = set()
         self._first: dict[int, str] = {}  # object -> where it was found
-        self._again: list[tuple[str, str]] = []  # where it was found, and where once more (empty: among globals)
+        self._again: list[tuple[str, str]] = []  # where it was found first, and where again (empty: among globals)
         self._outside = False
         modules: dict[str, Any] = dict(model.named_modules())
         self._seen |= {id(module) for module in modules.values()}
@@ -244,13 +244,13 @@ class Reach:
         elif isinstance(value, tuple) or is_container(value):
             self._visit_container(value, text, depth)
             self._visit_attributes(value, text, depth)
-        elif _is_array(value):
+        elif is_array(value):
             self._add(text, value)
         else:
             self._visit_attributes(value, text, depth)
 
     def _visit_container(self, value: Any, text: str, depth: int) -> None:
-        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # whatever a subclass makes of it
+        items: Any = [*tuple.__iter__(value)] if isinstance(value, tuple) else value  # not a subclass's own iteration
         if len(items) > LARGEST:
             return
         if not isinstance(value, tuple):
@@ -314,7 +314,7 @@ def is_below(text: str, name: str) -> bool:
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether a value is a numpy array small enough to compare."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY

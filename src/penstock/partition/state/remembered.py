@@ -48,7 +48,7 @@ class Remembered:
 
 
 def strays(provenance: Provenance, reach: Reach) -> list[Remembered]:
-    """The tensors that existed before the forward, are neither parameters nor buffers, and that it updates."""
+    """The tensors that existed before the forward, are neither parameters nor buffers, and are updated by it."""
     found = [stray for stray in provenance.strays.values() if stray.writer is not None]
     return [_remembered(stray, reach) for stray in found]
 

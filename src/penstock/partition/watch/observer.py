@@ -58,10 +58,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.provenance = Provenance()
         self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
         self.statistics: set[int] = set()
-        self._taken: set[int] = set()  # by operators that do not update running statistics
+        self._taken: set[int] = set()  # memory taken by operators that do not update running statistics
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
-        self._written: dict[int, Any] = {}  # what holds the memory
+        self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self._kept: list[Any] = []
         self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 

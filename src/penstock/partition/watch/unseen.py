@@ -83,8 +83,8 @@ class Saved:
         self._recent: list[_Packed] = []  # since the last call was written
         self._of_calls: list[tuple[Fact, list[_Packed]]] = []
         self._visited: set[Node] = set()
-        self._is_blind = False  # some nodes do not tell what they save
-        self._keeps_given = False  # hooks from elsewhere keep what the latest call was given
+        self._is_blind = False  # whether some nodes do not say what they save
+        self._keeps_given = False  # whether foreign hooks keep the latest call's arguments
 
     @contextmanager
     def watching(self) -> Iterator[None]:

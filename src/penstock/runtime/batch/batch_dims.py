@@ -153,7 +153,7 @@ def _dim(leaf: Any) -> Dim | _Wrong:
         return leaf  # type: ignore[no-any-return]
     theirs: Any = sys.modules.get(
         "torch.distributed.pipelining.microbatch"
-    )  # otherwise it is not one of torch's: saves an import
+    )  # if it is not loaded, the leaf is not torch's: saves an import
     if theirs is not None and isinstance(leaf, theirs.TensorChunkSpec):
         return int(leaf.split_dim)
     if theirs is not None and (leaf is theirs._Replicate or isinstance(leaf, theirs._Replicate)):

@@ -19,7 +19,7 @@ from penstock.errors import ArgumentError, ShapeError
 from penstock.partition.stages.partition import describe
 from penstock.runtime.batch.batch_dims import FIRST, Dims
 from penstock.runtime.exact import rules as exact
-from penstock.trees import Flat, Leaf, flatten, unflatten
+from penstock.trees import Flat, Leaf, flatten, map_tensors, unflatten
 from penstock.words import counted
 
 
@@ -205,6 +205,19 @@ def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.d
         own = [_own(leaf, where, device) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
         pieces.append(unflatten(own, flat.structure))
     return pieces
+
+
+def on(tree: Any, device: torch.device | None) -> Any:
+    """A microbatch's own tensors on a device; None: where they are. Copies from the host do not wait for the device."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        if device is None or tensor.device == device:
+            return tensor
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+    return tree if device is None else map_tensors(moved, tree)
 
 
 def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:

@@ -29,7 +29,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword inputs of one microbatch."""
 
 
-@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ by its own
+@dataclass(frozen=True)  # with slots, Python before 3.11.4 replaces our __getstate__ with its own
 class Outline:
     """Examples of microbatches, in which tensors without values are on the meta device. Made to be pickled.
 

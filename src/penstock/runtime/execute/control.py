@@ -21,10 +21,11 @@ from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
+from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.joining import Store
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
-from penstock.runtime.transport.distributed import Groups, all_reduce
+from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Pending
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class Control:
             return
         self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
         try:
-            with self.waiting_for("the process groups", self.others):
+            with self.waiting_for("process groups", self.others):
                 self.groups = Groups(world, backend_of(device))
         except BaseException as error:
             cause = self.fail(error)
@@ -112,7 +113,7 @@ class Control:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
         assert self.groups is not None
         while len(self._sums) >= BROADCASTS_IN_FLIGHT:
-            self._end_sum()  # done long ago, but pending work must not be dropped
+            self._end_sum()  # finished long ago, but pending work must not be dropped
         pending = all_reduce([value], self.groups.everyone)
         self._sums.append(pending)
 

@@ -31,6 +31,7 @@ from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.routes import between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
 
@@ -78,9 +79,9 @@ class Engine:
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
-            torch.cuda.set_device(device)  # NCCL and the random generators look at the current one
+            torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience)
-        self._sending = Position("its last sends", self.control.line)  # a first step waits for them
+        self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
         self.transports: dict[int, Transport]
@@ -97,15 +98,15 @@ class Engine:
                 if cause is error:
                     raise
                 raise cause from error
-            atexit.register(self.close)  # what was sent must arrive even if a script does not close
+            atexit.register(self.close)  # what was sent must arrive even if a script does not call close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
 
     @property
     def recorded_for(self) -> torch.device:
         """The device for which this process records forwards: that of its first rank on an accelerator, or the CPU.
 
-        A forward may ask where it runs (`torch.autocast(x.device.type)`). One process that drives a CPU and an
-        accelerator thus records all stages as on the accelerator.
+        A forward may ask where it runs (`torch.autocast(x.device.type)`). So a process that drives a CPU and an
+        accelerator records all stages as if on the accelerator.
         """
         devices = (self.devices[rank] for rank in self.ranks)
         return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
@@ -116,7 +117,7 @@ class Engine:
             if self.control.groups is not None:
                 here, names = self.world.rank, self.world.names
                 peers = [names[rank] for rank in group.ranks if rank != here] if here in group.ranks else []
-                with self.control.waiting_for("the process groups", tuple(peers)):
+                with self.control.waiting_for("process groups", tuple(peers)):
                     self.control.groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:
@@ -150,6 +151,7 @@ class Engine:
             programs = self._programs(binding, head, averages)
         number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, first)
+        self._pair(schedule.placement, first)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
@@ -230,6 +232,16 @@ class Engine:
                 f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
+
+    def _pair(self, placement: Placement, partition: Partition) -> None:
+        """Makes the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
+
+        Replicas bind later programs independently, so what only those exchange stays in the groups of all ranks.
+        """
+        groups = self.control.groups
+        if groups is not None and groups.paired and (self._bound == 1 or len(self.world.lines) == 1):
+            with self.control.waiting("process groups"):
+                groups.pair(between_ranks([stage.meta for stage in partition.stages], placement))
 
     def _connect(self, schedule: Schedule) -> None:
         """Connects the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.

@@ -11,7 +11,8 @@ import torch
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
-from penstock.runtime.transport.distributed import DistributedTransport, Groups
+from penstock.runtime.processes.groups import Groups
+from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import (
     COLLECTIVES,
@@ -78,7 +79,7 @@ def _check_same(names: Sequence[str], here: int) -> None:
 
 
 def _check_devices(kinds: Sequence[str]) -> None:
-    """Raises ArgumentError if some ranks compute on devices of another type, for which they would record otherwise."""
+    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is not None:
         raise ArgumentError(

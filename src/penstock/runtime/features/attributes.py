@@ -1,7 +1,8 @@
 """Notices attributes that a stage's forwards, or a loss, set for the first time after the first step: a flag was
 switched, a count reached some number, the batch's values require it, or a block was left out by chance until then.
 
-Attributes are read before and after every forward, so no Python runs per attribute unless something has changed.
+Attributes are read before and after every forward. To keep that cheap, no Python runs per attribute unless something
+has changed.
 """
 
 from __future__ import annotations

@@ -105,11 +105,13 @@ class BackwardUpdates(Feature):
         self._changes = 0  # the count of the model's changes when watching began
         self._latest = -1
         self._left: dict[int, dict[str, Tensor]] = {}
+        self._uncounted: set[int] = set()  # microbatches whose W is the first that is watched of their backward
         self._hooked: str | None = None
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._left.clear()
+        self._uncounted.clear()
         if start.changes != self._changes:
             self._changes, self._looks = start.changes, 0
 
@@ -136,6 +138,8 @@ class BackwardUpdates(Feature):
         """
         left = self._left.pop(microbatch, {})
         if microbatch == self._latest and not self._copies:
+            if microbatch in self._splits:
+                self._uncounted.add(microbatch)
             return self._watched_alone() if self._taken_again else NOTHING
         self._looks += 1
         if microbatch in self._splits:
@@ -145,7 +149,12 @@ class BackwardUpdates(Feature):
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off. Raises PartitionError as `autograd` does."""
         left = self._left.pop(microbatch, {})
-        return NOTHING if microbatch == self._latest else self._watched(left)
+        uncounted = microbatch in self._uncounted
+        self._uncounted.discard(microbatch)
+        if microbatch == self._latest:
+            return NOTHING
+        self._looks += uncounted
+        return self._watched(left)
 
     @contextmanager
     def _watched_alone(self) -> Iterator[None]:

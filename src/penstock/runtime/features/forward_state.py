@@ -91,7 +91,7 @@ class ForwardState(Feature):
         self._changes = -1  # the count of changes at the last learning
         self._kept: dict[int, Snapshots] = {}
         self._ran: list[int] = []  # the microbatches of this step's forwards
-        self._latest = -1  # that of the last one
+        self._latest = -1  # the microbatch of the last one
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
@@ -119,7 +119,7 @@ class ForwardState(Feature):
         elif late := self._attributes.set_since(reading, self._places):
             before.update({key: was for key, (_, was) in late.items()})
             self._add([place for place, _ in late.values()], before)
-            self._learning, self._changes = True, -1  # in the rest of this step, and in the next one
+            self._learning, self._changes = True, -1  # for the rest of this step, and in the next one
         self._ran.append(microbatch)
         if self._places:
             before = {key: before.get(key, MISSING) for key in self._places}
@@ -196,7 +196,7 @@ class ForwardState(Feature):
             elif microbatch != self._latest or place.same(after, before):
                 if type(before) in (int, float) and type(after) in (int, float) and before != after:
                     yield place
-                place.write(value)  # otherwise what backward left is what plain torch leaves
+                place.write(value)  # otherwise backward left what plain torch leaves
 
     def _now(self) -> Values:
         return {key: place.read() for key, place in self._places.items()}
@@ -206,24 +206,24 @@ class ForwardState(Feature):
             self._places[key].write(value)
 
 
-class LossMemory(ForwardState):
-    """The state that the loss keeps between its call and the backward.
-
-    If the last stage runs again, the loss is first called within the backward, and nothing is kept.
-    """
-
-    @classmethod
-    def of(cls, stage: StageContext) -> LossMemory | None:
-        """In training, on a last stage whose loss may hold state."""
-        if not stage.training or stage.head is None or not stage.head.may_remember:
-            return None
-        return cls(stage.head.survey, stage.head.owners(), stage.microbatches(Op.W))
+class OfLoss(Feature):
+    """Of the loss, which follows the last stage's forward. If that runs again, backward calls the loss."""
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Wraps a forward, and the loss after it."""
         with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
             yield
+
+
+class LossMemory(OfLoss, ForwardState):
+    """The state that the loss keeps between its call and the backward."""
+
+    @classmethod
+    def of(cls, stage: StageContext) -> LossMemory | None:
+        """In training, on a last stage whose loss may hold state."""
+        head = stage.remembering_head
+        return None if head is None else cls(head.survey, head.owners(), stage.microbatches(Op.W))
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[Any]:

@@ -105,7 +105,7 @@ class Offload(Feature):
             yield
             return
         held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
-        self._stays = {part.untyped_storage().data_ptr() for part in held}  # it may have new memory
+        self._stays = {part.untyped_storage().data_ptr() for part in held}  # they may have new memory
         self._microbatch = microbatch
         with saved_tensors_hooks(self._pack, _unpack):
             yield

@@ -128,7 +128,7 @@ class RepeatedUpdates(Feature):
 
     @contextmanager
     def autograd(self, microbatch: int) -> Iterator[None]:
-        """Wraps a backward of the stage, but not around a forward that the pipeline itself runs again."""
+        """Wraps a backward of the stage, but not a forward that the pipeline itself runs again."""
         with ExitStack() as stack:
             for each in self._watched:
                 stack.enter_context(each.module.register_forward_pre_hook(each.put_aside))
@@ -163,7 +163,7 @@ class _Watched:
         self._calls: list[_Call] = []
         self._again = checkpointed
         self._due: Counter[int] = Counter()  # by microbatch: how often its backward should run the module again
-        self._ran = 0  # how often the current backward has
+        self._ran = 0  # how often the current backward has run it
         self._own = dict(module._buffers)
         self._is_ours = False  # whether the pipeline makes the call in backward, on copies of the buffers
         self._aside: list[AbstractContextManager[None]] = []

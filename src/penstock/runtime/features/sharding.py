@@ -56,7 +56,7 @@ class Reduced(Feature):
 
     def run(self, microbatch: int) -> AbstractContextManager[None]:
         """Clears autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
-        reduction, since backward reaches what was made first last.
+        reduction, since in backward what was made first comes last.
         """
         torch.clear_autocast_cache()
         return nullcontext()

@@ -8,7 +8,7 @@ the last forward left it, so a backward that reads it is refused if other forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
-from penstock.runtime.features.forward_state import roots_of
+from penstock.runtime.features.forward_state import OfLoss, roots_of
 from penstock.schedule import Op
 
 BACKWARDS = 4
@@ -147,18 +147,11 @@ class TensorState(Feature):
         return tensor.numel() > 0 and storage_of(tensor) not in self._known
 
 
-class LossTensors(TensorState):
-    """The same for tensors that the loss writes to. If the last stage runs again, backward calls the loss."""
+class LossTensors(OfLoss, TensorState):
+    """The same for tensors that the loss writes to."""
 
     @classmethod
     def of(cls, stage: StageContext) -> LossTensors | None:
         """In training, on a last stage whose loss may hold state."""
-        if not stage.training or stage.head is None or not stage.head.may_remember:
-            return None
-        return cls(stage.index, stage.head.survey, (), stage.microbatches(Op.W))
-
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-        """Wraps a forward, and the loss after it."""
-        with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
-            yield
+        head = stage.remembering_head
+        return None if head is None else cls(stage.index, head.survey, (), stage.microbatches(Op.W))

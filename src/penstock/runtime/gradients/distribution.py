@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
@@ -26,6 +27,18 @@ def whole(tensor: Tensor) -> Tensor:
     """The whole tensor. A collective if it is distributed."""
     full: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
     return full
+
+
+def on_host(numbers: Sequence[Tensor]) -> list[Tensor]:
+    """Scalars on the CPU: those of one device and dtype travel together, so that the host waits once."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, number in enumerate(numbers):
+        groups.setdefault((number.device, number.dtype), []).append(place)
+    found = list(numbers)
+    for places in groups.values():
+        for place, number in zip(places, torch.stack([numbers[place] for place in places]).cpu(), strict=True):
+            found[place] = number
+    return found
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:

@@ -18,8 +18,9 @@ from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
+from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.distributed import Groups, all_reduce
+from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Pending
 
 BUCKET_BYTES = 25 * 2**20

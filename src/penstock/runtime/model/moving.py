@@ -1,7 +1,7 @@
 """Moves a model's parameters and buffers to the devices of the ranks that hold them, before stages take hold of them.
 
-As `Module.to` does, and through it wherever one device holds the whole of a module: what a module does there (an RNN
-flattens its weights) is done here too.
+Tensors move as with `Module.to`, which is called wherever one device holds a whole module, so that whatever a module
+does there (an RNN flattens its weights) is done here too.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 
 def move(model: nn.Module, device_of: Mapping[int, torch.device]) -> bool:
-    """Moves tensors in place, and returns whether there was anything to move.
+    """Moves tensors in place. Returns whether there was anything to move.
 
-    Modules that shared a parameter or buffer share it afterwards too: where `Module.to` makes a new object for each of
+    Modules that shared a parameter or buffer still share it afterwards: if `Module.to` makes a new object for each of
     them, all get the first.
 
     Args:
+        model: the model whose tensors to move.
         device_of: the device of each tensor to move, by the tensor's `id`; all others stay where they are.
     """
     slots = [(slot, name, tensor) for module in model.modules() for slot, name, tensor in _slots(module)]
@@ -27,7 +28,7 @@ def move(model: nn.Module, device_of: Mapping[int, torch.device]) -> bool:
         return False
     _move(model, device_of, set())
     moved: dict[int, Tensor] = {}
-    for slot, name, before in slots:  # `slots` keeps the old tensors alive, so that their ids stay theirs
+    for slot, name, before in slots:  # `slots` keeps the old tensors alive, so that their ids are not reused
         now = slot[name]
         if now is not None:
             slot[name] = moved.setdefault(id(before), now)
@@ -35,7 +36,7 @@ def move(model: nn.Module, device_of: Mapping[int, torch.device]) -> bool:
 
 
 def _move(module: nn.Module, device_of: Mapping[int, torch.device], seen: set[int]) -> None:
-    """Moves whole modules where it can, and single tensors of those that are divided."""
+    """Moves whole modules where possible, and single tensors of modules that are divided."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -46,7 +47,7 @@ def _move(module: nn.Module, device_of: Mapping[int, torch.device], seen: set[in
         return
     for slot, name, tensor in list(_slots(module)):
         if (device := device_of.get(id(tensor), tensor.device)) != tensor.device:
-            holder = nn.Module()  # whose `to` knows how a parameter moves, its gradient included
+            holder = nn.Module()  # its `to` knows how to move a parameter together with its gradient
             held: dict[str, Any] = holder._parameters if isinstance(tensor, nn.Parameter) else holder._buffers
             held[name] = tensor
             holder.to(device)

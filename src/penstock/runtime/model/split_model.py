@@ -67,7 +67,7 @@ class SplitModel:
         self._example = example
         self._copied: dict[int, tuple[Partition, Partition]] = {}
         self._placed: dict[int, tuple[Partition, Partition]] = {}
-        self._known_parameters: set[str] = set()  # those of the example, and those already warned about
+        self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
             self._move_together()
             with engine.control.working("the recording of the model"):
@@ -82,7 +82,7 @@ class SplitModel:
                 self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
-            with engine.control.agreed(PenstockError):  # the user's function may wait for other processes
+            with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
                 with engine.control.working("parallelize="):
                     self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))

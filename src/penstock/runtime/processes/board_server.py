@@ -132,7 +132,7 @@ class BoardServer:
         with contextlib.suppress(OSError):
             link, _ = self._listener.accept()
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.settimeout(1.0)  # a message is small: only a stopped rank has no room for it
+            link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
             self._selector.register(link, selectors.EVENT_READ, Connection(link))
 
     def _read(self, connection: Connection) -> None:

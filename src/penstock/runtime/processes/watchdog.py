@@ -26,7 +26,7 @@ from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
-_INTERRUPTED_SECONDS = 0.3  # for either, if Ctrl-C ends this rank: it most likely ends the others too
+_INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
 
 
 class Watchdog:
@@ -149,7 +149,7 @@ class Watchdog:
         """
         if self._closed.is_set():
             return
-        self._send(beat=Sighting(left=True).to_list())  # before the thread hangs up; the answer wakes it
+        self._send(beat=Sighting(left=True).to_list())  # before the thread disconnects; the answer wakes it
         self._closed.set()
         if self._thread:
             self._thread.join()

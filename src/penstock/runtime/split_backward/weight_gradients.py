@@ -48,7 +48,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
     if other or weight.dim() != 2 or not _is_matrix(input):
         return None
     x = _rows(input)
-    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # so its transpose is stored by columns
+    by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # then its transpose is column-major
 
     def gradients(grad: Tensor) -> Sequence[Tensor]:
         first = x.get()

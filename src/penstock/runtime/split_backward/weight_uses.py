@@ -290,7 +290,7 @@ def _ways_to_parameters(roots: Sequence[Node], views: Collection[Node]) -> dict[
     while stack:
         node = stack.pop()
         if "Checkpoint" in node.name():
-            return {}  # runs its own backward, whose uses of parameters are not in this graph
+            return {}  # it runs its own backward, whose uses of parameters are not in this graph
         for child, _ in node.next_functions:
             if child is not None:
                 into[child].append(node)

@@ -42,11 +42,11 @@ def shared(control: Control, example: Example) -> Example:
                 "the example is on the meta device on every rank that gives one: at least the rank of the first stage "
                 "has to give real tensors, since the forward may branch on the values of integers"
             )
-        return example  # there are no tensors in it: a function of the user makes them
+        return example  # it has no tensors: a function of the user's makes them
     first = has.index(True)
     outlines = control.gather(Outline.of_example(example) if control.world.name == first else None, "its example")
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
-    for text in control.gather(problem, "its example"):  # all raise, so that none waits for one that has raised
+    for text in control.gather(problem, "its example"):  # all raise, so that none waits for one that did
         if text is not None:
             raise ArgumentError(text)
     if is_whole(example):

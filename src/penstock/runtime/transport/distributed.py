@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ClosedError, ShapeError
+from penstock.errors import ShapeError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
-from penstock.runtime.processes.world import World
+from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe
 from penstock.runtime.transport.protocol import Message, Pending
 from penstock.runtime.transport.receive_order import ReceiveOrder
@@ -42,117 +42,6 @@ _DTYPES = (
 )  # fmt: skip
 
 
-class Groups:
-    """The process groups of one pipeline. All processes of its mesh create them together.
-
-    NCCL runs everything that two ranks exchange within a group one by one, in both directions, so each direction has
-    its own group (`way`). Control values (the loss) travel over gloo.
-
-    If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
-    it does not, only the members do. Torch then names a group after its ranks and the number of existing groups, and
-    would find the addresses of an earlier group with the same name. So no group is destroyed, and all ranks of a
-    pipeline have equally many.
-
-    A gloo group has threads that wake up a hundred times a second, and end with the last reference to the group. Only
-    this object holds one, so `close` ends them; code that uses a group asks for it here each time. After `close` that
-    raises ClosedError.
-    """
-
-    def __init__(self, world: World, backend: str) -> None:
-        assert world.rank is not None
-        self._rank = world.rank
-        self.members = world.members
-        self.backend = backend
-        self._lines = world.lines
-        self._local = len(world.everyone) < dist.get_world_size()
-        self._own: list[dist.ProcessGroup] = []
-        self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
-        roles = self._roles
-        roles["up"] = self._one_of(world.lines, backend)
-        roles["down"] = self._one_of(world.lines, backend)
-        roles["control"] = self._one_of(world.lines, "gloo")
-        alone = world.everyone == world.members
-        roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
-        if len(world.replicas) > 1:
-            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, backend)
-            roles["weights"] = self._one_of(world.replica_sets, "gloo")
-        if len(world.column) > len(world.replicas):
-            roles["column"] = self._one_of(world.columns, backend)
-        self._made: set[tuple[int, ...]] = set()
-
-    @property
-    def control(self) -> dist.ProcessGroup:
-        """The group of the pipeline's ranks, over gloo."""
-        return self._role("control")
-
-    @property
-    def everyone(self) -> dist.ProcessGroup:
-        """The group of the whole mesh, over gloo."""
-        return self._role("everyone")
-
-    @property
-    def replicas(self) -> dist.ProcessGroup:
-        """The group of processes that hold the same stages and train on other data, if there are any."""
-        return self._role("replicas")
-
-    @property
-    def weights(self) -> dist.ProcessGroup:
-        """The same group as `replicas`, over gloo."""
-        return self._role("weights")
-
-    @property
-    def column(self) -> dist.ProcessGroup:
-        """The group of processes that run the same stages, if there are others than this one."""
-        return self._role("column")
-
-    def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
-        """The group in which one rank of the pipeline sends to another. It carries no other messages of the two."""
-        return self._role("up" if source_rank < target_rank else "down")
-
-    def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
-        """A group made by `make`; this rank is one of `holders`."""
-        return self._role(tuple(sorted(holders)))
-
-    def make(self, holders: Sequence[int]) -> None:
-        """Makes the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
-        key = tuple(sorted(holders))
-        if key in self._made:
-            return
-        self._made.add(key)
-        if self._rank in key:
-            self._roles[key] = self._one_of([[line[rank] for rank in key] for line in self._lines], self.backend)
-        elif self._local:
-            self._one_of([[dist.get_rank()]], "gloo")
-        else:
-            for line in self._lines:
-                dist.new_group([line[rank] for rank in key], backend=self.backend)
-
-    def close(self) -> None:
-        """Destroys the groups, and their threads with them."""
-        self._roles.clear()
-        while self._own:
-            group = self._own.pop()
-            if not self._local:
-                dist.destroy_process_group(group)
-
-    def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
-        if not self._own:
-            raise ClosedError("this pipeline was closed; make a new one")
-        return self._roles[role]
-
-    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
-        """Makes a group for each of these sets of global ranks if this process takes part. Returns its own group."""
-        own: dist.ProcessGroup | None = None
-        for members in parts:
-            here = dist.get_rank() in members
-            if here or not self._local:
-                group = dist.new_group(list(members), backend=backend, use_local_synchronization=self._local)
-                own = group if here else own
-        assert own is not None
-        self._own.append(own)
-        return own
-
-
 class DistributedTransport:
     """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks."""
 
@@ -168,9 +57,9 @@ class DistributedTransport:
     def connect(self, source_rank: int, target_rank: int) -> None:
         group, token = self._groups.way(source_rank, target_rank), torch.zeros(1, dtype=torch.uint8, device=self.device)
         if self.rank == source_rank:
-            work = dist.isend(token, group=group, group_dst=target_rank)
+            work = dist.isend(token, self._groups.members[target_rank], group=group)
         else:
-            work = dist.irecv(token, group=group, group_src=source_rank)
+            work = dist.irecv(token, self._groups.members[source_rank], group=group)
         if work is not None:
             work.wait()
 
@@ -180,7 +69,7 @@ class DistributedTransport:
         way = self._ways.setdefault((source_rank, target_rank), ReceiveOrder())
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
-        channel = DistributedChannel(link, group, peer, way, self.device)
+        channel = DistributedChannel(link, group, self._groups.members[peer], way, self.device)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
@@ -189,7 +78,7 @@ class DistributedTransport:
 
     def broadcast(self, value: Tensor, source_rank: int) -> Pending:
         while len(self._broadcasts) >= BROADCASTS_IN_FLIGHT:
-            self._broadcasts.popleft().wait()  # done long ago, but pending work must not be dropped
+            self._broadcasts.popleft().wait()  # finished long ago, but pending work must not be dropped
         self._broadcasts.append(_Broadcast(value, source_rank, self._groups.control))
         return self._broadcasts[-1]
 
@@ -276,7 +165,7 @@ class DistributedChannel:
             self._finish_send()
 
     def _start_send(self, tensors: list[Tensor]) -> None:
-        works = [dist.isend(t, group=self._group(), group_dst=self._peer) for t in tensors]
+        works = [dist.isend(t, self._peer, group=self._group()) for t in tensors]
         self._sends.append(([work for work in works if work is not None], tensors))
 
     def _finish_send(self) -> None:
@@ -288,7 +177,7 @@ class DistributedChannel:
     def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
         buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
         works = [
-            dist.irecv(buffer.flat.view(torch.uint8), group=self._group(), group_src=self._peer)
+            dist.irecv(buffer.flat.view(torch.uint8), self._peer, group=self._group())
             for buffer in buffers
             if buffer is not None and buffer.flat.numel()
         ]
@@ -296,7 +185,7 @@ class DistributedChannel:
 
     def _receive_header(self) -> Layouts:
         header = torch.empty(len(self._link.values) * _FIELDS, dtype=torch.int64, device=self._device)
-        work = dist.irecv(header, group=self._group(), group_src=self._peer)
+        work = dist.irecv(header, self._peer, group=self._group())
         if work is not None:
             work.wait()
         return _layouts(header.tolist())

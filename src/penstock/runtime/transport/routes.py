@@ -136,6 +136,13 @@ class RouteBuilder:
         return next(p for p, o in enumerate(self._metas[stage].outputs) if o.name == name)
 
 
+def between_ranks(metas: Sequence[StageMeta], placement: Placement) -> set[tuple[int, int]]:
+    """Which rank may send to which."""
+    links = (*forward_links(metas), *backward_links(metas))
+    found = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
+    return {(source, target) for source, target in found if source != target}
+
+
 def route_of(action: Action, routes: Sequence[Route]) -> Route:
     """The route that a communication action uses."""
     return next(route for route in routes if route.stage == action.peer)

@@ -67,7 +67,7 @@ class Neighbours:
             # An abstract name: visible in this network namespace only, and gone with the socket.
             door.bind(f"\0penstock-{token}-{rank}")
             door.listen()
-            machines = gather(Process.here().machine)  # also a barrier: everyone listens
+            machines = gather(Process.here().machine)  # also a barrier: now everyone is listening
             near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
             kinds = (self._connections, self.lines)
             for peer in near:

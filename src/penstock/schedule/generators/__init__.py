@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.errors import ArgumentError
 from penstock.schedule.generators.chimera import chimera
@@ -105,9 +106,9 @@ class Generator:
     name: str
     make: Callable[[Numbers], Schedule]
     rule: str
-    memory: str | None
-    idle: str | None
-    bubble: str | None
+    memory: str | None = None
+    idle: str | None = None
+    bubble: str | None = None
     rules: tuple[Rule, ...] = ()
     chunks: int = 1
     slices: int = 1
@@ -123,6 +124,9 @@ class Generator:
         """The first rule that the numbers break."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
 
+
+_on_a_v = partial(Generator, rules=(_TWO_CHUNKS,), chunks=2, placement="V")
+_two_copies = partial(Generator, rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES), placement="bidirectional")
 
 _GENERATORS = {
     generator.name: generator
@@ -191,95 +195,64 @@ _GENERATORS = {
             rules=(_ONE_CHUNK,),
             splits=True,
         ),
-        Generator(
+        _on_a_v(
             "zb-v",
             lambda n: zb_v(n.ranks, n.microbatches),
             rule="two chunks on a V, F, I and W of either in turn",
             memory="min(p, m)",
             idle="0 if F == I == W else None",
             bubble="0",
-            rules=(_TWO_CHUNKS,),
-            chunks=2,
-            placement="V",
             splits=True,
         ),
-        Generator(
+        _on_a_v(
             "v-half",
             lambda n: v_half(n.ranks, n.microbatches),
             rule="two chunks on a V, in a block that holds half of 1F1B's memory",
             memory="(p + 2)//2",
-            idle=None,
-            bubble=None,
-            rules=(_TWO_CHUNKS,),
-            chunks=2,
-            placement="V",
             splits=True,
         ),
-        Generator(
+        _on_a_v(
             "v-min",
             lambda n: v_min(n.ranks, n.microbatches),
             rule="two chunks on a V, in a block that holds a third of 1F1B's memory",
             memory="(p + 4)//3",
-            idle=None,
-            bubble=None,
-            rules=(_TWO_CHUNKS,),
-            chunks=2,
-            placement="V",
             splits=True,
         ),
-        Generator(
+        _on_a_v(
             "1f1b-v",
             lambda n: one_f_one_b_v(n.ranks, n.microbatches),
             rule="1F1B on a V, in a block that holds two thirds of 1F1B's memory",
-            memory=None,
-            idle=None,
-            bubble=None,
-            rules=(_TWO_CHUNKS,),
-            chunks=2,
-            placement="V",
         ),
         Generator(
             "hanayo",
             lambda n: hanayo(n.ranks, n.microbatches, n.chunks),
             rule="down the ranks and up again in waves; backwards first, then the highest forward",
-            memory=None,
-            idle=None,
-            bubble=None,
             rules=(_WAVES,),
             chunks=2,
             placement="wave",
         ),
-        Generator(
+        _two_copies(
             "chimera",
             lambda n: chimera(n.ranks, n.microbatches),
             rule="two copies of the model in opposite directions, each in the other's bubbles",
             memory="p//2 + min(r + 1, p - r)",
-            idle=None,
-            bubble=None,
-            rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
-            placement="bidirectional",
         ),
-        Generator(
+        _two_copies(
             "dualpipe",
             lambda n: dualpipe(n.ranks, n.microbatches),
             rule="two copies in opposite directions, forwards of one together with backwards of the other",
             memory="p + 1",
             idle="(p/2 - 1)*max(2*F, 3*F - W) if F == I else None",
             bubble="(p - 2)/(3*m + p - 2)",
-            rules=(_ONE_CHUNK, _EVEN_RANKS, _EVEN_MICROBATCHES),
-            placement="bidirectional",
             splits=True,
         ),
-        Generator(
+        _on_a_v(
             "dualpipe-v",
             lambda n: dualpipe_v(n.ranks, n.microbatches),
             rule="DualPipe cut in half: one copy, two chunks on a V",
             memory="(2*p + 1)/2",
             idle="(p - 1)*max(2*F, 3*F - W)/2 if F == I else None",
             bubble="(p - 1)/(3*m + p - 1)",
-            rules=(_TWO_CHUNKS,),
-            chunks=2,
-            placement="V",
             splits=True,
         ),
         Generator(

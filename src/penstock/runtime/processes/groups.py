@@ -1,0 +1,202 @@
+"""The process groups of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from penstock.errors import ClosedError
+from penstock.runtime.processes.world import World
+
+Way = tuple[int, int]
+"""From one rank of the pipeline to another."""
+
+
+class Groups:
+    """The process groups of one pipeline. All processes of its mesh create them together.
+
+    NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has its
+    own group (`way`). Control values (the loss) travel over gloo.
+
+    If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
+    it does not, only the members do. Torch then names a group by its ranks and the number of existing groups, and finds
+    the addresses of an earlier group with that name; so no group is destroyed, and all ranks of a pipeline have equally
+    many.
+
+    A gloo group has threads that wake up a hundred times a second, and end with the last reference to it. Nothing else
+    holds one, so `close` ends them: code that uses a group asks for it here each time. After `close` this raises
+    ClosedError.
+
+    Attributes:
+        members: the global rank of each of the pipeline's ranks.
+        paired: whether each way gets a group of its two ranks (`pair`).
+    """
+
+    def __init__(self, world: World, backend: str) -> None:
+        assert world.rank is not None
+        self._rank = world.rank
+        self.members = world.members
+        self.backend = backend
+        self._lines = world.lines
+        self._local = len(world.everyone) < dist.get_world_size()
+        self.paired = self._local or is_bound()
+        self._own: list[dist.ProcessGroup] = []
+        self._ways: dict[Way, dist.ProcessGroup | None] = {}  # None: between two other ranks
+        self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        roles = self._roles
+        roles["up"] = self._one_of(world.lines, backend)
+        roles["down"] = self._one_of(world.lines, backend)
+        roles["control"] = self._one_of(world.lines, "gloo")
+        alone = world.everyone == world.members
+        roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
+        if len(world.replicas) > 1:
+            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, backend)
+            roles["weights"] = self._one_of(world.replica_sets, "gloo")
+        if len(world.column) > len(world.replicas):
+            roles["column"] = self._one_of(world.columns, backend)
+        self._made: set[tuple[int, ...]] = set()
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """The group of the pipeline's ranks, over gloo."""
+        return self._role("control")
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of the whole mesh, over gloo."""
+        return self._role("everyone")
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The group of those that hold the same stages and train on other data, if there are any."""
+        return self._role("replicas")
+
+    @property
+    def weights(self) -> dist.ProcessGroup:
+        """The same group, over gloo."""
+        return self._role("weights")
+
+    @property
+    def column(self) -> dist.ProcessGroup:
+        """The group of those that run the same stages, if there are any besides this one."""
+        return self._role("column")
+
+    def way(self, source_rank: int, target_rank: int) -> dist.ProcessGroup:
+        """The group in which one rank of the pipeline sends to another. It carries no other messages of the two."""
+        pair = self._ways.get((source_rank, target_rank))
+        return self._role("up" if source_rank < target_rank else "down") if pair is None else pair
+
+    def pair(self, ways: Iterable[Way]) -> None:
+        """Gives each of these ways that has none a group of its two ranks.
+
+        Then nothing else is on that group's communicator, even if the whole group has only one. The ranks of all
+        pipelines of the mesh call it together.
+        """
+        for matching in matchings(set(ways) - self._ways.keys()):
+            self._ways.update(dict.fromkeys(matching))
+            parts = [[line[rank] for rank in way] for line in self._lines for way in matching]
+            here = next((way for way in matching if self._rank in way), None)
+            if here is None:
+                self._skip(parts)
+            else:
+                self._ways[here] = self._one_of(parts, self.backend)
+
+    def of(self, holders: Sequence[int]) -> dist.ProcessGroup:
+        """A group made by `make`; this rank is one of `holders`."""
+        return self._role(tuple(sorted(holders)))
+
+    def make(self, holders: Sequence[int]) -> None:
+        """Makes the group of some of the pipeline's ranks. All ranks of the pipeline call it in the same order."""
+        key = tuple(sorted(holders))
+        if key in self._made:
+            return
+        self._made.add(key)
+        parts = [[line[rank] for rank in key] for line in self._lines]
+        if self._rank in key:
+            self._roles[key] = self._one_of(parts, self.backend)
+        else:
+            self._skip(parts)
+
+    def close(self) -> None:
+        """Destroys the groups, and their threads with them."""
+        self._roles.clear()
+        self._ways.clear()
+        while self._own:
+            group = self._own.pop()
+            if not self._local:
+                dist.destroy_process_group(group)
+
+    def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
+        if not self._own:
+            raise ClosedError("this pipeline was closed; make a new one")
+        return self._roles[role]
+
+    def _one_of(self, parts: Sequence[Sequence[int]], backend: str) -> dist.ProcessGroup:
+        """Makes a group of each of these sets of global ranks if this process takes part. Returns its own."""
+        own: dist.ProcessGroup | None = None
+        for members in parts:
+            here = dist.get_rank() in members
+            if here or not self._local:
+                group = new_group(members, backend, members_only=self._local)
+                own = group if here else own
+        assert own is not None
+        self._own.append(own)
+        return own
+
+    def _skip(self, parts: Sequence[Sequence[int]]) -> None:
+        """Takes part in making groups of others, or makes one of its own so that all ranks have equally many."""
+        if self._local:
+            self._one_of([[dist.get_rank()]], "gloo")
+        else:
+            for members in parts:
+                new_group(members, self.backend, members_only=False)
+
+
+def new_group(members: Sequence[int], backend: str, *, members_only: bool) -> dist.ProcessGroup:
+    """Makes a process group that shares nothing with the default group.
+
+    If the user gave the default group a device (`init_process_group(device_id=...)`), torch splits groups from it. All
+    processes of the job must then take part in making each group, or they wait forever: those that are no members even
+    if the group is gloo's, which its members do not split.
+
+    Args:
+        members: global ranks.
+        members_only: no others call this.
+    """
+    with _unbound():
+        made: dist.ProcessGroup = dist.new_group(list(members), backend=backend, use_local_synchronization=members_only)
+    return made
+
+
+def is_bound() -> bool:
+    """Whether the default group has a device: torch then gives the groups split from it one communicator each."""
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """While this is active, the default group has no device."""
+    default = dist.group.WORLD
+    if default is None or not is_bound():
+        yield
+        return
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def matchings(ways: Iterable[Way]) -> list[list[Way]]:
+    """Divides ways into sets in each of which no rank occurs twice, so that their groups can be made at once."""
+    found: list[list[Way]] = []
+    for way in sorted(ways):
+        for matching in found:
+            if not any(rank in other for rank in way for other in matching):
+                matching.append(way)
+                break
+        else:
+            found.append([way])
+    return found
