@@ -18,6 +18,7 @@ RAISED = "failed .*: ValueError: the disk is full"
 NEVER_CAME = r"has waited \d+ s for rank {victim}, which has not called penstock\.pipeline yet"
 
 SAID = {
+    "init-sleep-1": NEVER_CAME,
     "join-sleep-1": NEVER_CAME,
     "groups-kill-1": "rank 1 was lost, .*: its process is gone",
     "ties-sleep-2": "equal tied parameters from rank 2",
@@ -27,6 +28,7 @@ SAID = {
 """By phase, how a rank falls, and its number: what the others say."""
 
 LONG = {
+    "init-sleep-0": NEVER_CAME,
     "join-sleep-0": NEVER_CAME,
     "groups-stop-0": "rank 0 was lost, .*: its process is stopped",
     "groups-stop-1": "rank 1 was lost, .*: its process is stopped",

@@ -24,7 +24,7 @@ from penstock import checkpoint
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.gradients.ties import TieReducer
-from penstock.runtime.processes import groups
+from penstock.runtime.processes import groups, rendezvous
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
@@ -143,7 +143,7 @@ def child(rank: int, case: str, folder: Path) -> None:
     os.dup2(log, 2)
     torch.set_num_threads(1)
     phase, how, victim = case.split("-")
-    build.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
+    build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
     try:
         train(rank, phase, folder, case, act)

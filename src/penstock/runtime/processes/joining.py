@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -105,14 +106,23 @@ class Meeting:
         if self._rank == 0:
             self._store.set(key, json.dumps(value))
             return value
+        self._wait(lambda: self._store.check([key]), missing)
+        return json.loads(self._store.get(key))
+
+    def await_all(self, missing: Missing) -> None:
+        """Waits until all ranks have come. Raises PipelineFailure if one does not."""
+        key = f"come {self._number}"
+        self._store.add(key, 1)
+        self._wait(lambda: self._store.add(key, 0) >= self._ranks, missing)
+
+    def _wait(self, met: Callable[[], bool], missing: Missing) -> None:
         look_seconds = _LOOK_SECONDS
-        while not self._store.check([key]):
+        while not met():
             if missing.is_due:
                 missing.ranks = self.absent() or missing.ranks
             missing.check()
             time.sleep(look_seconds)
             look_seconds = min(1.2 * look_seconds, _LONGEST_LOOK_SECONDS)
-        return json.loads(self._store.get(key))
 
 
 def say(words: str) -> None:
