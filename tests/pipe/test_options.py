@@ -194,10 +194,12 @@ SHOWN: dict[str, Callable[[], None]] = {
     "parallelize": shows_parallelize,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
+    # What torch is told: tests/runtime/processes/test_process_groups.py.
+    "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
 }
 """For each option of `pipeline`, what shows that it is used."""
 
-SEEN_ELSEWHERE = {"transport"}  # in tests/distributed: it has no meaning in one process
+SEEN_ELSEWHERE = {"transport", "pg_options"}  # in tests/distributed: they have no meaning in one process
 
 
 @pytest.mark.parametrize("option", SHOWN)

@@ -38,6 +38,7 @@ class ReadyStage:
     may_update = reads = traces = remembered = overwritten = overwritten_strays = checkpointed = norms_as_functions = ()
     borrowed: ClassVar[Mapping[int, str]] = {}
     draws_outside_modules = False
+    depends_on_values = True
 
     @property
     def code(self) -> str:

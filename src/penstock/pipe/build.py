@@ -32,6 +32,7 @@ from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.schedule import CHUNKS, Schedule
@@ -75,6 +76,8 @@ def pipeline(
     compile: Compile = False,
     check_finite: bool = False,
     lost_after: float | None = None,
+    group_timeout: float | None = None,
+    pg_options: Any = None,
 ) -> Pipeline:
     """Splits a model into stages and prepares them for training.
 
@@ -134,6 +137,10 @@ def pipeline(
         lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
             more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
             same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.
+        group_timeout: seconds that an operation of the process groups may take: the last resort, for example if a
+            device hangs. None: an hour. Give more than the longest time that a first step takes to compile.
+        pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
+            `torch.distributed.new_group`. Each group gets a copy, with `group_timeout`.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -165,6 +172,8 @@ def pipeline(
         compile=compile,
         check_finite=check_finite,
         lost_after=lost_after,
+        group_timeout=group_timeout,
+        pg_options=pg_options,
     )
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
@@ -200,7 +209,8 @@ def build(
     seed = torch.initial_seed() if options.seed is None else options.seed
     silent = options.lost_after
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
-    engine = Engine(world, devices, seed, options.transport, patience)
+    limit = GROUP_SECONDS if options.group_timeout is None else options.group_timeout
+    engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
     engine.control.watchdog.position = Position("the building of the pipeline")
     try:
         whole = shared(engine.control, example)

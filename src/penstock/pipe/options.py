@@ -58,6 +58,8 @@ class Options:
     compile: Compile = False
     check_finite: bool = False
     lost_after: float | None = None
+    group_timeout: float | None = None
+    pg_options: Any = None
     loss: Loss | None = field(init=False)
     cutting: Cutting = field(init=False)
 
@@ -87,8 +89,9 @@ class Options:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
             raise ArgumentError(f"seed={self.seed!r}: expected a whole number, or None")
-        if self.lost_after is not None and not _is_wait(self.lost_after):
-            raise ArgumentError(f"lost_after={self.lost_after!r}: expected seconds, 1 or more, or None")
+        for name in ("lost_after", "group_timeout"):
+            if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
 
     def _check_together(self) -> None:
         if arguments_of(self.compile) is not None and self.check_finite:

@@ -1,13 +1,22 @@
-"""Which groups of two are made at once."""
+"""The process groups of a pipeline: which groups of two are made at once, and what torch is told of each."""
 
 from __future__ import annotations
 
+import copy
+from datetime import timedelta
 from itertools import permutations
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.processes.groups import Way, matchings
+from penstock.errors import ArgumentError
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
+from penstock.runtime.processes.world import World
 
 
 @given(st.sets(st.sampled_from(list(permutations(range(6), 2)))))
@@ -23,3 +32,71 @@ def test_a_chain_takes_four_turns_however_long() -> None:
     for p in (3, 4, 9, 64):
         chain = {(a, b) for a, b in permutations(range(p), 2) if abs(a - b) == 1}
         assert len(matchings(chain)) == 4
+
+
+class NcclOptions:
+    """Like `torch.distributed.ProcessGroupNCCL.Options`, which builds for the CPU lack."""
+
+    def __init__(self) -> None:
+        self.is_high_priority_stream = True
+        self._timeout = timedelta(minutes=10)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What torch is told of the groups that rank 1 of three makes."""
+    calls: list[dict[str, Any]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> object:
+        calls.append({"ranks": ranks, **options})
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
+    return calls
+
+
+def groups(backend: str, *options: Any) -> None:
+    """Makes all kinds of them."""
+    made = Groups(World(3, 1, (0, 1, 2)), backend, GroupOptions(*options))
+    made.make((0, 1))
+    made.make((0, 2))
+    made.pair([(0, 1), (1, 2), (0, 2)])
+
+
+def test_every_group_has_the_limit(told: list[dict[str, Any]]) -> None:
+    groups("nccl", 120.0)
+    assert len(told) == 8
+    assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
+    assert all("pg_options" not in call for call in told)
+
+
+def test_the_watchdog_ends_a_wait_before_a_group_does() -> None:
+    assert 2 * Patience().timeout_seconds <= GROUP_SECONDS
+
+
+def test_each_group_for_tensors_has_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:
+    mine = NcclOptions()
+    before = copy.deepcopy(vars(mine))
+    groups("nccl", 120.0, mine)
+    given = [call.get("pg_options") for call in told if call["backend"] == "nccl"]
+    assert len({id(options) for options in given} | {id(mine)}) == len(given) + 1 == 8
+    for options in given:
+        assert vars(options) == {"is_high_priority_stream": True, "_timeout": timedelta(seconds=120)}
+    assert vars(mine) == before
+    assert all("pg_options" not in call for call in told if call["backend"] == "gloo")
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "says"),
+    [
+        ("nccl", {"is_high_priority_stream": True}, "given dict, expected torch.distributed.ProcessGroupNCCL.Options"),
+        ("gloo", NcclOptions(), "over gloo, for which torch uses none; leave it out where ranks compute on the CPU"),
+    ],
+)
+def test_options_of_another_kind_are_refused(told: list[dict[str, Any]], backend: str, options: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"pg_options: .*{says}"):
+        groups(backend, 120.0, options)
+    assert not told

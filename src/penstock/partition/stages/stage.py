@@ -58,6 +58,7 @@ class Stage:
         module: `module(*inputs)` returns the tuple of outputs, both in the order of `meta`. Its blocks are the model's
             own modules, not copies.
         parameters, buffers: the model's own tensors that live here, by the names in `meta`.
+        depends_on_values: whether a block here ran for real when it was recorded, and may do something else for others.
         may_update: the buffers that the forward may update for some values, besides those in `meta`.
         reads: the buffers that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
@@ -76,6 +77,7 @@ class Stage:
     buffers: Mapping[str, Tensor]
     device: torch.device
     frame: Surroundings | None = None
+    depends_on_values: bool = False
     may_update: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     traces: tuple[Trace, ...] = ()
@@ -191,6 +193,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
         parameters,
         buffers,
         recording.device,
+        depends_on_values=any(map(split.depends_on_values, plan.run)),
         may_update=may_update,
         reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
         remembered=remembered,

@@ -222,6 +222,7 @@ class Survey:
 
     Attributes:
         tensors: the tensors found there, by where they are, including the parameters and buffers of modules.
+        attributes: the `__dict__` of each module and object found.
     """
 
     def __init__(
@@ -234,6 +235,7 @@ class Survey:
     ) -> None:
         self.places: dict[Key, Place] = {}
         self.tensors: dict[int, tuple[str, Tensor]] = {}
+        self.attributes: list[dict[str, Any]] = []
         self._modules, self._skips = modules, skips
         self._owners: dict[int, Any] = {}  # kept alive so that their ids are not reused
         level = [("", value) for value in roots if isinstance(value, nn.Module) or self._can_be_opened(value, 1)]
@@ -320,6 +322,7 @@ class Survey:
         attributes = getattr(value, "__dict__", None)
         if not isinstance(attributes, dict) or isinstance(value, type) or not self._is_new(attributes):
             return []
+        self.attributes.append(attributes)
         found = [(name, held) for name, held in attributes.items() if name not in OF_TORCH]
         for name, _ in found:
             self._add(Attribute(attributes, name))

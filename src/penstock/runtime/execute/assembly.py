@@ -63,10 +63,10 @@ FEATURES: tuple[Make, ...] = (
     Overwritten.of,
     OwnGradients.of,
     FiniteStage.of,
+    ForwardOrder.of,  # may run the code again, after all that notes what a forward leaves
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,
-    ForwardOrder.of,
     ForwardState.of,
     LossMemory.of,
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them

@@ -21,7 +21,7 @@ from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
-from penstock.runtime.processes.groups import Groups
+from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import Store
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
@@ -43,7 +43,13 @@ class Control:
         line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
 
-    def __init__(self, world: World, device: torch.device, patience: Patience | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        patience: Patience | None = None,
+        group_options: GroupOptions | None = None,
+    ) -> None:
         self.world = world
         self.groups: Groups | None = None
         self._sums: deque[Pending] = deque()
@@ -56,7 +62,7 @@ class Control:
         self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
         try:
             with self.waiting_for("process groups", self.others):
-                self.groups = Groups(world, backend_of(device))
+                self.groups = Groups(world, backend_of(device), group_options)
         except BaseException as error:
             cause = self.fail(error)
             self.watchdog.close()

@@ -28,6 +28,7 @@ from penstock.runtime.gradients.ties import TieGroup, TieReducer
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
@@ -69,6 +70,7 @@ class Engine:
         seed: int,
         transport: TransportChoice = "auto",
         patience: Patience | None = None,
+        group_options: GroupOptions | None = None,
     ) -> None:
         self.world = world
         self.devices = tuple(devices)
@@ -80,7 +82,7 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, patience)
+        self.control = Control(world, device, patience, group_options)
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups

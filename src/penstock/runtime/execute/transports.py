@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, get_args
@@ -11,6 +12,7 @@ import torch
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
+from penstock.runtime.processes.board import Process
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.paired import Paired
@@ -38,15 +40,19 @@ def transport_of(
     """This rank's side of the transport that all ranks chose. Every rank calls it.
 
     Raises:
-        ArgumentError: they did not choose the same one, their factory made something else, or they compute on devices
-            of different types.
+        ArgumentError: they did not choose the same one, their factory made something else, they compute on devices of
+            different types, or two of them on one accelerator.
         Exception: whatever the factory raised.
     """
     possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
-    said: list[tuple[str, bool, str]] = control.gather((_name_of(choice), possible, device.type), "its transport")
+    said: list[tuple[str, bool, str, str]] = control.gather(
+        (_name_of(choice), possible, device.type, accelerator_of(device)), "its transport"
+    )
     with control.agreed():
-        _check_same([name for name, _, _ in said], control.world.name)
-        _check_devices([kind for _, _, kind in said])
+        _check_same([name for name, _, _, _ in said], control.world.name)
+        _check_devices([kind for _, _, kind, _ in said])
+        if not callable(choice):
+            check_apart([where for _, _, _, where in said])
     plain = DistributedTransport(rank, groups, device)
     if callable(choice):
         made = _made(choice, rank, device, control)
@@ -86,6 +92,30 @@ def _check_devices(kinds: Sequence[str]) -> None:
             f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
             "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
             "rank"
+        )
+
+
+def accelerator_of(device: torch.device) -> str:
+    """What tells an accelerator from all others, even if each process sees only its own, as number 0; "" for a CPU."""
+    if device.type in ("cpu", "meta"):
+        return ""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(device), "uuid", None)
+    return f"{device} of {Process.here().machine}" if uuid is None else str(uuid)
+
+
+def check_apart(accelerators: Sequence[str]) -> None:
+    """Raises ArgumentError if two ranks compute on one accelerator, unless NCCL is told to allow it."""
+    if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    sharing = {where: [r for r, other in enumerate(accelerators) if other == where] for where in accelerators if where}
+    ranks = next((ranks for ranks in sharing.values() if len(ranks) > 1), None)
+    if ranks is not None:
+        raise ArgumentError(
+            f"devices: ranks {ranks} would compute on the same accelerator ({len(accelerators)} ranks have "
+            f"{len(sharing)} in all), and NCCL exchanges nothing within one. Start no more ranks on a machine than it "
+            "has accelerators, and give each its own in devices=; or run the script without torchrun, so that one "
+            "process drives all ranks"
         )
 
 

@@ -28,15 +28,15 @@ Reading = tuple[list[int], list[Any], list[Any]]
 """The number of entries of each holder, and the keys and values of all holders, one after another."""
 
 
+Held = tuple[str, dict[Any, Any], bool]
+"""A dict, its name, and whether it holds the attributes of a module or an object."""
+
+
 class Attributes:
-    """The attributes of some modules and objects, and the contents of dicts and plain objects in them.
+    """The entries of some dicts, most of which hold the attributes of modules and objects."""
 
-    Args:
-        owners: the modules and objects; those of torch's own classes, which set nothing, are skipped.
-    """
-
-    def __init__(self, owners: Iterable[Any]) -> None:
-        found = {id(held): (name, held, own) for owner in owners for name, held, own in _holders(owner)}
+    def __init__(self, holders: Iterable[Held]) -> None:
+        found = {id(held): (name, held, own) for name, held, own in holders}
         self._names = [(name, own) for name, _, own in found.values()]
         self._holders = [held for _, held, _ in found.values()]
         self._usual: tuple[list[int], list[Any]] = [], []
@@ -78,9 +78,10 @@ class Attributes:
                     yield Attribute(holder, key), was.get(key, MISSING)
 
 
-def _holders(owner: Any) -> Iterator[tuple[str, dict[Any, Any], bool]]:
-    """The attributes of an object, those of objects in them, and the dicts in them: for each its name, and whether it
-    holds attributes.
+def holders(owner: Any) -> Iterator[Held]:
+    """The attributes of a module or an object, those of objects in them, and the dicts in them.
+
+    Nothing for a module of torch's own classes, which sets nothing.
     """
     own = getattr(owner, "__dict__", None)
     if not isinstance(own, dict) or is_of_others(type(owner).__module__):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
 from penstock.partition.state.reach import Trace
-from penstock.runtime.features.attributes import Attributes
+from penstock.runtime.features.attributes import Attributes, holders
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
@@ -100,7 +101,8 @@ class ForwardState(Feature):
         learned, self._learning = self._learning, start.changes != self._changes
         self._changes = start.changes
         if learned and not self._learning:
-            self._attributes = Attributes(self._owners)  # as left by the forwards learned from
+            found = chain.from_iterable(map(holders, self._owners))
+            self._attributes = Attributes(found)  # as left by the forwards learned from
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:

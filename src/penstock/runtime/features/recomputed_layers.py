@@ -174,7 +174,7 @@ class _Call:
             given, self.first = tuple(self.first), None
         elif self.takes_gradient is not None:
             flags = iter(self.takes_gradient)
-            given = map_tensors(lambda tensor: _received(tensor, next(flags)), given)
+            given = map_tensors(lambda tensor: received(tensor, next(flags)), given)
         positional = len(given) - len(self._names)
         return self._layer(*given[:positional], **dict(zip(self._names, given[positional:], strict=True)))
 
@@ -216,7 +216,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return exact.copy_as(exact.Layout.of(tensor), tensor)
 
 
-def _received(value: Tensor, takes_gradient: bool) -> Tensor:
+def received(value: Tensor, takes_gradient: bool) -> Tensor:
     """Makes a kept copy a value of a graph again, which may be updated in place."""
     if not takes_gradient:
         return value

@@ -33,16 +33,20 @@ SMALL = 2**16
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Reading:
+class TensorReading:
+    """A tensor at some moment: autograd's count of its updates, and the values of a small one."""
+
     version: int
     values: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Reading:
+    def of(cls, tensor: Tensor) -> TensorReading:
+        """The tensor as it is now."""
         small = tensor.numel() * tensor.element_size() <= SMALL
         return cls(tensor._version, tensor.detach().clone() if small else None)
 
     def fits(self, tensor: Tensor) -> bool:
+        """Whether the tensor is still the same."""
         return self.version == tensor._version if self.values is None else same_bits(self.values, tensor.detach())
 
 
@@ -73,7 +77,7 @@ class TensorState(Feature):
         self._splits = frozenset(splits)
         self._known = {storage_of(buffer) for buffer in known}
         self._written: dict[int, tuple[str, Tensor]] = {}
-        self._left: dict[int, dict[int, _Reading]] = {}
+        self._left: dict[int, dict[int, TensorReading]] = {}
         self._backwards = 0
         self._changes = 0  # the count of the model's changes when watching began
         self._latest = -1
@@ -94,14 +98,14 @@ class TensorState(Feature):
             yield
             return
         found = {key: each for key, each in self._survey().tensors.items() if self._counts(each[1])}
-        before = {key: _Reading.of(tensor) for key, (_, tensor) in found.items()}
+        before = {key: TensorReading.of(tensor) for key, (_, tensor) in found.items()}
         yield
         for key, (name, tensor) in found.items():
             if key not in self._written and not before[key].fits(tensor):
                 self._written[key] = name, tensor
                 for left in self._left.values():  # earlier forwards left it just as this one found it
                     left[key] = before[key]
-        self._left[microbatch] = {key: _Reading.of(tensor) for key, (_, tensor) in self._written.items()}
+        self._left[microbatch] = {key: TensorReading.of(tensor) for key, (_, tensor) in self._written.items()}
 
     def again(self, microbatch: int) -> Context:
         """Wraps a forward that runs again, and so writes again."""
@@ -123,7 +127,7 @@ class TensorState(Feature):
         return self._watched(left) if left and microbatch != self._latest else NOTHING
 
     @contextmanager
-    def _watched(self, left: dict[int, _Reading]) -> Iterator[None]:
+    def _watched(self, left: dict[int, TensorReading]) -> Iterator[None]:
         stale = [self._written[key] for key, reading in left.items() if not reading.fits(self._written[key][1])]
         if not stale:
             yield

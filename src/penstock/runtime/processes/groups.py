@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from penstock.errors import ClosedError
+from penstock.errors import ArgumentError, ClosedError
 from penstock.runtime.processes.world import World
 
 Way = tuple[int, int]
 """From one rank of the pipeline to another."""
+
+GROUP_SECONDS = 3600.0
+"""How long an operation of a group may take, unless the user says otherwise.
+
+The watchdog, which knows who waits for whom, ends a wait after half of it (`Patience.timeout_seconds`), and one for a
+lost rank within seconds. This limit is for what it does not see, such as a device that hangs. Torch's own of ten
+minutes for NCCL would end a first step in which another rank compiles.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOptions:
+    """What torch is told of each group.
+
+    Attributes:
+        seconds: how long one of its operations may take.
+        backend_options: what torch calls `pg_options`, for groups that exchange a device's tensors.
+    """
+
+    seconds: float = GROUP_SECONDS
+    backend_options: Any = None
+
+    def check(self, backend: str) -> None:
+        """Raises ArgumentError if groups of this backend cannot have these options."""
+        if self.backend_options is None:
+            return
+        given = type(self.backend_options)
+        if backend == "gloo":
+            raise ArgumentError(
+                f"pg_options: given {given.__name__}, but these ranks exchange tensors over gloo, for which torch uses "
+                "none; leave it out where ranks compute on the CPU"
+            )
+        expected = dist.ProcessGroupNCCL.Options
+        if not isinstance(self.backend_options, expected):
+            raise ArgumentError(
+                f"pg_options: given {given.__name__}, expected torch.distributed.ProcessGroupNCCL.Options, as for "
+                "torch.distributed.new_group"
+            )
+
+    def arguments(self, backend: str) -> dict[str, Any]:
+        """The arguments of `torch.distributed.new_group` that they are."""
+        arguments: dict[str, Any] = {"timeout": timedelta(seconds=self.seconds)}
+        if self.backend_options is not None and backend != "gloo":
+            options = copy.deepcopy(self.backend_options)  # torch writes each group's name and ranks into it
+            options._timeout = arguments["timeout"]  # torch warns if it differs
+            arguments["pg_options"] = options
+        return arguments
 
 
 class Groups:
@@ -34,8 +85,10 @@ class Groups:
         paired: whether each way gets a group of its two ranks (`pair`).
     """
 
-    def __init__(self, world: World, backend: str) -> None:
+    def __init__(self, world: World, backend: str, options: GroupOptions | None = None) -> None:
         assert world.rank is not None
+        self._options = options or GroupOptions()
+        self._options.check(backend)
         self._rank = world.rank
         self.members = world.members
         self.backend = backend
@@ -139,7 +192,7 @@ class Groups:
         for members in parts:
             here = dist.get_rank() in members
             if here or not self._local:
-                group = new_group(members, backend, members_only=self._local)
+                group = new_group(members, backend, self._options, members_only=self._local)
                 own = group if here else own
         assert own is not None
         self._own.append(own)
@@ -151,10 +204,12 @@ class Groups:
             self._one_of([[dist.get_rank()]], "gloo")
         else:
             for members in parts:
-                new_group(members, self.backend, members_only=False)
+                new_group(members, self.backend, self._options, members_only=False)
 
 
-def new_group(members: Sequence[int], backend: str, *, members_only: bool) -> dist.ProcessGroup:
+def new_group(
+    members: Sequence[int], backend: str, options: GroupOptions = GroupOptions(), *, members_only: bool
+) -> dist.ProcessGroup:
     """Makes a process group that shares nothing with the default group.
 
     If the user gave the default group a device (`init_process_group(device_id=...)`), torch splits groups from it. All
@@ -166,7 +221,9 @@ def new_group(members: Sequence[int], backend: str, *, members_only: bool) -> di
         members_only: no others call this.
     """
     with _unbound():
-        made: dist.ProcessGroup = dist.new_group(list(members), backend=backend, use_local_synchronization=members_only)
+        made: dist.ProcessGroup = dist.new_group(
+            list(members), backend=backend, use_local_synchronization=members_only, **options.arguments(backend)
+        )
     return made
 
 

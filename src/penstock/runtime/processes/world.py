@@ -195,7 +195,7 @@ def device_of(
     rank: int,
     current: torch.device,
 ) -> torch.device:
-    """Where a rank computes.
+    """Where a rank computes. That ranks do not share an accelerator is checked once they have found each other.
 
     Args:
         devices: one device, a type such as "cuda" (a rank takes its own), or one per rank; None: `current`.

@@ -1,0 +1,48 @@
+"""Several ranks on one accelerator are refused before any of them exchanges a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distributed import sharing_jobs as jobs
+from penstock.errors import ArgumentError
+from penstock.runtime.execute.transports import accelerator_of, check_apart
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Two processes with one stand-in device, which no other test may have."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def test_more_ranks_than_accelerators_are_refused_on_each(pool: Ranks) -> None:
+    for said in pool.run(jobs.refusal):
+        assert "ranks [0, 1] would compute on the same accelerator (2 ranks have 1 in all)" in said
+        assert "Start no more ranks on a machine than it has accelerators" in said
+
+
+def test_a_device_that_each_process_sees_as_number_0_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    seen = []
+    for uuid in ("a", "b", "a"):
+        properties = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        seen.append(accelerator_of(device))
+    check_apart(seen[:2])
+    with pytest.raises(ArgumentError, match=r"ranks \[0, 2\] would compute on the same accelerator \(3 ranks have 2"):
+        check_apart(seen)
+
+
+def test_cpus_are_shared_and_nccl_may_be_told_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_apart([accelerator_of(torch.device("cpu"))] * 2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    check_apart(["one"] * 2)
