@@ -111,7 +111,7 @@ def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:
 
 def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> None:
     says = refusal("search", "--ranks", "100000", "--microbatches", "100000")
-    assert says.startswith("--ranks 100000 --microbatches 100000: a schedule has 30,000,000,000 actions, and at most ")
+    assert says.startswith("--ranks 100000 --microbatches 100000: a schedule has 30,000,000,000 actions, but at most ")
     assert "give fewer" in refusal("search", "--ranks", "1000000000000", "--microbatches", "1")  # before a placement
     (line,) = penstock("search", "--ranks", "1", "--microbatches", "2", "--seconds", "60").stderr.splitlines()
     assert line.startswith("penstock: searching for about 60 s")
@@ -122,12 +122,15 @@ def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> N
     [
         (["--memory-limit", "nan"], "--memory-limit nan: expected a number, such as 1.5"),
         (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
-        (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks a rank"),
+        (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks per rank"),
         (["--microbatches", "0"], "--microbatches 0: expected a whole number of at least 1"),
         (["--chunks", "0"], "--chunks 0: expected a whole number of at least 1"),
-        (["--output-bytes", "1", "--bandwidth", "1", "--contended"], "--contended: the search lets messages"),
+        (
+            ["--output-bytes", "1", "--bandwidth", "1", "--contended"],
+            "--contended: the search does not model contention",
+        ),
         (["--forward", "-1"], "--forward -1: expected a cost of 0 or more"),
-        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: no file can be written there"),
+        (["--csv", "no/such/folder.csv"], "--csv no/such/folder.csv: this file cannot be written"),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:

@@ -183,7 +183,7 @@ def test_all_puts_neighbouring_stages_of_a_file_together(write: Any) -> None:
     assert by_name["zb-v"]["span"] == library(generate("zb-v", 2, 4), parts, LinkCost(1, 4)).span_seconds
     three = as_json("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "4", "--costs", path)
     reasons = {one["name"]: one["reason"] for one in three["not_allowed"]}
-    assert "has 4 stages, which cannot be put together to 8" in reasons["zb-v"]
+    assert "has 4 stages, which cannot be combined into 8" in reasons["zb-v"]
 
 
 def test_slices() -> None:
@@ -281,16 +281,16 @@ def test_contended_links(write: Any) -> None:
         ([STAGE, {"forward": 1, "backward_input": 1}], "stage 1: 'backward_weight' is missing"),
         ([{**STAGE, "forward": -1}], "stage 0: forward=-1: expected 0 or more"),
         ([{**STAGE, "forward": "1"}], "stage 0: forward='1': expected a number"),
-        ([{**STAGE, "activation": 1, "weight_grad": 2}], "stage 0: weight_grad=2 is a part of activation=1"),
+        ([{**STAGE, "activation": 1, "weight_grad": 2}], "stage 0: weight_grad=2 is more than activation=1"),
         ([3], "stage 0: expected an object of numbers by name"),
         ([], "expected a list with an object for each stage"),
         ({"stages": [STAGE], "link": {}}, "unknown key 'link'; known are stages, links"),
         ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, "links: unknown key 'bandwith'"),
         ({"stages": [STAGE], "links": {"bandwidth": 0}}, "links: bandwidth=0: expected above 0"),
-        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "message takes depends on its size; give"),
+        ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, "the time of a message depends on its size; give"),
         ({"stages": [STAGE], "links": [{"from": 0, "latency": 2}]}, "link 0: expected ranks, as in "),
         ({"stages": [STAGE, STAGE], "links": [{"from": 0, "to": 1}]}, "links has no cost from rank 1 to rank 0"),
-        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: give as many"),
+        ([STAGE, STAGE, STAGE], "has 3 stages, but 1f1b needs 2: give that many"),
         ("[\n1,", "line 2, column 3 is not JSON: "),
         ("[NaN]", "stage 0: expected an object of numbers"),
     ],
@@ -356,7 +356,7 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
 
 def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
-    assert "the file is not text in UTF-8" in refusal("simulate", "--csv", str(tmp_path / "mine.csv"))
+    assert "the file is not UTF-8 text" in refusal("simulate", "--csv", str(tmp_path / "mine.csv"))
 
 
 @pytest.mark.parametrize(
@@ -372,11 +372,14 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         ),
         (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
         ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),
-        (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file says what --ranks would"),
-        (["--csv", "mine.csv", "--schedule", "1f1b"], "the file says what --schedule would"),
+        (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
+        (["--csv", "mine.csv", "--schedule", "1f1b"], "the file already sets what --schedule would"),
         (["--csv", "no-such-file"], "--csv no-such-file: No such file"),
         (["--schedule", "1f1b", *NUMBERS, "--costs", "no-such-file"], "--costs no-such-file: No such file"),
-        (["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"], "the file says what --comm would"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"],
+            "the file already sets what --comm would",
+        ),
         (["--schedule", "1f1b", *NUMBERS, "--backward-input", "-1"], "--backward-input -1: expected a cost of 0 or"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "nan"], "--comm nan: expected a cost of 0 or more"),
         (["--schedule", "1f1b", *NUMBERS, "--forward", "1e308"], "--forward 1e+308: expected a number below 1e+100"),
@@ -384,8 +387,11 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
             ["--schedule", "1f1b", *NUMBERS, "--output-bytes", "1", "--bandwidth", "1e-300"],
             "--bandwidth 1e-300: expected a bandwidth above 1e-100; give sizes in a smaller unit",
         ),
-        (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth means nothing without --output-bytes"),
-        (["--schedule", "1f1b", *NUMBERS, "--contended"], "--contended: no message holds up another"),
+        (["--schedule", "1f1b", *NUMBERS, "--bandwidth", "2"], "--bandwidth has no effect without --output-bytes"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--contended"],
+            "--contended: without a bandwidth, no message holds up another",
+        ),
         (["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"], "--memory-weight-grad 1 of --memory-activ"),
         (["--schedule", "all", *NUMBERS, "--perfetto", "x.json"], "--perfetto: a trace shows one schedule"),
         (["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"], "--perfetto no/such/folder: No such file"),

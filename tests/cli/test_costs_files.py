@@ -37,10 +37,10 @@ def stage_with(forward: str) -> str:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[" * 100_000, "too many lists or objects in each other; give a list with an object for each stage"),
-        ('{"a":' * 100_000, "too many lists or objects in each other"),
+        ("[" * 100_000, "lists or objects are nested too deeply; give a list with an object for each stage"),
+        ('{"a":' * 100_000, "lists or objects are nested too deeply"),
         ('[{"forward": 1,}]', "line 1, column "),
-        ('[{"forward": 1, "forward": 2}]', "an object has the key 'forward' twice, with 1 and 2; keep one of them"),
+        ('[{"forward": 1, "forward": 2}]', "an object has the key 'forward' twice, as 1 and 2; keep one of them"),
         ("", "line 1, column 1 is not JSON: "),
         ("[\n\n  x]", "line 3, column 3 is not JSON: "),
     ],
@@ -58,9 +58,9 @@ def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None
     """What JSON just reads may be too deep for a repr."""
     nested = "[" * depth + "]" * depth
     line = refusal(*SIMULATE, "--costs", write(stage_with(nested)))
-    assert "forward=[[[" in line or "too many lists" in line
+    assert "forward=[[[" in line or "nested too deeply" in line
     line = refusal(*SIMULATE, "--costs", write(f"[{nested}]"))
-    assert "expected an object of numbers by name" in line or "too many lists" in line
+    assert "expected an object of numbers by name" in line or "nested too deeply" in line
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
 
 def test_one_stage_is_one(write: Write) -> None:
     path = write([STAGE])
-    says = f"--costs {path} has 1 stage, but 1f1b needs 4: give as many"
+    says = f"--costs {path} has 1 stage, but 1f1b needs 4: give that many"
     assert refusal("simulate", "--schedule", "1f1b", "--ranks", "4", "--costs", path) == says
 
 
 def test_too_few_stages(write: Write) -> None:
     path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
-    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: give as many"
+    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: give that many"
     assert refusal("search", *four, "--placement", "v", "--costs", path) == says
-    says = f"--costs {path} has 4 stages, but zb-v needs 8: give as many"
+    says = f"--costs {path} has 4 stages, but zb-v needs 8: give that many"
     assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
     assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)

@@ -57,8 +57,8 @@ WRONG = {
     "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; with no command, ",
     "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
-    "--sizes 999TiB": "GiB of memory on 4 hosts, and this machine has",
-    "--hosts 100000": "--hosts 100000: one machine makes 200 at most",
+    "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
+    "--hosts 100000": "--hosts 100000: one machine can make at most 200",
     "--sizes 4parsec": "'4parsec' is not a size: give bytes, or a number with KiB",
     "--sizes 4 --algorithm rong": "'rong' is not an algorithm for all_reduce: did you mean 'ring'?",
     "--sizes 4 --collective gather --algorithm ring": "'ring' is not an algorithm for gather: ",
@@ -80,8 +80,8 @@ WRONG = {
     "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
     "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl",
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
-    "--trials 5": "unclear what to send: nothing was given: give one of --preset, --model",
-    "--sizes 4 --preset mlp": "unclear what to send: --preset and --sizes were given: give one of",
+    "--trials 5": "it is not clear what to send, because nothing was given: give one of --preset, --model",
+    "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: give one of",
     "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
     "train --hosts 0": "--hosts 0: a network has at least 2",
@@ -91,10 +91,10 @@ WRONG = {
     "--preset mlp --sharded": "--sharded belongs to --model",
     "--from 4 --to 64 --factor 0": "--factor 0: give a factor above 1",
     "--from 6 --to 64": "a sweep from 6 bytes: give a multiple of the element size, 4 bytes",
-    "--model m:f --ranks 0": "--ranks 0: a pipeline has 1 or more",
+    "--model m:f --ranks 0": "--ranks 0: give 1 or more",
     "--model m:f --microbatches 0": "--microbatches 0: give 1 or more",
-    "--model m:f --cuts a": "--cuts is of a pipeline's stages, and --ranks is 1",
-    "--model m:f --schedule gpipe": "--schedule is of a pipeline's stages, and --ranks is 1",
+    "--model m:f --cuts a": "--cuts applies to a pipeline's stages, but --ranks is 1",
+    "--model m:f --schedule gpipe": "--schedule applies to a pipeline's stages, but --ranks is 1",
     "--preset mlp --factor 3": "--factor belongs to --from and --to, and --preset was given: leave it out",
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
     "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
@@ -106,8 +106,8 @@ WRONG = {
     "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
     "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
-    "--sizes 4 --out taken": "--out taken has a run already",
-    "--sizes 4 --out samples": "--out samples has a run already",
+    "--sizes 4 --out taken": "--out taken already holds a run",
+    "--sizes 4 --out samples": "--out samples already holds a run",
     "show begun": "the run in begun ended before its hosts had joined, so it has no samples",
     "compare begun taken": "the run in begun ended before its hosts had joined",
     "--like begun": "the run in begun ended before its hosts had joined",
@@ -118,7 +118,7 @@ WRONG = {
     "show taken": "taken holds no run of penstock fabric: its run.json is something else",
     "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
-    "train --algorithm tree": "the training sums each layer's gradients by the engine",
+    "train --algorithm tree": "the training sums each layer's gradients with torch.distributed",
     "train --overlap": "leave out --algorithm, --overlap and --iterations",
     "train --hosts 1": "--hosts 1: a network has at least 2",
 }
@@ -414,7 +414,7 @@ def test_why_a_run_ended_in_its_warm_up_is_said(monkeypatch: pytest.MonkeyPatch)
     assert "0 of 7 trials" in done.stdout
     assert "missing: host 1 does not answer; 7 of 7 trials" in " ".join(done.stdout.split())
     assert as_json("fabric", "show", "run")["trials"] == 0
-    assert "has a run already" in refusal("fabric", *SIZES, "--out", "run")
+    assert "already holds a run" in refusal("fabric", *SIZES, "--out", "run")
 
 
 def test_a_run_that_is_stopped_before_its_hosts_have_joined_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,7 +541,7 @@ def test_chakra_traces_are_written_a_rank_a_file(runs: Runs) -> None:
 def test_a_run_is_never_written_over(runs: Runs) -> None:
     before = (runs.training / SAMPLES).stat().st_mtime_ns
     said = refusal("fabric", *SIZES, "--out", str(runs.training))
-    assert said.endswith("has a run already: give another folder, or remove that one")
+    assert said.endswith("already holds a run: give another folder, or remove that one")
     assert (runs.training / SAMPLES).stat().st_mtime_ns == before
 
 

@@ -78,7 +78,7 @@ def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
 def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
     path = write({"links": BETWEEN})
     line = refusal(*FOUR, *SIZED, "--links", path)
-    assert f'{path} has links of 2 hosts, but 1f1b has 4 ranks: measure as many, or give "all": ' in line
+    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or give "all": ' in line
 
 
 def test_a_network_with_more_hosts_than_ranks_is_taken(write: Write) -> None:
@@ -95,7 +95,7 @@ def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None
 @pytest.mark.parametrize("option", ["--comm", "--bandwidth"])
 def test_links_and_numbers_of_links_contradict_each_other(write: Write, option: str) -> None:
     path = write({"all": EVERY})
-    says = f"--links {path}: the file says what {option} would; give one of the two"
+    says = f"--links {path}: the file already sets what {option} would; give only one of the two"
     assert refusal(*TWO, *SIZED, option, "5", "--links", path) == says
 
 
@@ -105,12 +105,12 @@ def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
     numbers = as_json(*TWO, *SIZED, "--links", path)["makespan"]
     assert as_json(*TWO, "--costs", sized, "--links", path)["makespan"] == pytest.approx(numbers)
     both = write({"stages": [STAGE] * 2, "links": {"latency": 1}}, "both.json")
-    assert "give one of the two" in refusal(*TWO, "--costs", both, "--links", path)
+    assert "give only one of the two" in refusal(*TWO, "--costs", both, "--links", path)
 
 
 def test_messages_without_a_size_are_refused(write: Write) -> None:
     path = write({"links": BETWEEN})
-    says = "how long a message takes depends on its size; give --output-bytes"
+    says = "the time of a message depends on its size; give --output-bytes"
     assert says in refusal(*TWO, *TIMES, "--links", path)
     assert says in refusal(*TWO, "--costs", write([STAGE] * 2, "stages.json"), "--links", path)
     latency = write({"all": {"latency": 1}}, "latency.json")
@@ -130,7 +130,7 @@ def test_all_schedules_search_and_show_take_it(write: Write) -> None:
         ([BETWEEN], "expected an object with a list"),
         ({"links": 3}, "expected an object with a list"),
         ("{", "is not JSON"),
-        ("[" * 100_000, "too many lists or objects in each other"),
+        ("[" * 100_000, "lists or objects are nested too deeply"),
         ({}, "has no links: give some"),
         ({"links": []}, "has no links: give some"),
         ({"link": BETWEEN}, "unknown key 'link'"),

@@ -142,7 +142,10 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
     [
         (["--ranks", "0", "show.py"], "--ranks 0, but at least 1 process has to run: give --ranks 2, for example"),
         (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0, but a process needs at least 1"),
-        (["--nnodes", "2", "--ranks", "4", "show.py"], "--nnodes is torchrun's, and this is for one machine: run `t"),
+        (
+            ["--nnodes", "2", "--ranks", "4", "show.py"],
+            "--nnodes is an option of torchrun; this command is for one machine: run `t",
+        ),
         (["--ranks", "2", "shwo.py"], "no script 'shwo.py' in "),
         (["--ranks", "2", "."], "'.' is a folder without a __main__.py: name the script in it, or -m and a module"),
         (["--ranks", "2", "-m", "shwo.py"], "no module 'shwo.py': it is neither in "),

@@ -151,7 +151,10 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--link", "100mbit"], "--link needs --hosts: without it ranks are processes of this machine, and no link"),
+        (
+            ["--link", "100mbit"],
+            "--link needs --hosts: without it ranks are processes of this machine, and have no links",
+        ),
         (["--link-of", "1=100mbit"], "--link-of needs --hosts: "),
         (["--link-seed", "0"], "--link-seed needs --hosts: "),
         (["--shaper", "tbf"], "--shaper needs --hosts: "),

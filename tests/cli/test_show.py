@@ -106,7 +106,7 @@ def test_lines_of_the_command_fit() -> None:
 
 def test_legend_explains_small_letters_where_there_are_some() -> None:
     options = ("show", "--schedule", "1f1b", *NUMBERS)
-    assert ". idle; small letters: it goes on" in output(*options, "--forward", "2")
+    assert ". idle; small letters: it continues" in output(*options, "--forward", "2")
     assert "small letters" not in output(*options)
     assert "small" not in legend(generate("1f1b", 2, 4), Palette.MANY, fills=True).plain
 
@@ -159,12 +159,12 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--schedule", "all", *NUMBERS], "--schedule all: one schedule at a time here"),
+        (["--schedule", "all", *NUMBERS], "--schedule all: this command takes one schedule"),
         (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: give at least 16"),
         (["--schedule", "1f1b", *NUMBERS, "--zoom", "2"], "--zoom 2: without costs each action takes one slot"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),
-        (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: text has no times and no width"),
-        (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: text has no times and no width"),
+        (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
+        (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
     ],
 )

@@ -390,7 +390,7 @@ def test_replicas_take_equal_parts_of_the_batch() -> None:
 def test_a_batch_that_does_not_make_equal_parts() -> None:
     done = verify("cases.py:odd", "--ranks", "1", "--replicas", "2")
     assert done.exit_code == 2
-    assert "the batch's 11 rows do not make 2 equal parts" in done.stderr
+    assert "the batch's 11 rows cannot be divided into 2 equal parts" in done.stderr
 
 
 def test_balance_is_what_the_stages_share() -> None:

@@ -14,12 +14,20 @@ from support.page import page
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize("of_sample", [True, pytest.param(False, marks=pytest.mark.long)], ids=["sample", "rest"])
+@pytest.mark.parametrize(
+    ("of_sample", "layers"),
+    [
+        pytest.param((True,), 4, id="sample"),
+        pytest.param((False,), 4, id="rest", marks=pytest.mark.long),
+        pytest.param((True, False), 8, id="two layers a stage", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("feature", [feature.name for feature in FEATURES])
-def test_each_cell_works_or_is_refused(ranks4: Ranks, feature: str, of_sample: bool) -> None:
-    mine = [cell for cell in cells() if cell[1] == feature and sampled(cell) == of_sample]
+def test_each_cell_works_or_is_refused(ranks4: Ranks, feature: str, of_sample: tuple[bool, ...], layers: int) -> None:
+    """Two ranks have four stages at most, so that with four layers each has at least one."""
+    mine = [cell for cell in cells() if cell[1] == feature and sampled(cell) in of_sample]
     assert mine
-    for rank, seen in enumerate(ranks4.run(cell_jobs.run, mine, seconds=280)):
+    for rank, seen in enumerate(ranks4.run(cell_jobs.run, mine, layers, seconds=280)):
         for cell, result in zip(mine, seen, strict=True):
             assert result.wrong == "", f"{cell}, rank {rank}"
             expected = refusal(cell)

@@ -19,6 +19,8 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
+from penstock.runtime.execute import assembly
+from penstock.runtime.features import recompute
 from penstock.schedule import check, generate, generators, peak_activations
 from penstock.simulate import StageCost, simulate
 
@@ -81,6 +83,24 @@ def test_a_schedule_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPa
 def test_a_transport_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")  # type: ignore[no-untyped-call]
     follow(section("Add a transport"), names)
+
+
+def test_a_feature_and_recomputations_are_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(section("Add a recomputation, or another feature"), names)
+    counts, kinds = names["Counts"], {"elsewhere": names["NotTheLastStage"].of}
+    monkeypatch.setattr(assembly, "FEATURES", (*assembly.FEATURES, counts.of))
+    monkeypatch.setattr(recompute, "KEPT_FORWARDS", {**recompute.KEPT_FORWARDS, **names["odd"]})
+    kinds |= dict.fromkeys(recompute.KEPT_FORWARDS, recompute.RecomputedStage.of)
+    for name, make in kinds.items():
+        monkeypatch.setitem(assembly.RECOMPUTE, name, make)  # type: ignore[arg-type]
+    model, given = names["model"], {"ranks": 2, "microbatches": 4, "schedule": "gpipe"}
+    for kind, forwards in {"never": (4, 4), "odd": (6, 6), "elsewhere": (8, 4)}.items():
+        with penstock.pipeline(model, (names["x"],), loss_fn=mse_loss, recompute=kind, **given) as pipe:
+            counts.counts.clear()
+            pipe.step(names["x"], target=names["y"])
+        assert counts.counts == {(0, "F"): forwards[0], (1, "F"): forwards[1], (0, "B"): 4, (1, "B"): 4}
+        report = penstock.verify(model, (names["x"],), target=names["y"], loss_fn=mse_loss, recompute=kind, **given)
+        assert report.ok, kind
 
 
 def test_its_table_has_every_method() -> None:

@@ -18,7 +18,7 @@ CPU_SECONDS = {
     "tests/distributed/test_gloo.py": 330,
     "tests/proof/test_verify_matrix.py": 310,
     "tests/test_transformers_zoo.py": 200,
-    "tests/distributed/test_support_matrix.py": 135,
+    "tests/distributed/test_support_matrix.py": 420,
     "tests/distributed/test_nccl_rules.py": 290,
     "tests/distributed/test_changing.py": 125,
     "tests/distributed/test_mesh.py": 85,

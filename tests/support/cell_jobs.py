@@ -16,8 +16,6 @@ from scaffolding.models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell
 
 RATE = 0.05
-LAYERS = 4
-"""One for each stage that any of the schedules has on two ranks."""
 TOLERANCE = 1e-6
 
 
@@ -32,14 +30,14 @@ class Seen(NamedTuple):
     waits: float = 0.0
 
 
-def run(rank: int, cells: list[Cell]) -> list[Seen]:
-    """All of these cells, one after the other."""
+def run(rank: int, cells: list[Cell], layers: int) -> list[Seen]:
+    """All of these cells, one after the other, with a model of so many layers."""
     shapes = ({"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2})
     meshes = {frozenset(shape): mesh_of(tuple(shape.values()), tuple(shape)) for shape in shapes}
-    return [_run(cell, meshes) for cell in cells]
+    return [_run(cell, layers, meshes) for cell in cells]
 
 
-def _run(cell: Cell, meshes: Mapping[frozenset[str], DeviceMesh]) -> Seen:
+def _run(cell: Cell, layers: int, meshes: Mapping[frozenset[str], DeviceMesh]) -> Seen:
     torch._dynamo.reset()
     family = next(family for family in FAMILIES if family.name == cell[0])
     asked = [BY_NAME[name] for name in cell[1:]]
@@ -47,9 +45,9 @@ def _run(cell: Cell, meshes: Mapping[frozenset[str], DeviceMesh]) -> Seen:
     mesh = meshes[frozenset({"pp"} | (axes - {""} or {"dp"}))]
     names = mesh.mesh_dim_names or ()
     torch.manual_seed(0)
-    model = Blocks(layers=LAYERS, dropout=0.0)
+    model = Blocks(layers=layers, dropout=0.0)
     x, y = torch.randn(16, 8), torch.randn(16, 8)
-    expected = _by_hand(model, x, y)
+    expected = _by_hand(model, layers, x, y)
     if "dp" in names:
         x, y = part((x, y), mesh.get_local_rank("dp"), 2)
     functions = {"every_block": lambda: every_block(mesh["dp"]), "by_plan": lambda: by_plan(mesh["tp"])}
@@ -84,9 +82,9 @@ def _train(pipe: penstock.Pipeline, x: Tensor, y: Tensor, expected: list[dict[st
     return ""
 
 
-def _by_hand(model: torch.nn.Module, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
+def _by_hand(model: torch.nn.Module, layers: int, x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
     """The gradients of two steps of a copy of the model."""
-    alone = Blocks(layers=LAYERS, dropout=0.0)
+    alone = Blocks(layers=layers, dropout=0.0)
     alone.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(alone.parameters(), lr=RATE)
     seen = []

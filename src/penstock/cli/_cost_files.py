@@ -41,7 +41,7 @@ def _json(path: Path, option: str, expected: str) -> Any:
     except ArgumentError:  # is a ValueError too
         raise
     except RecursionError:
-        raise ArgumentError(f"{option} {path}: too many lists or objects in each other; give {expected}") from None
+        raise ArgumentError(f"{option} {path}: lists or objects are nested too deeply; give {expected}") from None
     except ValueError:  # Python refuses to parse an int of thousands of digits
         raise ArgumentError(
             f"{option} {path}: a number has too many digits; expected one below {BOUND:g}, so give a larger unit"
@@ -54,7 +54,7 @@ def _object(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
     for key, value in pairs:
         if key in found:
             raise ArgumentError(
-                f"{where}: an object has the key {shortened(key)} twice, with {shortened(found[key]):.60} and "
+                f"{where}: an object has the key {shortened(key)} twice, as {shortened(found[key]):.60} and "
                 f"{shortened(value):.60}; keep one of them"
             )
         found[key] = value
@@ -99,8 +99,8 @@ def _stage(entry: Any, where: str) -> StageCost:
     activation = numbers.get("activation", 0.0)
     if numbers.setdefault("weight_grad", activation) > activation:
         raise ArgumentError(
-            f"{where}: weight_grad={numbers['weight_grad']:g} is a part of activation={activation:g}; "
-            "give no more than that"
+            f"{where}: weight_grad={numbers['weight_grad']:g} is more than activation={activation:g}, of which it is "
+            "a part; give at most that"
         )
     return StageCost(**{_KEYS[key]: value for key, value in numbers.items()})
 

@@ -47,7 +47,7 @@ class CostOptions:
     backward_weight: Annotated[
         float | None, _option("W, the backward that gives the weights' gradient. B is I + W.")
     ] = None
-    comm: Annotated[float | None, _option("What a message between two ranks takes; default 0.")] = None
+    comm: Annotated[float | None, _option("How long a message between two ranks takes; default 0.")] = None
     output_bytes: Annotated[
         float | None, _option("The size of such a message; with --bandwidth it takes size / bandwidth longer.")
     ] = None
@@ -81,18 +81,20 @@ class CostOptions:
         given = {name: value for name, value in given.items() if value is not None}
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
-                f"--links {self.links}: the file says what {_name(twice[0])} would; give one of the two"
+                f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
             )
         if self.costs is not None:
             if given:
-                raise ArgumentError(f"--costs {self.costs}: the file says what {_name(next(iter(given)))} would")
+                raise ArgumentError(
+                    f"--costs {self.costs}: the file already sets what {_name(next(iter(given)))} would"
+                )
             costs = read_costs(self.costs)
         else:
             costs = self._from_numbers(given)
         if self.links is not None:
             costs = costs.with_links(read_links(self.links))
         if self.contended and not costs.has_bandwidth:
-            raise ArgumentError("--contended: no message holds up another where no link has a bandwidth; give one")
+            raise ArgumentError("--contended: without a bandwidth, no message holds up another; give a bandwidth")
         return replace(costs, contended=self.contended)
 
     def _from_numbers(self, given: Mapping[str, float]) -> Costs:
@@ -102,15 +104,15 @@ class CostOptions:
             refuse_extreme(name, value, f"{_name(name)} {value:g}")
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
             if name in given and other not in given and self.links is None:
-                raise ArgumentError(f"{_name(name)} means nothing without {_name(other)}; give both")
+                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
         if given.get("bandwidth") == 0:
             raise ArgumentError("--bandwidth 0: expected a bandwidth above 0")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
         if weight_gradient > activation:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is a "
-                "part of what F keeps; give no more than that"
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is "
+                "part of what F keeps; give at most that"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0

@@ -57,8 +57,8 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         hosts = max(map(max, self.pairs), default=-1) + 1
         if self.every is None and hosts < ranks:
             raise ArgumentError(
-                f"{self.source} has links of {hosts} hosts, but {name} has {ranks} ranks: measure as many, or give "
-                f"{ANY_PAIR} for the pairs that were not measured"
+                f"{self.source} has links between {hosts} hosts, but {name} has {ranks} ranks: measure that many, or "
+                f"give {ANY_PAIR} for pairs that were not measured"
             )
 
 
@@ -102,7 +102,7 @@ class Costs:
     def with_links(self, links: MeasuredLinks) -> Costs:
         """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
         if self.links != NO_COST:
-            raise ArgumentError(f"{self.source} has links, and {links.source} as well: give one of the two")
+            raise ArgumentError(f"{self.source} and {links.source} both have links: give only one of the two")
         costs = replace(self, links=links)
         costs.check_sizes(links.source)
         return costs
@@ -112,7 +112,7 @@ class Costs:
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
         if self.has_bandwidth and not any(stage.output_bytes for stage in stages):
             how = "--output-bytes, or output_bytes in the file of --costs"
-            raise ArgumentError(f"{source}: how long a message takes depends on its size; give {how}")
+            raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
 
     @property
     def has_bandwidth(self) -> bool:
@@ -138,7 +138,7 @@ class Costs:
         stages = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give as many")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -174,7 +174,7 @@ class Costs:
         size, rest = divmod(len(self.stages), depth)
         if rest or not size:
             has = counted(len(self.stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, which cannot be put together to {depth}")
+            raise ArgumentError(f"{self.source} has {has}, which cannot be combined into {depth}")
         joined = (_joined(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
         return replace(self, stages=tuple(joined))
 

@@ -27,7 +27,7 @@ _NARROWEST = 12
 """The least width of the column of names."""
 
 _BUFFERS, _GIVEN = "of a rank's largest buffer", "of an uneven all_to_all, of what each rank gives"
-_PORT = "Through the busiest port of a host this many bytes go in total, out or in, by the algorithm."
+_PORT = "Busiest port: all bytes that the algorithm sends through a host's busiest port, out or in."
 
 
 def show_traffic(spec: Spec, folder: Path | None, files: Sequence[Path], *, as_json: bool) -> None:

@@ -2,10 +2,10 @@
 
 from penstock.schedule import MICROBATCHES
 
-CUT = "Into how many pieces the batch is cut"
+CUT = "Number of pieces that the batch is cut into"
 
 USUAL = f"default {MICROBATCHES}"
 """For verbs that have no batch."""
 
-USUAL_OF_BATCH = f"{USUAL}, or its rows if they are fewer"
+USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
 """For verbs that have one: `Cutting.usual`."""

@@ -47,7 +47,7 @@ class NetworkOptions:
     slow: Annotated[
         list[str] | None,
         _option(
-            'Holds a host\'s processes to a share of one core: "2=25%". Again, or after a comma, for another.',
+            'Holds a host\'s processes to a share of one core: "2=25%". Repeatable, or separate with commas.',
             metavar="HOST=SHARE",
         ),
     ] = None

@@ -74,13 +74,15 @@ class OrderOptions:
         if self.csv is not None:
             given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
             if given:
-                raise ArgumentError(f"--csv {self.csv}: the file says what --{given[0]} would; give one of the two")
+                raise ArgumentError(
+                    f"--csv {self.csv}: the file already sets what --{given[0]} would; give only one of the two"
+                )
             schedule = read(self.csv)
             announce(sum(map(len, schedule.rows)))
             return schedule
         name = self._name()
         if name == ALL:
-            raise ArgumentError(f"--schedule {ALL}: one schedule at a time here; `penstock schedules` lists them")
+            raise ArgumentError(f"--schedule {ALL}: this command takes one schedule; `penstock schedules` lists them")
         ranks, microbatches = self._numbers()
         entry = generator(name)
         weigh([(entry, self._numbers_of(entry))])
@@ -160,6 +162,6 @@ def read_text(path: Path, option: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ArgumentError(f"{option} {path}: the file is not text in UTF-8") from None
+        raise ArgumentError(f"{option} {path}: the file is not UTF-8 text") from None
     except OSError as error:
-        raise ArgumentError(f"{option} {path}: {error.strerror or error}; give a file that can be read") from None
+        raise ArgumentError(f"{option} {path}: {error.strerror or error}; give a readable file") from None

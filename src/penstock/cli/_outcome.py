@@ -34,7 +34,7 @@ IDLE_NOTE = (
     "Idle by cause: warm-up, before a rank's first action; forward and backward, until another rank has made what it "
     "waits for; link, until that has arrived; cool-down, after its last action."
 )
-PEAK_NOTE = "Peak: the activations that a rank holds at a time, in those of one microbatch on all its stages."
+PEAK_NOTE = "Peak: the most activations that a rank holds at once; 1 is one microbatch on all its stages."
 
 
 @dataclass(frozen=True)

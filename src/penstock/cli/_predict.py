@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def predict(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A run's folder.")],
     hosts: Annotated[
-        str | None, typer.Option(help="Numbers of hosts to predict for, 4,8,64; default 2,4,8,...,4096.")
+        str | None, typer.Option(help="Numbers of hosts to predict for: 4,8,64; default 2,4,8,...,4096.")
     ] = None,
-    sizes: Annotated[str | None, typer.Option(help="Sizes to predict for, 64KiB,1MiB; default the run's.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Sizes to predict for: 64KiB,1MiB; default the run's.")] = None,
     collective: Annotated[
         Collective | None, typer.Option(help="The collective to predict; default each of the run's.")
     ] = None,
@@ -100,8 +100,8 @@ def _show(made: Iterable[Forecast], found: dict[str, Any], console: Console) -> 
 
 _NOTE = (
     "Predicted: rounds x alpha + bytes on the busiest port x beta. Each host has its own link, the network between "
-    "them is never the limit, and adding costs nothing. *: the fastest, whose busbw is shown. Off: how much longer "
-    "than the fit a size took."
+    "them is never the bottleneck, and adding costs nothing. *: the fastest, whose busbw is shown. Off: how much "
+    "longer than the fit a size took."
 )
 
 
@@ -110,7 +110,7 @@ def _warnings(found: dict[str, Any]) -> list[str]:
     if not found["complete"]:
         lines.append(f"the run is not complete; missing: {found['missing'] or 'its end'}")
     if found["cpu"]["saturated"]:
-        lines.append(f"processors: {found['cpu']['text']}; the fit is of this machine, and predicts no network")
+        lines.append(f"processors: {found['cpu']['text']}; the fit describes this machine, and predicts no network")
     return lines
 
 
@@ -122,12 +122,10 @@ def _show_fit(fitted: Fitted, console: Console) -> None:
         by = "torch.distributed's own as if it were " if fitted.algorithm != fitted.form else ""
         line = f"fitted to {by}{fitted.form}, r2 {fitted.link.r2:.3f}, at most {fitted.largest_residual:.1%} off"
     else:
-        line = f"of the slowest measured link: {fitted.lack}"
+        line = f"those of the slowest measured link: {fitted.lack}"
     console.print(Text(line), soft_wrap=True)
     if fitted.held:
-        console.print(
-            Text("1/beta is limited to the measured links: by the times alone it would be more than they carry")
-        )
+        console.print(Text("1/beta is limited to the measured links: the times alone would give more than they carry"))
     if fitted.points:
         table = _table("bytes", "measured", fitted.form, "off")
         for point in fitted.points:

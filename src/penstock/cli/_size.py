@@ -39,8 +39,8 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     if found > MOST:
         given = asked[0][1]
         raise ArgumentError(
-            f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, and at most "
-            f"{MOST:,} are timed; give fewer ranks, microbatches, chunks or slices"
+            f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
+            f"{MOST:,} can be timed; give fewer ranks, microbatches, chunks or slices"
         )
     for _, numbers in asked:
         _refuse_stages(numbers.ranks, numbers.chunks)
@@ -52,12 +52,12 @@ def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> 
     found = 3 * ranks * chunks * microbatches
     if found > MOST_TO_SEARCH:
         raise ArgumentError(
-            f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, and at most "
-            f"{MOST_TO_SEARCH:,} are searched; give fewer ranks, microbatches or chunks"
+            f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, but at most "
+            f"{MOST_TO_SEARCH:,} can be searched; give fewer ranks, microbatches or chunks"
         )
     _refuse_stages(ranks, chunks)
     if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
-        _say(f"searching for about {seconds:g} s, besides the time that schedules with a name take")
+        _say(f"searching for about {seconds:g} s, not counting the time that named schedules take")
 
 
 _PATIENT_SECONDS = 10.0
@@ -66,8 +66,8 @@ _PATIENT_SECONDS = 10.0
 def _refuse_stages(ranks: int, chunks: int) -> None:
     if ranks * chunks > MOST_STAGES:
         raise ArgumentError(
-            f"--ranks {ranks}: with {chunks} a rank that makes {ranks * chunks:,} stages, and at most {MOST_STAGES:,} "
-            "are timed; give fewer ranks or chunks"
+            f"--ranks {ranks}: with {chunks} a rank that makes {ranks * chunks:,} stages, but at most {MOST_STAGES:,} "
+            "can be timed; give fewer ranks or chunks"
         )
 
 

@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from penstock.launch.target import Target
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
-Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage, a,b,c; by default balanced.")]
+Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[
-    str | None, typer.Option(help="Modules to take apart, so that cuts can fall inside, a,b,c; others are found.")
+    str | None,
+    typer.Option(
+        help="Modules to take apart, so that cuts can fall inside them: a,b,c; others are found automatically."
+    ),
 ]
 Leaves = Annotated[
-    str | None, typer.Option(help="Modules that run as a whole, a,b,c: for what a recording cannot follow.")
+    str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")
 ]
 
 BalanceName = Literal["flops", "parameters", "layers"]
 BalanceOption = Annotated[BalanceName, typer.Option("--balance", help="What to divide evenly among the stages.")]
 Recompute = Annotated[
-    str, typer.Option(help="What to run again in backward: never, except_last, always, or n for every n-th layer.")
+    str, typer.Option(help="What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
 ]
 
 

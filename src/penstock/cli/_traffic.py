@@ -38,12 +38,14 @@ class TrafficOptions:
     """What a trial sends. None means not given."""
 
     preset_name: Annotated[
-        str | None, _option("A known job: mlp, the 784-256-128-64-10 classifier's gradients.", "--preset")
+        str | None, _option("A known job: mlp, the gradients of a 784-256-128-64-10 classifier.", "--preset")
     ] = None
     model: Annotated[
         str | None, _option("module:function or file.py:function, as for `penstock verify`.", metavar="TARGET")
     ] = None
-    like: Annotated[Path | None, _option("What an earlier run sent, with its compute times.", metavar="FOLDER")] = None
+    like: Annotated[
+        Path | None, _option("Send what an earlier run sent, with its compute times.", metavar="FOLDER")
+    ] = None
     sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
     first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
@@ -52,12 +54,12 @@ class TrafficOptions:
     dtype: Annotated[
         str | None, _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")
     ] = None
-    op: Annotated[str | None, _option("How they are reduced: sum, prod, min, max, avg; default sum.")] = None
-    uneven: Annotated[str | None, _option("Of all_to_all: how much goes to each host, 4,2,1,1.", metavar="SHARES")] = (
+    op: Annotated[str | None, _option("How to reduce: sum, prod, min, max, avg; default sum.")] = None
+    uneven: Annotated[str | None, _option("For all_to_all, how much goes to each host: 4,2,1,1.", metavar="SHARES")] = (
         None
     )
-    cuts: Annotated[str | None, _of_model("The modules that begin a new stage, a,b,c; by default balanced.")] = None
-    opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside, a,b,c.")] = None
+    cuts: Annotated[str | None, _of_model("The modules that begin a new stage: a,b,c; by default balanced.")] = None
+    opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside them: a,b,c.")] = None
     ranks: Annotated[
         int | None, _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
     ] = None
@@ -67,14 +69,14 @@ class TrafficOptions:
         Literal["gradients", "pipeline", "tensor", "sharded"] | None,
         _of_model(
             "gradients: each layer's, as data-parallel training sends them; pipeline: all that a pipeline and its "
-            "replicas send; tensor: activations of layers that all hosts divide; sharded: gradients, with --sharded. "
-            "The default if --ranks is 1: gradients."
+            "replicas send; tensor: activations of layers that are divided among all hosts; sharded: gradients, with "
+            "--sharded. The default if --ranks is 1: gradients."
         ),
     ] = None
     sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False
     compute: Annotated[
         str | None,
-        _of_model("What computes in front of each transfer: none, measure (here), or seconds a forward of a stage."),
+        _of_model("The compute before each transfer: none, measure (here), or the seconds of a stage's forward."),
     ] = None
 
     def workload(self, hosts: int) -> Workload:
@@ -93,7 +95,7 @@ class TrafficOptions:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             said = f"{' and '.join(given)} were given" if given else "nothing was given"
-            raise ArgumentError(f"unclear what to send: {said}: give one of {', '.join(ways)}")
+            raise ArgumentError(f"it is not clear what to send, because {said}: give one of {', '.join(ways)}")
         self._refuse_others(given[0])
         if self.preset_name is not None:
             return preset(self.preset_name)
@@ -175,12 +177,14 @@ class TrafficOptions:
         """The number of ranks in a pipeline."""
         ranks = 1 if self.ranks is None else self.ranks
         if ranks < 1:
-            raise ArgumentError(f"--ranks {ranks}: a pipeline has 1 or more")
+            raise ArgumentError(f"--ranks {ranks}: give 1 or more")
         if hosts % ranks:
             raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
         for name in ("cuts", "opens", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
-                raise ArgumentError(f"--{name} is of a pipeline's stages, and --ranks is 1: give more, or leave it out")
+                raise ArgumentError(
+                    f"--{name} applies to a pipeline's stages, but --ranks is 1: give more ranks, or leave it out"
+                )
         return ranks
 
     def _compute(self) -> Any:

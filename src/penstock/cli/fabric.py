@@ -68,21 +68,27 @@ class RunOptions:
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help=f"Of the collectives: ring, tree, ...; {ENGINE}: torch.distributed's own. ring if nothing is said, "
-            "or the usual one of a collective that has no ring."
+            help=(
+                f"The collectives' algorithm: ring, tree, ...; {ENGINE}: torch.distributed's own. Default: ring, or a "
+                "collective's usual one if it has no ring."
+            )
         ),
     ] = None
     overlap: Annotated[bool, typer.Option("--overlap", help="Compute while sending.")] = False
     warmup: Annotated[
         int | None,
         typer.Option(
-            help="Trials before the first that counts; their results are checked. If nothing is said, 3 whose results "
-            "are checked, and then as many as it takes until a test finds times steady."
+            help=(
+                "Trials before the first that counts; their results are checked. Default: 3 with checked results, "
+                "then as many as it takes until a test finds times steady."
+            )
         ),
     ] = None
     iterations: Annotated[
         int,
-        typer.Option(help="How often to repeat each transfer within a trial, as nccl-tests does; times are of one."),
+        typer.Option(
+            help="How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition."
+        ),
     ] = 1
     seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
     backend: Annotated[str, typer.Option(help="The backend of torch.distributed: gloo, nccl.")] = "gloo"
@@ -94,7 +100,7 @@ class RunOptions:
         from penstock.network.machines import MOST
 
         if self.hosts is not None and self.hosts > MOST:
-            raise ArgumentError(f"--hosts {self.hosts}: one machine makes {MOST} at most")
+            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MOST}")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
@@ -178,7 +184,7 @@ def fabric(
     hosts = _started_hosts() if by_torchrun else how.number()
     if by_torchrun and asked.given():
         raise ArgumentError(
-            f"{asked.given()[0]} is for hosts that are made here; torchrun's have a network: leave it out"
+            f"{asked.given()[0]} is for hosts that are made here; torchrun's hosts have their own network: leave it out"
         )
     network = asked.network(hosts)
     _refuse_unmade(network)
@@ -212,7 +218,7 @@ def train(
     """
     if how.algorithm not in (None, ENGINE) or how.overlap or how.iterations != 1:
         raise ArgumentError(
-            "the training sums each layer's gradients by the engine, one after the other: leave out "
+            "the training sums each layer's gradients with torch.distributed, one after the other: leave out "
             "--algorithm, --overlap and --iterations"
         )
     how = replace(how, algorithm=ENGINE)
@@ -249,7 +255,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ArgumentError(
-            f"what is sent takes {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, and this machine has "
+            f"the transfers take {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
             f"{there / 1024**3:,.1f}: give smaller sizes, or fewer hosts"
         )
 
@@ -295,7 +301,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
             number += 1
         out = RUNS / f"fabric-{number}"
     if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
-        raise ArgumentError(f"--out {out} has a run already: give another folder, or remove that one")
+        raise ArgumentError(f"--out {out} already holds a run: give another folder, or remove that one")
     try:
         if make:
             out.mkdir(parents=True, exist_ok=True)

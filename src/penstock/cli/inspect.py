@@ -79,7 +79,7 @@ def show(found: Inspection, console: Console) -> None:
     console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
     whole = found.microbatches == 1
     console.print(
-        f"activations and what crosses: of {'the batch' if whole else f'one of {found.microbatches} microbatches'}",
+        f"activations and what crosses: for {'the batch' if whole else f'one of {found.microbatches} microbatches'}",
         end="\n\n",
     )
     console.print(_stages(found))

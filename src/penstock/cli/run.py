@@ -53,16 +53,15 @@ def run(
     """
     if nnodes is not None:
         raise ArgumentError(
-            f"--nnodes is torchrun's, and this is for one machine: run `torchrun --nnodes {nnodes} --nproc-per-node "
-            f"{ranks} ...` on each machine; see 'Several machines' in the guide"
+            f"--nnodes is an option of torchrun; this command is for one machine: run `torchrun --nnodes {nnodes} "
+            f"--nproc-per-node {ranks} ...` on each machine; see 'Several machines' in the guide"
         )
     command = ["-m", *command] if module else command
     check(command, ranks, threads)
     if hosts is None:
         if asked.given():
             raise ArgumentError(
-                f"{asked.given()[0]} needs --hosts: without it ranks are processes of this machine, and no link joins "
-                "them"
+                f"{asked.given()[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
             )
         raise typer.Exit(launch(command, ranks, threads))
     from penstock.network.nodes import Job

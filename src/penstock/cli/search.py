@@ -42,7 +42,7 @@ class Question:
     microbatches: Annotated[int, _option(f"{CUT}.")] = MICROBATCHES
     placement: Annotated[
         Literal["loop", "v"],
-        _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two a rank."),
+        _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two per rank."),
     ] = "loop"
     chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
     memory_limit: Annotated[
@@ -65,7 +65,7 @@ class Question:
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(
-                f"--chunks {self.chunks}: a V has exactly 2 chunks a rank; leave --chunks out, or take the loop"
+                f"--chunks {self.chunks}: a V has exactly 2 chunks per rank; leave --chunks out, or take the loop"
             )
         weigh_search(self.ranks, self.microbatches, chunks, self.seconds)
         return Placement.v(self.ranks) if self.placement == "v" else Placement.loop(self.ranks, chunks)
@@ -91,7 +91,7 @@ def search(
     """
     known = costs.read()
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
-        raise ArgumentError(f"--csv {csv}: no file can be written there; name one in a folder that you may write to")
+        raise ArgumentError(f"--csv {csv}: this file cannot be written; give one in a writable folder")
     found = answer(question, known)
     elsewhere = shorter(found, known, question.memory_limit)
     outcome = Outcome(found.schedule, known, found.timeline)
@@ -127,12 +127,12 @@ def answer(question: Question, costs: Costs) -> Found:
     from penstock.search import search as find  # so that --help does not load it
 
     if costs.contended:
-        raise ArgumentError("--contended: the search lets messages of a link pass together; leave it out")
+        raise ArgumentError("--contended: the search does not model contention on links; leave it out")
     limit = question.memory_limit
     if limit is not None and math.isnan(limit):
         raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
     if limit is not None and not limit >= 1:
-        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least that")
+        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
     where = question.where()
     stages = with_activations(where, costs.of_stages(where, f"this placement of {question.ranks} ranks"))
     return find(

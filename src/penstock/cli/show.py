@@ -56,7 +56,9 @@ def show(
     if text or comms:
         option = "--comms" if comms else "--text"
         if has_costs or width is not None or zoom is not None:
-            raise ArgumentError(f"{option}: text has no times and no width; leave those options out, or take --json")
+            raise ArgumentError(
+                f"{option}: the text has no times and no width; leave those options out, or give --json"
+            )
         print(written)
         return
     console = Console(highlight=False)

@@ -65,7 +65,7 @@ def simulate(
     known = costs.read()
     if order.is_all:
         if perfetto is not None:
-            raise ArgumentError("--perfetto: a trace shows one schedule; give --schedule another name than all")
+            raise ArgumentError("--perfetto: a trace shows one schedule; give --schedule a name other than all")
         compare(order, known, as_json=as_json)
         return
     outcome = Outcome.of(order.one(), known)

@@ -110,7 +110,8 @@ def verify(
         ),
     ] = None,
     exact: Annotated[
-        bool | None, typer.Option("--exact/--no-exact", help="Demand equal bits; default: wherever that is promised.")
+        bool | None,
+        typer.Option("--exact/--no-exact", help="Demand equality to the bit; default: wherever it is promised."),
     ] = None,
     whole_batch: Annotated[
         bool,
@@ -242,8 +243,8 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
     cut = cutting.cut(given.args, kwargs, divided, replicas, "batch", None, 1)
     if len(cut.sizes) != replicas or len(set(cut.sizes)) > 1:
         raise ArgumentError(
-            f"--replicas {replicas}: the batch's {sum(cut.sizes)} rows do not make {replicas} equal parts; "
-            "give a batch or a number of replicas that does"
+            f"--replicas {replicas}: the batch's {sum(cut.sizes)} rows cannot be divided into {replicas} equal parts; "
+            "change the batch or the number of replicas"
         )
     piece = cut.pieces[replica]
     args, kwargs = unflatten(piece.leaves, piece.structure)

@@ -245,6 +245,20 @@ def values_of_several_ranks_cross_each_other() -> Iterator[Step]:
             yield r, read
 
 
+def directions_of_a_link_do_not_mix() -> Iterator[Step]:
+    """Values down a link and their gradients up it, with the same numbers and layouts, under way at the same time."""
+    for step in range(3):
+        for k in range(2):
+            yield 0, partial(_send, k=k, tensors=message(step, k))
+            yield 1, partial(_send, k=k, tensors=message(step, k + 2), backward=True)
+        for rank, backward in ((0, True), (1, False)):
+            for k in range(2):
+                yield rank, partial(_post, k=k, backward=backward)
+            for k in range(2):
+                yield rank, partial(_take, k=k, expected=message(step, k + 2 * backward), backward=backward)
+        yield from _both(_end_step)
+
+
 def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
     """Messages over two links with the same layouts, received in a different order from that of sends and posts."""
     other = Link(0, 3, LINK.values)
@@ -348,6 +362,7 @@ POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     what_arrives_is_memory_of_its_own,
     another_layout_is_refused_by_the_sender,
     a_released_program_makes_room_for_another,
+    directions_of_a_link_do_not_mix,
     links_of_two_ranks_do_not_mix,
     every_dtype_travels,
     every_shape_travels,

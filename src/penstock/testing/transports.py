@@ -7,14 +7,22 @@ collectives skip the scripts that need them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.pool import ThreadPool
 from threading import Barrier
 from typing import Any, cast
 
 import torch
 
-from penstock.runtime.transport.protocol import Endpoint, PointToPoint, Transport, TransportFactory, has_collectives
+from penstock.runtime.transport.protocol import (
+    POINT_TO_POINT,
+    Endpoint,
+    PointToPoint,
+    Transport,
+    TransportFactory,
+    has_collectives,
+    missing,
+)
 from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS, Rank
 
 WAIT_SECONDS = 60.0
@@ -27,9 +35,18 @@ def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
     Returns the names of the scripts it ran; it skips `COLLECTIVE_SCRIPTS` if the transports have no collectives. Raises
     AssertionError if a transport does not conform.
     """
+    return _run(transports, lambda name: None)
+
+
+def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) -> list[str]:
+    """Runs the scripts, and calls `begins` with the name of each."""
+    for rank, transport in transports.items():
+        lacking = missing(transport, POINT_TO_POINT)
+        assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
     both = all(map(has_collectives, transports.values()))
     for program, script in enumerate(SCRIPTS if both else POINT_TO_POINT_SCRIPTS):
+        begins(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
         try:
             for rank, step in script():
@@ -48,6 +65,7 @@ def check_factory(factory: TransportFactory) -> list[str]:
     Returns the names of the scripts. Raises AssertionError if a transport does not conform, or hangs.
     """
     said: list[Any] = [None, None]
+    at = ["the making of its transport"] * 2
     barrier = Barrier(2)
 
     def check(rank: int) -> list[str]:
@@ -63,7 +81,8 @@ def check_factory(factory: TransportFactory) -> list[str]:
         except BaseException:
             barrier.abort()
             raise
-        names = check_transport({rank: made})
+        names = _run({rank: made}, lambda name: at.__setitem__(rank, name))
+        at[rank] = "close"
         made.close()
         return names
 
@@ -74,9 +93,12 @@ def check_factory(factory: TransportFactory) -> list[str]:
             for end in ends:
                 end.wait(0.05)
                 if time.monotonic() > late:
+                    where = ", ".join(
+                        f"rank {rank} in {name}" for rank, name in enumerate(at) if not ends[rank].ready()
+                    )
                     raise AssertionError(
-                        f"the scripts have not ended after {WAIT_SECONDS:g} s: rank {ends.index(end)} waits for a "
-                        "message that was sent and has not arrived"
+                        f"the scripts have not ended after {WAIT_SECONDS:g} s ({where}): a message that was sent has "
+                        "not arrived"
                     )
                 if end.ready():
                     end.get()  # raise its error now: the other rank may wait forever

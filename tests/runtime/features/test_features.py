@@ -77,9 +77,9 @@ class EverySecond(RecomputedStage):
     ran_again: ClassVar[list[int]] = []
 
     @classmethod
-    def of(cls, stage: StageContext) -> EverySecond:
+    def of(cls, stage: StageContext) -> EverySecond | None:
         odd = [microbatch for microbatch in stage.microbatches(Op.F) if microbatch % 2]
-        return cls(stage.stages, odd, (), None)
+        return cls.rerunning(stage, odd)
 
     def again(self, microbatch: int) -> AbstractContextManager[None]:
         self.ran_again.append(microbatch)
@@ -94,6 +94,7 @@ def test_a_kind_of_recomputation_is_a_class_and_a_line(monkeypatch: pytest.Monke
         mlp(), (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=4, schedule="1f1b", recompute="every_second"
     )
     assert report.ok
+    assert "recompute='every_second': the forwards that it chooses run again in backward on stages 0-1" in report.notes
     stages, steps = 2, 2
     assert sorted(EverySecond.ran_again) == sorted([1, 3] * stages * steps)
 

@@ -274,7 +274,7 @@ class Chance:
             )
 
     def check_generators(self) -> None:
-        """Refuse unrecorded draws outside the units: a recording would freeze them."""
+        """Refuses unrecorded draws outside the units: a recording would freeze them."""
         if self._generators.moved():
             raise PartitionError(
                 f"the forward seeds Python's or numpy's random numbers, or draws from them in a way that was not seen, "

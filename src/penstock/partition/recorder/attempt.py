@@ -253,7 +253,7 @@ def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
 
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:
-    """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
+    """Refuses buffers that were replaced; notes tensors and numbers that the forward leaves in attributes."""
     for name, new in loan.rebound():
         if _is_cache(recorder, name, new):
             continue

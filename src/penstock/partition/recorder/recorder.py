@@ -313,7 +313,7 @@ class Recorder(Writer, TorchFunctionMode):
         return tuple(dict.fromkeys([*real, *self.notes]))
 
     def note_unchecked(self) -> None:
-        """Note that the arguments of a distribution made outside the units are not checked."""
+        """Notes that the arguments of a distribution made outside the units are not checked."""
         if not self._paused:
             self.notes.append(
                 f"the distribution at {source.current_line()} is recorded as if validate_args=False, since its checks "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -69,10 +69,13 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if policy == "never":
             continue
         forwards = sum(action.stage == stage and action.op is Op.F for action in order.rows[rank])
-        again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
-        which = (
-            f"{again} of {forwards} forwards" if isinstance(policy, str) else f"layers 0, {policy}, {2 * policy}, ..."
-        )
+        if not isinstance(policy, str):
+            which = f"layers 0, {policy}, {2 * policy}, ..."
+        elif policy in KEPT_FORWARDS:
+            again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
+            which = f"{again} of {forwards} forwards"
+        else:
+            which = "the forwards that it chooses"
         said.setdefault(f"recompute={policy!r}: {which} run again in backward", []).append(stage)
     return [
         f"{text} on {'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
@@ -140,11 +143,16 @@ class RecomputedStage(Feature):
     def of(cls, stage: StageContext) -> RecomputedStage | None:
         """If a policy of `recompute=` selects any microbatches."""
         again = microbatches_to_recompute(stage.recompute, stage.row, stage.index) if stage.training else ()
-        if not again:
+        return cls.rerunning(stage, again)
+
+    @classmethod
+    def rerunning(cls, stage: StageContext, microbatches: Collection[int]) -> Self | None:
+        """Runs these microbatches' forwards again; None if there are none."""
+        if not microbatches:
             return None
         changed = overwritten(stage.stage.meta, [each.meta for each in stage.partition.stages])
         offload = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
-        return cls(stage.stages, again, changed, offload)
+        return cls(stage.stages, microbatches, changed, offload)
 
     def __init__(
         self,

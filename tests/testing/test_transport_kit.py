@@ -1,0 +1,92 @@
+"""The conformance kit finds transports that mix up messages, and names what they lack."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
+from penstock.stages import Link
+from penstock.testing import check_factory
+from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS
+
+Mailbox = defaultdict[Any, "queue.Queue[Any]"]
+
+
+class Posted:
+    """One end of a channel through a mailbox that both ranks share, as files in one folder would be."""
+
+    def __init__(self, box: Mailbox, key: Any, link: Link) -> None:
+        self.box, self.key, self.agreement = box, key, Agreement(link)
+
+    def send(self, microbatch: int, tensors: Any) -> None:
+        layouts = self.agreement.check(microbatch, tensors)
+        parts = [None if t is None else (layout, to_bytes(t)) for layout, t in zip(layouts, tensors, strict=True)]
+        self.box[(*self.key, microbatch)].put(parts)
+
+    def post(self, microbatch: int) -> None: ...
+
+    def receive(self, microbatch: int) -> list[Any]:
+        parts = self.box[(*self.key, microbatch)].get(timeout=5)
+        return [part and from_bytes(part[1], part[0], torch.device("cpu")) for part in parts]
+
+
+def shared_mailbox(key: Callable[[int, Link, bool], Any]) -> Any:
+    """A factory of transports whose channels have this key."""
+    box: Mailbox = defaultdict(queue.Queue)
+
+    class Shared:
+        def __init__(self, endpoint: Endpoint) -> None:
+            self.channels: list[tuple[int, Posted]] = []
+
+        def connect(self, source_rank: int, target_rank: int) -> None: ...
+
+        def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Posted:
+            made = Posted(box, key(program, link, backward), link)
+            self.channels.append((program, made))
+            return made
+
+        def end_step(self) -> None:
+            for _, channel in self.channels:
+                channel.agreement.end_step()
+
+        def release(self, program: int) -> None: ...
+
+        def drop_step(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    return Shared
+
+
+def test_a_mailbox_that_both_ranks_share_conforms() -> None:
+    names = check_factory(shared_mailbox(lambda program, link, backward: (program, link, backward)))
+    assert names == [script.__name__ for script in POINT_TO_POINT_SCRIPTS]
+
+
+@pytest.mark.parametrize(
+    ("key", "script"),
+    [
+        (lambda program, link, backward: (program, link), "directions_of_a_link_do_not_mix"),
+        (lambda program, link, backward: (program, backward), "links_of_two_ranks_do_not_mix"),
+    ],
+)
+def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None:
+    with pytest.raises((AssertionError, queue.Empty)) as error:
+        check_factory(shared_mailbox(key))
+    assert f"penstock: in the script {script}" in error.value.__notes__
+
+
+def test_what_a_transport_lacks_is_named() -> None:
+    class Half:
+        def __init__(self, endpoint: Endpoint) -> None: ...
+
+        def connect(self, source_rank: int, target_rank: int) -> None: ...
+
+    with pytest.raises(AssertionError, match=r"rank [01]'s transport is a Half, which lacks channel, "):
+        check_factory(Half)  # type: ignore[arg-type]
