@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,6 +29,14 @@ def test_fake_tensors_have_no_values() -> None:
             x.sum().item()
         with pytest.raises(compat.DATA_DEPENDENT):
             x.nonzero()
+
+
+def test_the_processes_of_a_job_have_a_store(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert compat.default_store().add("a count", 1) == 1
+    finally:
+        dist.destroy_process_group()
 
 
 def test_views_share_a_storage() -> None:

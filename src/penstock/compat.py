@@ -208,6 +208,13 @@ def plain_tensors() -> AbstractContextManager[None]:
     return guard
 
 
+def default_store() -> Any:
+    """The store of the default process group, where the processes of a job met."""
+    from torch.distributed.distributed_c10d import _get_default_store  # torch.distributed takes long to import
+
+    return _get_default_store()
+
+
 def in_checkpoint() -> bool:
     """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

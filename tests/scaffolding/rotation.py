@@ -33,6 +33,7 @@ CPU_SECONDS = {
     "tests/distributed/test_falling.py": 25,
     "tests/distributed/test_split_ranks.py": 25,
     "tests/cli/test_demo.py": 20,
+    "tests/distributed/test_waiting.py": 35,
     "tests/fabric/test_emulation.py": 20,
     "tests/distributed/test_combined.py": 25,
     "tests/cli/test_run_hosts.py": 15,

@@ -226,7 +226,8 @@ def _background(pipe: Pipeline) -> Background:
         if control is not None:
             members = dist.get_process_group_ranks(control)
             apart = len(members) < dist.get_world_size()
-            group = new_group(members, "gloo", members_only=apart)
+            with pipe.session.waiting("process groups"):
+                group = new_group(members, "gloo", members_only=apart)
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group
         )

@@ -31,6 +31,7 @@ from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
@@ -210,6 +211,7 @@ def build(
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
     limit = GROUP_SECONDS if options.group_timeout is None else options.group_timeout
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
+    engine.control.watchdog.position = Position("the building of the pipeline")
     try:
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)
@@ -228,7 +230,9 @@ def build(
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
-        return Pipeline(Session(engine, split, order, given, options))
+        built = Pipeline(Session(engine, split, order, given, options))
+        engine.control.watchdog.position = OUTSIDE
+        return built
     except BaseException as error:
         cause = engine.control.fail(error)
         engine.close()
@@ -275,7 +279,7 @@ def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutti
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
-    rows = [sum(others) for others in engine.control.gather(sizes)]
+    rows = [sum(others) for others in engine.control.gather(sizes, "its example")]
     with engine.control.agreed():
         if len(set(rows)) > 1:
             raise ArgumentError(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.compat import default_store
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.watchdog import Watchdog
@@ -29,12 +30,6 @@ from penstock.runtime.processes.watchdog import Watchdog
 START_SECONDS = 30.0
 END_SECONDS = 10.0
 MUCH = torch.zeros(8 << 20)  # more than a socket takes: the send waits until someone receives
-
-
-def exchange(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def toward(rank: int, other: int) -> int:
@@ -126,7 +121,7 @@ def run(rank: int, scenario: dict[str, Any], ready: int) -> None:
     store = f"file://{scenario['folder']}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     patience = Patience(stall_seconds=scenario.get("stall_seconds", 5.0))
-    watchdog = Watchdog.connect(rank, ranks, exchange, patience)
+    watchdog = Watchdog.connect(rank, ranks, default_store(), patience)
     watchdog.step += 1
     story = {"victim_falls": victim_falls, "late_finish": late_finish}[scenario["story"]]
     story(rank, watchdog, scenario, lambda: os.write(ready, b"."))

@@ -19,6 +19,7 @@ from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
 from penstock.runtime.processes.board_server import BoardServer, Connection, join
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.joining import Meeting, Missing
 from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -81,6 +82,16 @@ def test_wait_chain_ends_at_the_rank_that_does_not_wait() -> None:
 def test_wait_chain_prefers_the_peer_that_does_not_wait() -> None:
     together = Position("REDUCE_GRAD", (0, 1))
     assert wait_chain(2, [Sighting(together), Sighting(), Sighting(together)])[0] == 1
+
+
+def test_wait_chain_names_those_that_have_not_come() -> None:
+    gather = Sighting(Position("gather", tuple(range(1, 8))), 31)
+    working = Sighting(Position("2F0"), 3)
+    assert wait_chain(0, [gather, gather, working, Sighting(left=True), gather, working, working, working]) == (
+        2,
+        "rank 0 has waited 31 s for gather from ranks 1, 2, 3, 4, 5, 6, 7; rank 2 runs 2F0 (3 s so far); rank 3 has "
+        "left the run; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
+    )
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=2), min_size=5, max_size=5))
@@ -376,7 +387,7 @@ def test_own_failure_is_reported_and_a_cause_known_before_wins(bench: Bench) -> 
 
 
 def test_one_rank_has_nothing_to_watch() -> None:
-    dog = Watchdog.connect(0, 1, lambda value: value)
+    dog = Watchdog.connect(0, 1)
     dog.check()
     assert dog.cause() is None
     dog.close()
@@ -398,11 +409,85 @@ def test_server_drops_those_who_do_not_know_the_token() -> None:
 def test_rank_that_never_comes_is_reported_at_the_start() -> None:
     server = BoardServer(2, Patience())
     try:
-        with pytest.raises(PipelineFailure, match="rank 0 waited 0 s for the other ranks"):
-            join(server.address, 0, Patience(join_seconds=0.05))
+        patience = Patience(join_seconds=0.05, beat_seconds=0.05)
+        with pytest.raises(
+            PipelineFailure, match=r"rank 0 waited \d+ s for rank 1, which has not called penstock\.pipe"
+        ):
+            join(server.address, 0, patience, Missing(0, 2, patience))
     finally:
         server.stop()
         assert server.join(10)
+
+
+def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
+    """Though nobody waits for it in particular: the pipeline can't start without it."""
+    clock = Clock()
+    board = Board(3, Patience(), clock, lambda process: "unknown")
+    board.join(0, Process("m", 0, "1"))
+    board.join(1, Process("m", 1, "1"))
+    board.judge()
+    assert board.absent == [2]
+    assert board.failure is None
+    board.hang_up(1)
+    clock.now += 0.5
+    board.judge()
+    assert board.failure == Failure(1, None, "its process is gone", "lost")
+
+
+def test_rank_that_waited_long_for_the_last_one_is_not_lost_when_it_comes() -> None:
+    """Ranks beat only once all have come."""
+    clock = Clock()
+    board = Board(2, Patience(), clock, lambda process: "unknown")
+    board.join(0, Process("m", 0, "1"))
+    for _ in range(1200):
+        clock.now += 0.5
+        board.judge()
+    board.join(1, Process("elsewhere", 1, "1"))
+    board.beat(1, Sighting(RECEIVE, 0.0))
+    clock.now += 0.5
+    board.judge()
+    assert board.failure is None
+
+
+class Notebook:
+    """A store as torch's are, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def add(self, key: str, amount: int, /) -> int:
+        self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+        return int(self.values[key])
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.values for key in keys)
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def set(self, key: str, value: str, /) -> None:
+        self.values[key] = value.encode()
+
+
+def test_a_meeting_is_not_taken_for_an_earlier_one() -> None:
+    store, missing = Notebook(), Missing(1, 3, Patience(join_seconds=0.1))
+    first = [Meeting(store, rank, 3) for rank in range(3)]
+    assert [meeting.absent() for meeting in first] == [(), (), ()]
+    assert [meeting.give("a" if rank == 0 else None, missing) for rank, meeting in enumerate(first)] == ["a"] * 3
+    again = Meeting(store, 1, 3)
+    assert again.absent() == (0, 2)
+    with pytest.raises(PipelineFailure, match=r"rank 1 waited \d+ s for ranks 0, 2, which have not called"):
+        again.give(None, missing)
+    assert Meeting(store, 0, 3).give("b", missing) == again.give(None, missing) == "b"
+
+
+def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Patience().warn_seconds == 30
+    with Missing(0, 3, Patience(warn_seconds=0.02)) as missing:
+        missing.ranks = (2,)
+        missing._over.wait(0.1)  # the main thread may be blocked
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["penstock: rank 0 has waited 0 s for rank 2, which has not called penstock.pipeline yet"] * 2
 
 
 def test_unreachable_rank_0_is_reported_at_the_start() -> None:
@@ -410,7 +495,7 @@ def test_unreachable_rank_0_is_reported_at_the_start() -> None:
         port = closed.getsockname()[1]
     address = {"hosts": ["127.0.0.1"], "port": port, "token": "t", "process": ["elsewhere", 1, ""]}
     with pytest.raises(PipelineFailure, match=f"rank 1 cannot reach rank 0 at 127.0.0.1, port {port}"):
-        join(address, 1, Patience())
+        join(address, 1, Patience(), Missing(1, 2, Patience()))
 
 
 class Nursery:

@@ -5,6 +5,7 @@ The watchdog knows of every wait: if another process is lost or has failed, the 
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.compat import default_store
 from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
+from penstock.runtime.processes.joining import Store
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, exchange
 from penstock.runtime.transport.distributed import all_reduce
@@ -54,17 +57,25 @@ class Control:
         self.line = tuple(name for name in world.names if name != world.name)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.name)
         if world.rank is None:
-            self.watchdog = Watchdog.connect(0, 1, lambda value: value)
-        else:
-            self.groups = Groups(world, backend_of(device), group_options)
-            self.watchdog = Watchdog.connect(world.name, len(world.everyone), exchange(self.groups.everyone), patience)
+            self.watchdog = Watchdog.connect(0, 1)
+            return
+        self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
+        try:
+            with self.waiting_for("process groups", self.others):
+                self.groups = Groups(world, backend_of(device), group_options)
+        except BaseException as error:
+            cause = self.fail(error)
+            self.watchdog.close()
+            if cause is error:
+                raise
+            raise cause from error
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
         if self.groups is None:
             return value
         give = exchange(self.groups.everyone)
-        with self.waiting_for("broadcast", () if self.world.is_first else (0,)):
+        with self.waiting_for("broadcast", self.others if self.world.is_first else (0,)):
             given: T = give(value)
         return given
 
@@ -84,7 +95,7 @@ class Control:
         """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
-        peers = () if self.world.rank == source_rank else (self.world.names[source_rank],)
+        peers = self.line if self.world.rank == source_rank else (self.world.names[source_rank],)
         give = exchange(self.groups.control, source_rank)
         with self.waiting_for("broadcast", peers):
             given: T = give(value)
@@ -150,7 +161,7 @@ class Control:
             yield
         except kind as error:
             own = error
-        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own))
+        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own), "agreement")
         first = next((failure for failure in failures if failure is not None), None)
         if first is None:
             return
@@ -163,7 +174,7 @@ class Control:
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
-        self.watchdog.position = Position(what, peers)
+        before, self.watchdog.position = self.watchdog.position, Position(what, peers)
         try:
             yield
         except (RuntimeError, OSError) as error:
@@ -171,7 +182,7 @@ class Control:
             if cause is error:
                 raise
             raise cause from None
-        self.watchdog.position = OUTSIDE
+        self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Wraps a wait for all other ranks outside a step: if one is lost, this rank says so and ends."""
@@ -191,13 +202,17 @@ class Control:
         """A gloo group of all processes; None if there is only one."""
         return None if self.groups is None else self.groups.everyone
 
-    def gather(self, value: Any) -> list[Any]:
-        """Returns every process's object on all of them. Every process calls it."""
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """Returns every process's object on all of them. Every process calls it.
+
+        Args:
+            what: what a process that waits says it waits for.
+        """
         if self.groups is None:
             return [value]
         values: list[Any] = [None] * len(self.world.everyone)
         group = self.groups.everyone
-        with self.waiting_for("gather", self.others):
+        with self.waiting_for(what, self.others):
             dist.all_gather_object(values, value, group=group)
         return values
 
@@ -216,7 +231,7 @@ class Control:
         if self._agreed:
             return error
         position = self.watchdog.position
-        if isinstance(error, PipelineFailure) or self.groups is None:
+        if isinstance(error, PipelineFailure) or self.world.is_local:
             self.watchdog.position = OUTSIDE
             if position.action and not isinstance(error, PipelineFailure):
                 error.add_note(f"penstock: in action {position.action}")
@@ -232,9 +247,17 @@ class Control:
 
     def close(self) -> None:
         """Ends the watchdog and releases the process groups."""
-        self.watchdog.close()
         if self.groups is not None and not self.failed:
-            self.groups.close()
+            with self.waiting("close"):  # NCCL may wait for the other ranks
+                self.groups.close()
+        self.watchdog.close()
+
+
+def _place_of(world: World) -> Store:
+    """Where the processes of a mesh meet: in the job's store, under a name of their own."""
+    name = hashlib.sha256(repr(world.everyone).encode()).hexdigest()[:16]
+    place: Store = dist.PrefixStore(f"penstock {name}", default_store())  # type: ignore[attr-defined]
+    return place
 
 
 def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:

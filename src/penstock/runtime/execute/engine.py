@@ -117,17 +117,20 @@ class Engine:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
         for index, group in enumerate(groups):
             if self.control.groups is not None:
-                self.control.groups.make(group.ranks)
+                here, names = self.world.rank, self.world.names
+                peers = [names[rank] for rank in group.ranks if rank != here] if here in group.ranks else []
+                with self.control.waiting_for("process groups", tuple(peers)):
+                    self.control.groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
                     transport, names = self.transports[rank], self.world.names
                     self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
-        for reducer in reducers:
-            reducer.start_equal()
-        for reducer in reducers:
-            reducer.end_equal()
+        for act in (TieReducer.start_equal, TieReducer.end_equal):
+            for reducer in reducers:
+                with self.control.waiting_for("equal tied parameters", reducer.position.peers):
+                    act(reducer)
 
     def bind(self, binding: Binding) -> BoundSchedule:
         """Binds a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
@@ -222,7 +225,7 @@ class Engine:
             return
         mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
         if self._bound == 1:
-            differing = [rank for rank, other in enumerate(self.control.gather(mine)) if other != mine]
+            differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
         else:
             line = zip(self.world.names, self.control.gather_line(mine), strict=True)
             differing = [rank for rank, other in line if other != mine]
@@ -329,10 +332,11 @@ class Engine:
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
-        pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
+        source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+        with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
+            pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 
         def wait() -> None:
-            source = () if source_rank in self.ranks else (self.world.names[source_rank],)
             with self.control.waiting_for(what, source):
                 for one in pending:
                     one.wait()

@@ -46,7 +46,7 @@ def transport_of(
     """
     possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
     said: list[tuple[str, bool, str, str]] = control.gather(
-        (_name_of(choice), possible, device.type, accelerator_of(device))
+        (_name_of(choice), possible, device.type, accelerator_of(device)), "its transport"
     )
     with control.agreed():
         _check_same([name for name, _, _, _ in said], control.world.name)
@@ -59,7 +59,8 @@ def transport_of(
         return Paired(rank, plain.ranks, made, made if has_collectives(made) else plain)
     if not all(said[name][1] for name in control.world.names):
         return plain
-    neighbours = Neighbours(rank, control.gather_line)
+    with control.waiting_for("a connection", control.line):
+        neighbours = Neighbours(rank, control.gather_line)
     return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
 
 

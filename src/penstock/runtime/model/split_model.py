@@ -70,18 +70,21 @@ class SplitModel:
         self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
             self._move_together()
-            self._record(training=True)
+            with engine.control.working("the recording of the model"):
+                self._record(training=True)
         self._cut_alike()
         with engine.control.agreed():
             stages = self._record(training=True)[0].stages
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, shared, parallelize)
-            self._take_over(rule)
+            with engine.control.working("the making of its weights"):
+                self._take_over(rule)
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
             with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
-                self._parallelize(parallelize, shared)
+                with engine.control.working("parallelize="):
+                    self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
         self._parameters = list(self.model.parameters())
         self._names = [name for name, _ in self.model.named_parameters()]

@@ -3,7 +3,8 @@
 Everything that decides whether to give up a rank is in this file, without sockets or threads. The rules:
 
     a rank that ...                     is given up when another waits for it and ...
-    closed its connection, no goodbye   ... still does a beat later; of several such ranks the first is named
+    closed its connection, no goodbye   ... still does a beat later, or a rank has not joined yet; of several such
+                                        ranks the first is named
     is silent, on this machine          ... that lasts for `stall_seconds`, unless the kernel says that its process runs
     is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent
     said goodbye                        ... still does `stall_seconds` later
@@ -36,7 +37,7 @@ class Patience:
         warn_seconds: time between two warnings from a rank that waits for one that is alive.
         timeout_seconds: time after which such a wait ends the run.
         grace_seconds: time that a computing rank may still take to notice that the run has failed.
-        join_seconds: time for all ranks to find each other at the start.
+        join_seconds: time for all ranks to find each other at the start; each reads its data first, for example.
     """
 
     beat_seconds: float = 0.5
@@ -45,7 +46,7 @@ class Patience:
     warn_seconds: float = 30.0
     timeout_seconds: float = 1800.0
     grace_seconds: float = 60.0
-    join_seconds: float = 60.0
+    join_seconds: float = 1800.0
 
     def overslept(self, seconds: float) -> bool:
         """Whether a loop that ticks every beat was itself stopped, so its knowledge of the other ranks is outdated."""
@@ -123,14 +124,23 @@ class Board:
         self._seats = [_Seat(heard=self._judged) for _ in range(ranks)]
 
     @property
-    def complete(self) -> bool:
-        """Whether every rank has joined."""
-        return all(seat.process is not None for seat in self._seats)
+    def absent(self) -> list[int]:
+        """The ranks that have not joined."""
+        return [rank for rank, seat in enumerate(self._seats) if seat.process is None]
+
+    @property
+    def remaining(self) -> list[int]:
+        """The ranks that may still need this board: those that have neither left nor are gone."""
+        return [
+            rank
+            for rank, seat in enumerate(self._seats)
+            if seat.left is None and seat.gone is None and not self._lost(seat)
+        ]
 
     @property
     def deserted(self) -> bool:
         """Whether every rank has left or is gone, so that no one reads this board any more."""
-        return all(seat.left is not None or seat.gone is not None or self._lost(seat) for seat in self._seats)
+        return not self.remaining
 
     @property
     def sightings(self) -> Sequence[Sighting]:
@@ -140,6 +150,9 @@ class Board:
         """Records that `rank` has joined, or is back after its connection broke."""
         seat = self._seats[rank]
         seat.process, seat.gone, seat.heard = process, None, self._clock()
+        if not self.absent:  # those that have waited for the last one begin to beat now
+            for other in self._seats:
+                other.heard = seat.heard
 
     def beat(self, rank: int, sighting: Sighting) -> None:
         """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
@@ -172,6 +185,8 @@ class Board:
             for seat in self._seats:
                 seat.heard = now
             return
+        if self.absent and any(seat.gone is not None for seat in self._seats):  # all wait for each other now
+            self._accuse_first_gone()
         for waiter, seat in enumerate(self._seats):
             if seat.left is None and seat.gone is None:
                 for peer in seat.sighting.position.peers:

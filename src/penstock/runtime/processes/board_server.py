@@ -5,7 +5,8 @@ it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
                      (each with rank and token; noted is the answer to a failure)
-    to a rank        ready: true     sightings: [...], in answer to a beat     failure: text
+    to a rank        absent: [ranks that have not joined], every beat until it is ready: true
+                     sightings: [...], in answer to a beat     failure: text
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import time
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.board import Board, Patience, Process
+from penstock.runtime.processes.board import Board, Patience, Process, silence
 from penstock.runtime.processes.failure import Failure, Sighting
+from penstock.runtime.processes.joining import Missing
 
 _MOST_BYTES = 1 << 20
 
@@ -79,6 +81,7 @@ class BoardServer:
         self._stopping = threading.Event()
         self._unaware: set[int] = set()
         self._noted = threading.Event()
+        self._told = 0.0
         process = Process.here()
         self.address: Address = {
             "hosts": [*([] if alone else _own_hosts()), "127.0.0.1"],
@@ -93,6 +96,11 @@ class BoardServer:
         """Waits until no rank needs this server. Returns whether that happened in time."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    @property
+    def remaining(self) -> list[int]:
+        """The ranks that may still need this server. Any thread may ask."""
+        return self._board.remaining
 
     def await_noted(self, seconds: float) -> None:
         """Waits until all ranks know why the run failed: when this process ends, its last messages may be lost."""
@@ -115,6 +123,7 @@ class BoardServer:
                 self._board.judge()
                 if known is None and self._board.failure is not None:
                     self._announce(self._board.failure)
+                self._tell_absent()
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     key.data.close()
@@ -140,7 +149,7 @@ class BoardServer:
         if "join" in message:
             board.join(rank, Process(*message["join"]))
             self._connections[rank] = connection
-            if board.complete:
+            if not board.absent:
                 self._tell(ready=True)
         if "failure" in message:
             failure = Failure.from_json(message["failure"])
@@ -154,6 +163,12 @@ class BoardServer:
             if board.failure is not None:
                 answer["failure"] = board.failure.to_json()
             connection.send(answer)
+
+    def _tell_absent(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= self._beat_seconds and (absent := self._board.absent):
+            self._told = now
+            self._tell(absent=absent)
 
     def _announce(self, failure: Failure) -> None:
         lost = {failure.rank} if failure.kind == "lost" else set()
@@ -202,8 +217,12 @@ def connect(address: Address, rank: int, patience: Patience) -> Connection:
     raise problem
 
 
-def join(address: Address, rank: int, patience: Patience) -> Connection:
-    """Connects and waits until every rank has. Raises PipelineFailure if that takes more than `join_seconds`."""
+def join(address: Address, rank: int, patience: Patience, missing: Missing) -> Connection:
+    """Connects and waits until every rank has.
+
+    Raises PipelineFailure if rank 0 cannot be reached, if a rank ends meanwhile, or if it takes more than
+    `join_seconds`.
+    """
     where = f"{' or '.join(address['hosts'])}, port {address['port']}"
     try:
         connection = connect(address, rank, patience)
@@ -212,19 +231,37 @@ def join(address: Address, rank: int, patience: Patience) -> Connection:
             f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
             f"Allow TCP connections between the machines of this run, and set MASTER_ADDR to rank 0's host."
         ) from error
-    until = time.monotonic() + patience.join_seconds
     try:
-        while (left := until - time.monotonic()) > 0:
-            connection.link.settimeout(left)
-            if any("ready" in message for message in connection.receive()):
-                return connection
-        raise TimeoutError("timed out")
-    except OSError as error:
+        _await_ready(connection, Process(*address["process"]), rank, patience, missing)
+    except BaseException:
         connection.close()
-        raise PipelineFailure(
-            f"rank {rank} waited {patience.join_seconds:.0f} s for the other ranks to join at {where} ({error}). "
-            f"Each rank of the pipeline has to be started, and to build the pipeline."
-        ) from error
+        raise
+    return connection
+
+
+def _await_ready(connection: Connection, server: Process, rank: int, patience: Patience, missing: Missing) -> None:
+    heard = time.monotonic()
+    connection.link.settimeout(patience.beat_seconds)
+    while True:
+        missing.check()
+        messages: list[dict[str, Any]] = []
+        lost: str | None = None
+        try:
+            messages, heard = connection.receive(), time.monotonic()
+        except TimeoutError:
+            seconds = time.monotonic() - heard
+            lost = silence(seconds, server.state(), patience) if seconds >= patience.stall_seconds else None
+        except OSError:
+            lost = "its process is gone"
+        failure = None if lost is None else Failure(0, None, lost, "lost")
+        for message in messages:
+            if "ready" in message:
+                return
+            if "failure" in message:
+                failure = Failure.from_json(message["failure"])
+            missing.ranks = tuple(message.get("absent", missing.ranks))
+        if failure is not None:
+            raise PipelineFailure(f"rank {rank} stops: {failure}")
 
 
 def _on_one_machine() -> bool:

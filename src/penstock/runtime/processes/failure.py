@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 Kind = Literal["raised", "lost", "left", "stalled"]
 
 _MOST_CHARACTERS = 2000
+_MOST_TOLD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +112,32 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
     """Follows waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
-    step". Of several peers it follows the first one that is not waiting itself. A cycle of waits ends where it closes.
+    step". Of several peers it follows the first one that is not waiting itself, and also names others that
+    are not. A cycle of waits ends where it closes.
     """
     words: list[str] = []
     seen: set[int] = set()
+    idle: list[int] = []
     while rank not in seen:
         seen.add(rank)
         now = sightings[rank]
-        if now.left:
-            words.append(f"rank {rank} has left the run")
-        elif now.position.peers:
+        if now.position.peers and not now.left:
             waited = f"rank {rank} has waited {now.seconds:.0f} s for {now.position.action}"
             words.append(f"{waited} from {name_ranks(now.position.peers)}")
             idle = [peer for peer in now.position.peers if not sightings[peer].position.peers]
             rank = idle[0] if idle else now.position.peers[0]
             continue
-        else:
-            words.append(f"rank {rank} {now.position} ({now.seconds:.0f} s so far)")
+        words += [_told(peer, sightings[peer]) for peer in (rank, *idle[1:_MOST_TOLD])]
+        if len(idle) > _MOST_TOLD:
+            words.append(f"and {len(idle) - _MOST_TOLD} more that do not wait")
         break
     return rank, "; ".join(words)
+
+
+def _told(rank: int, sighting: Sighting) -> str:
+    if sighting.left:
+        return f"rank {rank} has left the run"
+    return f"rank {rank} {sighting.position} ({sighting.seconds:.0f} s so far)"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

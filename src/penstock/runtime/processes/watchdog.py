@@ -22,6 +22,7 @@ from penstock.runtime.processes import board_server
 from penstock.runtime.processes.board import Patience, Process, silence
 from penstock.runtime.processes.board_server import Address, BoardServer, Connection
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
@@ -75,26 +76,27 @@ class Watchdog:
         self.sightings: Sequence[Sighting] = [Sighting()] * ranks
 
     @classmethod
-    def connect(
-        cls, rank: int, ranks: int, exchange: Callable[[Address | None], Any], patience: Patience | None = None
-    ) -> Watchdog:
+    def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
         """Connects the ranks of a pipeline and starts to watch them. Every rank must call it.
+
+        Until all have called it, those that have say every `warn_seconds` which ranks they wait for.
 
         Args:
             rank: this rank, 0..ranks-1.
             ranks: how many there are. With one there is nothing to watch, and no thread.
-            exchange: gives every rank the object that rank 0 passes in; the others pass None.
+            store: where these ranks meet, and no others; None with one rank.
             patience: how long to wait for each kind of event; the same on all ranks.
 
-        Raises PipelineFailure if the ranks do not find each other.
+        Raises PipelineFailure if the ranks do not find each other, or if one of them ends meanwhile.
         """
         patience = patience or Patience()
-        if ranks == 1:
+        if ranks == 1 or store is None:
             return cls(rank, None, None, patience)
         server = BoardServer(ranks, patience) if rank == 0 else None
         try:
-            address: Address = exchange(server.address if server else None)
-            connection = board_server.join(address, rank, patience)
+            with Missing(rank, ranks, patience) as missing:
+                address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
+                connection = board_server.join(address, rank, patience, missing)
         except BaseException:
             if server:
                 server.stop()
@@ -243,7 +245,7 @@ class Watchdog:
             self._record(Failure(root, sightings[root].position.action or None, chain, "stalled"))
         else:
             self._warned_seconds = seconds
-            _say(chain)
+            say(chain)
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
@@ -267,7 +269,7 @@ class Watchdog:
         return True
 
     def _stop(self, failure: Failure) -> None:
-        _say(self._words(failure))
+        say(self._words(failure))
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1.0)  # a stuck reader of our output must not hold us up
@@ -294,13 +296,19 @@ class Watchdog:
             self._await_others()
             self._leave(1)
         self.close()
-        while self._server and not self._server.join(1.0):
-            pass
+        self._await_leaving()
 
-
-def _say(words: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"penstock: {words}\n")
+    def _await_leaving(self) -> None:
+        """Rank 0 waits at its end until no rank needs its server, and says so if that takes long."""
+        began = warned = self._clock()
+        while self._server and not self._server.join(min(1.0, self._patience.warn_seconds)):
+            now = self._clock()
+            if now - warned >= self._patience.warn_seconds and (ranks := self._server.remaining):
+                warned = now
+                say(
+                    f"rank {self._rank} has reached the end of its program, and has waited {now - began:.0f} s for "
+                    f"{name_ranks(ranks)} to close the pipeline"
+                )
 
 
 def _flush() -> None:

@@ -33,7 +33,7 @@ def shared(control: Control, example: Example) -> Example:
     Raises:
         ArgumentError: no process has one, or this one gave other shapes.
     """
-    has = control.gather(is_whole(example))
+    has = control.gather(is_whole(example), "its example")
     if all(has):
         return example
     if not any(has):
@@ -44,9 +44,9 @@ def shared(control: Control, example: Example) -> Example:
             )
         return example  # it has no tensors: a function of the user's makes them
     first = has.index(True)
-    outlines = control.gather(Outline.of_example(example) if control.world.name == first else None)
+    outlines = control.gather(Outline.of_example(example) if control.world.name == first else None, "its example")
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
-    for text in control.gather(problem):  # all raise, so that none waits for one that did
+    for text in control.gather(problem, "its example"):  # all raise, so that none waits for one that did
         if text is not None:
             raise ArgumentError(text)
     if is_whole(example):

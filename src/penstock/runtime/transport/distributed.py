@@ -188,7 +188,7 @@ class DistributedChannel:
         work = dist.irecv(header, self._peer, group=self._group())
         if work is not None:
             work.wait()
-        return _layouts(header.tolist())
+        return _layouts(header.cpu().tolist())
 
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:

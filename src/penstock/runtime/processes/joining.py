@@ -1,0 +1,131 @@
+"""How ranks find each other before anything watches them, and what they say while one is missing.
+
+Ranks meet at torch's store, which only tells who has come. The board (board.py) takes over as soon as rank 0 has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure import name_ranks
+
+_LOOK_SECONDS = 0.02
+_LONGEST_LOOK_SECONDS = 0.5
+
+
+class Store(Protocol):
+    """What `Meeting` needs of torch's stores."""
+
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def get(self, key: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None: ...
+
+
+class Missing:
+    """The ranks that have not come yet. While entered, it says every `warn_seconds` that this rank waits for them.
+
+    A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
+
+    Attributes:
+        ranks: who is missing, as far as is known.
+    """
+
+    def __init__(self, rank: int, ranks: int, patience: Patience) -> None:
+        self.ranks = tuple(range(1, ranks)) if rank == 0 else (0,)  # the others come to rank 0
+        self._rank, self._patience = rank, patience
+        self._began = time.monotonic()
+        self._next = self._began + patience.warn_seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="penstock-joining", daemon=True)
+
+    def __enter__(self) -> Missing:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `ranks` should be up to date: it takes a question for each rank, and is told only now and then."""
+        end = self._began + self._patience.join_seconds
+        return time.monotonic() + 2 * _LONGEST_LOOK_SECONDS >= min(self._next, end)
+
+    def check(self) -> None:
+        """Raises PipelineFailure if this rank has waited for `join_seconds`."""
+        if time.monotonic() - self._began >= self._patience.join_seconds:
+            raise PipelineFailure(
+                f"{self._words('waited')}. Each rank of the pipeline has to be started, and to build the pipeline."
+            )
+
+    def _repeat(self) -> None:
+        while not self._over.wait(self._next - time.monotonic()):
+            say(self._words("has waited"))
+            self._next += self._patience.warn_seconds
+
+    def _words(self, waited: str) -> str:
+        seconds = time.monotonic() - self._began
+        have = "has" if len(self.ranks) == 1 else "have"
+        return (
+            f"rank {self._rank} {waited} {seconds:.0f} s for {name_ranks(self.ranks)}, "
+            f"which {have} not called penstock.pipeline yet"
+        )
+
+
+class Meeting:
+    """One of the times that all ranks come to the same place, in the order in which every rank counts them.
+
+    Args:
+        store: prefixed with the name of the place.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._number = store.add(f"rank {rank}", 1)
+
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        return tuple(rank for rank in range(self._ranks) if self._store.add(f"rank {rank}", 0) < self._number)
+
+    def give(self, value: Any, missing: Missing) -> Any:
+        """Returns rank 0's value, a plain one, on every rank. Raises PipelineFailure if rank 0 does not come."""
+        key = f"meeting {self._number}"
+        if self._rank == 0:
+            self._store.set(key, json.dumps(value))
+            return value
+        self._wait(lambda: self._store.check([key]), missing)
+        return json.loads(self._store.get(key))
+
+    def await_all(self, missing: Missing) -> None:
+        """Waits until all ranks have come. Raises PipelineFailure if one does not."""
+        key = f"come {self._number}"
+        self._store.add(key, 1)
+        self._wait(lambda: self._store.add(key, 0) >= self._ranks, missing)
+
+    def _wait(self, met: Callable[[], bool], missing: Missing) -> None:
+        look_seconds = _LOOK_SECONDS
+        while not met():
+            if missing.is_due:
+                missing.ranks = self.absent() or missing.ranks
+            missing.check()
+            time.sleep(look_seconds)
+            look_seconds = min(1.2 * look_seconds, _LONGEST_LOOK_SECONDS)
+
+
+def say(words: str) -> None:
+    """One line for the user. What cannot be written is lost."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"penstock: {words}\n")

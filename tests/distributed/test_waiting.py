@@ -1,0 +1,99 @@
+"""In every phase of a run, ranks that wait long say for whom, and ranks that wait for one that has ended name it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.distributed
+
+RANKS = 3
+RAISED = "failed .*: ValueError: the disk is full"
+NEVER_CAME = r"has waited \d+ s for rank {victim}, which has not called penstock\.pipeline yet"
+
+SAID = {
+    "init-sleep-1": NEVER_CAME,
+    "join-sleep-1": NEVER_CAME,
+    "groups-kill-1": "rank 1 was lost, .*: its process is gone",
+    "ties-sleep-2": "equal tied parameters from rank 2",
+    "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
+    "closing-sleep-1": r"rank 0 has reached the end of its program, and has waited \d+ s for rank 1 to close the",
+}
+"""By phase, how a rank falls, and its number: what the others say."""
+
+LONG = {
+    "init-sleep-0": NEVER_CAME,
+    "join-sleep-0": NEVER_CAME,
+    "groups-stop-0": "rank 0 was lost, .*: its process is stopped",
+    "groups-stop-1": "rank 1 was lost, .*: its process is stopped",
+    "groups-raise-1": f"rank 1 {RAISED}",
+    "example-sleep-2": r"its example from .*; rank 2 runs the building of the pipeline",
+    "recording-sleep-0": "agreement from .*; rank 0 runs the building of the pipeline",
+    "parallelize-sleep-1": r"agreement from .*; rank 1 runs parallelize= \(",
+    "neighbours-sleep-1": "rank 1 has waited .* for a connection from",
+    "binding-sleep-1": "its stages from .*; rank 1 runs the building of the pipeline",
+    "connecting-sleep-1": "a connection from rank 1; rank 1 runs the building of the pipeline",
+    "stepping-sleep-1": "RECV_.0 from rank 1; rank 1 is outside of a step",
+    "gather-sleep-1": "gather from .*; rank 1 is outside of a step",
+    "saving-sleep-1": "a checkpoint from .*rank 1",
+    "loading-sleep-1": "rank 1 runs its part of a checkpoint",
+    "materialize-kill-1": "rank 1 was lost, last seen at .*: its process is gone",
+    "ties-raise-2": f"rank 2 {RAISED}",
+    "ties-stop-0": "rank 0 was lost, .*: its process is stopped",
+    "neighbours-kill-2": "rank 2 was lost, .*: its process is gone",
+}
+
+
+def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
+    """For each case, what the ranks that did not fall wrote. Those of a case that raises or dies have ended."""
+    script = Path(__file__).with_name("waiting.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), *cases],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    statuses = json.loads(done.stdout)
+    for case in cases:
+        assert (folder / f"{case}.fell").exists(), case
+        victim = int(case.split("-")[2])
+        if "sleep" not in case:
+            others = {rank: status for rank, status in statuses[case].items() if int(rank) != victim}
+            assert set(others.values()) == {1}, (case, statuses[case])
+    return {
+        case: {
+            rank: (folder / f"{case}.{rank}.log").read_text()
+            for rank in range(RANKS)
+            if rank != int(case.split("-")[2])
+        }
+        for case in cases
+    }
+
+
+def check(said: dict[str, dict[int, str]], expected: dict[str, str]) -> None:
+    for case, words in expected.items():
+        phase, _, victim = case.split("-")
+        logs = {0: said[case][0]} if phase == "closing" else said[case]  # only rank 0 serves the others to their end
+        for rank, log in logs.items():
+            assert re.search(words.format(victim=victim), log), f"{case}, rank {rank}: {log}"
+
+
+def test_a_rank_that_waits_names_the_one_that_does_not_come(tmp_path: Path) -> None:
+    check(told(tmp_path, list(SAID)), SAID)
+
+
+@pytest.mark.long
+def test_so_it_does_in_every_phase_and_however_a_rank_falls(tmp_path: Path) -> None:
+    cases = list(LONG)
+    for start in range(0, len(cases), 4):
+        few = cases[start : start + 4]
+        check(told(tmp_path, few), {case: LONG[case] for case in few})

@@ -1,0 +1,201 @@
+"""Forks the ranks of real pipelines, in each of which one rank falls in some phase, or never gets that far.
+
+Usage: waiting.py FOLDER CASE... A case is PHASE-HOW-VICTIM. Writes FOLDER/CASE.RANK.log, and prints a JSON object: exit
+statuses by case, of the ranks that ended by themselves; the others are killed.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock import checkpoint
+from penstock.pipe import build
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.gradients.ties import TieReducer
+from penstock.runtime.processes import groups, rendezvous
+from penstock.runtime.processes.board import Patience
+from penstock.runtime.transport.shared_memory import Neighbours
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scaffolding import warm
+
+RANKS = 3
+LIMIT_SECONDS = 90.0
+QUICK = {"beat_seconds": 0.1, "stall_seconds": 1.0, "warn_seconds": 0.6}
+
+
+class Model(nn.Module):
+    """Its first and its last stage share a parameter."""
+
+    def __init__(self, fall: Callable[[str], None]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.fall = fall
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.T
+
+
+def fall(how: str, mark: Path) -> None:
+    mark.touch()
+    if how == "raise":
+        raise ValueError("the disk is\nfull")
+    if how == "sleep":
+        signal.pause()
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+
+
+def before(holder: Any, name: str, act: Callable[[], None]) -> None:
+    """Calls `act` before a function does its work."""
+    plain = getattr(holder, name)
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return plain(*args, **kwargs)
+
+    setattr(holder, name, first)
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "groups": (groups, "new_group"),
+    "example": (build, "shared"),
+    "recording": (build, "_recorder"),
+    "ties": (TieReducer, "start_equal"),
+    "neighbours": (Neighbours, "__init__"),
+    "binding": (Engine, "_agree"),
+    "connecting": (Engine, "_connect"),
+    "saving": (checkpoint.saving, "_write"),
+    "loading": (checkpoint.loading, "_check_model"),
+}
+"""What the victim calls in each phase; the others are called by `train` itself."""
+
+
+def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None]) -> None:
+    torch.manual_seed(0)
+    here = {phase: act}.get
+    nothing = partial(bool)
+    if phase in PLACES:
+        before(*PLACES[phase], act)
+    if phase == "init":
+        port = int((folder / f"{case}.port").read_text())
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    here("init", nothing)()
+    here("join", nothing)()
+    ids = torch.randint(0, 11, (4, 5))
+
+    def parallelize(stage: nn.Module) -> None:
+        here("parallelize", nothing)()
+
+    def materialize(name: str, module: nn.Module) -> None:
+        here("materialize", nothing)()
+        getattr(module, "reset_parameters", nothing)()
+
+    model = Model(here("forward", nothing))
+    if phase == "materialize":
+        model = model.to("meta")
+    pipe = penstock.pipeline(
+        model,
+        (ids,),
+        loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
+        cuts=["blocks.1", "blocks.2"],
+        microbatches=2,
+        materialize=materialize if phase == "materialize" else None,
+        parallelize=parallelize if phase == "parallelize" else None,
+    )
+    here("stepping", nothing)()
+    pipe.step(ids, target=ids)
+    here("gather", nothing)()
+    pipe.gather(rank)
+    checkpoint.save(folder / f"{case}.saved", pipe)
+    checkpoint.load(folder / f"{case}.saved", pipe)
+    pipe.predict(ids)
+    here("closing", nothing)()
+    pipe.close()
+    print("the run went on to its end", flush=True)
+
+
+def child(rank: int, case: str, folder: Path) -> None:
+    log = os.open(folder / f"{case}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    phase, how, victim = case.split("-")
+    build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
+    act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
+    try:
+        train(rank, phase, folder, case, act)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise
+
+
+def ended(folder: Path, case: str, ranks: set[int]) -> bool:
+    """Whether nothing more is to be seen of a case: each of its ranks that are left has said what it waits for."""
+    logs = [(folder / f"{case}.{rank}.log").read_text() for rank in ranks]
+    return all("has waited" in log for log in logs)
+
+
+def main() -> None:
+    warm.up()
+    folder, cases = Path(sys.argv[1]), sys.argv[2:]
+    children: dict[int, tuple[str, int]] = {}
+    for case in cases:
+        if case.startswith("init"):
+            import socket
+
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                (folder / f"{case}.port").write_text(str(free.getsockname()[1]))
+        for rank in range(RANKS):
+            pid = os.fork()
+            if pid == 0:
+                child(rank, case, folder)
+                return
+            children[pid] = case, rank
+    statuses: dict[str, dict[int, int]] = {case: {} for case in cases}
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while children:
+        for case in cases:
+            left = {rank for of, rank in children.values() if of == case}
+            victim = int(case.split("-")[2])
+            late = time.monotonic() > deadline
+            done = (
+                (folder / f"{case}.fell").exists() and ("sleep" in case and ended(folder, case, left - {victim}))
+            ) or not left - {victim}
+            for pid, (of, _) in children.items():
+                if of == case and (late or done):
+                    os.kill(pid, signal.SIGKILL)
+        for pid, (case, rank) in list(children.items()):
+            gone, status = os.waitpid(pid, os.WNOHANG)
+            if gone:
+                del children[pid]
+                statuses[case][rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    print(json.dumps(statuses))
+
+
+if __name__ == "__main__":
+    main()
