@@ -295,3 +295,56 @@ def test_a_norm_that_is_called_past_its_hooks_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"updated its statistics, but no call of it was seen"):
         train(model, x, y)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+def _untracked(norm: nn.Module) -> None:
+    norm.track_running_stats = False
+
+
+def _patched(norm: nn.Module) -> None:
+    inner = norm.forward
+    norm.forward = lambda x: inner(3 * x)  # type: ignore[method-assign]
+
+
+def _hooked(norm: nn.Module) -> None:
+    norm.register_forward_pre_hook(lambda _, args: (3 * args[0],))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
+    model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
+    if early:
+        _untracked(model[1])
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
+        if not early:
+            pipe.step(x, target=y)
+            _untracked(model[1])
+        before, last = buffers(model[1]), buffers(model[-1])
+        pipe.step(x, target=y)
+        assert all(map(torch.equal, before.values(), buffers(model[1]).values()))
+        assert not torch.equal(last["running_mean"], model[-1].running_mean)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"), [(_patched, "normalises something"), (_hooked, "was registered on a BatchNorm1d after")]
+)
+def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early: bool) -> None:
+    model, (x, y) = normed(), batch()
+    whole = copy.deepcopy(model)
+    if early:
+        change(model[1])
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
+        if not early:
+            pipe.step(x, target=y)
+            change(model[1])
+        if early and change is _hooked:  # known when the pipeline was made
+            pipe.step(x, target=y)
+            _hooked(whole[1])
+            whole(x)
+            torch.testing.assert_close(model[1].running_var, whole[1].running_var)
+            return
+        before = buffers(model)
+        with pytest.raises(ArgumentError, match=words):
+            pipe.step(x, target=y)
+        assert all(map(torch.equal, before.values(), buffers(model).values()))

@@ -66,7 +66,7 @@ class DeferredNorms(Feature):
         self._handles: list[RemovableHandle] = [
             m.register_forward_pre_hook(_Hook(self), with_kwargs=True) for m in self._norms
         ]
-        self._handles += [m.register_forward_hook(_Compare(self)) for m in self._norms if _has_own_forward(m)]
+        self._compared: set[nn.Module] = set()
         self._expected: dict[nn.Module, tuple[tuple[Tensor, Tensor], Moments]] = {}
         self._microbatch: int | None = None
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
@@ -94,7 +94,12 @@ class DeferredNorms(Feature):
     def step(self) -> Iterator[None]:
         """Wraps a training step: buffers do not change until its end, and not at all if it raises."""
         self._seen = defaultdict(lambda: defaultdict(list))
-        before = {norm: _copies(norm) for norm in self._norms if norm.training and not _is_elsewhere(norm)}
+        before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
+        for norm in before:
+            _refuse_later_hooks(norm)
+            if _has_own_forward(norm) and norm not in self._compared:
+                self._compared.add(norm)
+                self._handles.append(norm.register_forward_hook(_Compare(self)))
         ended = False
         try:
             yield
@@ -126,7 +131,7 @@ class DeferredNorms(Feature):
 
     def note(self, norm: nn.Module, values: Tensor) -> None:
         """Notes the values that enter a module."""
-        if self._microbatch is not None and norm.training:
+        if self._microbatch is not None and _tracks(norm):
             mean = norm.get_buffer("running_mean")
             moments = Moments.of(values, torch.promote_types(mean.dtype, values.dtype))
             self._seen[norm][self._microbatch].append(moments)
@@ -155,8 +160,25 @@ class DeferredNorms(Feature):
             )
 
 
+def _tracks(norm: nn.Module) -> bool:
+    """Whether a forward updates the running statistics now."""
+    return norm.training and bool(getattr(norm, "track_running_stats", True))
+
+
 def _has_own_forward(norm: nn.Module) -> bool:
-    return not type(norm).forward.__module__.startswith("torch.")
+    return "forward" in vars(norm) or not type(norm).forward.__module__.startswith("torch.")
+
+
+def _refuse_later_hooks(norm: nn.Module) -> None:
+    """Raises ArgumentError if a hook runs after ours, and may change what enters the module, or its mode."""
+    hooks = [*norm._forward_pre_hooks.values()]
+    ours = next((place for place, hook in enumerate(hooks) if isinstance(hook, _Hook)), None)
+    later = [] if ours is None else [h for h in hooks[ours + 1 :] if not type(h).__module__.startswith("penstock.")]
+    if later:
+        raise ArgumentError(
+            f"deferred_batch_norm=True: a forward pre-hook was registered on a {type(norm).__name__} after the "
+            "pipeline was made, so that it could change what enters the module unseen; register it before"
+        )
 
 
 def _has_changed(norm: nn.Module, copies: Mapping[str, Tensor]) -> bool:

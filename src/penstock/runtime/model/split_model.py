@@ -167,7 +167,19 @@ class SplitModel:
             raise
         self._partitioner.settle(before)
         self._touched.settle()
+        self._refuse_replaced()
         self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it computes
+
+    def _refuse_replaced(self) -> None:
+        """Raises PartitionError if the step's forwards replaced a buffer that state dicts hold."""
+        for (name, module, key), before in zip(self._followed, self._buffers, strict=True):
+            now = module._buffers.get(key)
+            if now is not before and before is not None and key not in module._non_persistent_buffers_set:
+                raise PartitionError(
+                    f"the forward replaced buffer {name!r} by a new tensor, which a recording did not show: stages and "
+                    f"state dicts hold the one from before. Update it in place: self.{key}.copy_(...); if it is a "
+                    "cache of constants, register it with persistent=False"
+                )
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
