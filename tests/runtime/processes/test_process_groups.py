@@ -61,6 +61,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def groups(backend: str, *options: Any) -> None:
     """Makes all kinds of them."""
     made = Groups(World(3, 1, (0, 1, 2)), backend, GroupOptions(*options))
+    made.check()
+    made.open()
     made.make((0, 1))
     made.make((0, 2))
     made.pair([(0, 1), (1, 2), (0, 2)])

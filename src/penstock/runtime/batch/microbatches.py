@@ -208,7 +208,10 @@ def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.d
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
-    """A microbatch's own tensors on a device; None: where they are. Copies from the host do not wait for the device."""
+    """Moves a microbatch's tensors, which it owns, to a device; None leaves them where they are.
+
+    Copies from the host do not wait for the device.
+    """
 
     def moved(tensor: Tensor) -> Tensor:
         if device is None or tensor.device == device:

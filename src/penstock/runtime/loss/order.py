@@ -85,13 +85,15 @@ class LossState:
             return
         looks = [_Look(self.survey()), _Look(Survey(self.owners(), modules=True, skips=self._is_of_model))]
         tensors = [(tensor, version, tensor.detach().clone()) for look in looks for _, tensor, version in look.tensors]
-        yield
-        for look in looks:
-            look.restore()
-        with torch.no_grad():
-            for tensor, version, values in tensors:
-                if tensor._version != version:
-                    tensor.copy_(values)
+        try:
+            yield
+        finally:
+            for look in looks:
+                look.restore()
+            with torch.no_grad():
+                for tensor, version, values in tensors:
+                    if tensor._version != version:
+                        tensor.copy_(values)
 
     @property
     def may_remember(self) -> bool:
