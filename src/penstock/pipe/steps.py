@@ -46,7 +46,7 @@ class Steps:
 
     Attributes:
         schedule: what every rank does for a batch like the example, communication included.
-        bound schedules: one for each kind of batch so far.
+        bound_schedules: one for each kind of batch so far.
     """
 
     def __init__(

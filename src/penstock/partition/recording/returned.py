@@ -146,8 +146,8 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     got, expected = _difference(result, pattern)
     line, scope = read_at
     why = (
-        "what a block returns beside the values of its tensors is a constant of a recording, since the calls that "
-        "follow were recorded with it"
+        "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
+        "since the calls that follow were recorded with that"
     )
     where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (

@@ -59,8 +59,9 @@ class Sideways:
             return
         names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
         held = {f.storage for f in read if f.held is not None}
-        what = shortened([f.held for f in read if f.held is not None]) or "tensors that are no arguments of it"
-        refusal = f"a call at {source.current_line()} uses {what} past its arguments, which a stage would not have"
+        named = shortened([f.held for f in read if f.held is not None])
+        what = f"tensors that are not among its arguments{f' ({named})' if named else ''}"
+        refusal = f"a call at {source.current_line()} uses {what}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held <= _memory_of(module):

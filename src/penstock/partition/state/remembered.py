@@ -125,7 +125,7 @@ def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) 
     for each in remembered:
         raise PartitionError(
             f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
-            f"runs {pipelines} copies of the stage, each of which would see only part of the batch; take a schedule "
+            f"runs {pipelines} copies of the stage, each of which would see only part of the batch; use a schedule "
             "with one copy (dualpipe-v for dualpipe)"
         )
 
