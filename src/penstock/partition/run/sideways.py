@@ -161,8 +161,8 @@ class Sideways:
         if not read:
             for name, places in self._swayed.items():
                 raise Regroup(
-                    f"{name!r} does something else once the forward has changed {places}, which its stage would not "
-                    "see. Pass what it needs as an argument",
+                    f"{name!r} behaves differently once the forward has changed {places}, but its stage would not see "
+                    "that change. Pass what it needs as an argument",
                     opened={*self._swayed, *self._writers},
                 )
             return
@@ -201,9 +201,9 @@ def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
         for key, value in place.changes():
             if _holds_numbers(value):
                 raise PartitionError(
-                    f"{unit.name!r} leaves a number in {place.name(key)}, found from the values of its inputs: on a "
-                    "stage of their own, other blocks would not see it. Return it as a tensor, or name a module that "
-                    "encloses all that use it in leaves=[...]"
+                    f"{unit.name!r} leaves a number in {place.name(key)}, computed from the values of its inputs: "
+                    "blocks on other stages would not see it. Return it as a tensor, or name a module that encloses "
+                    "all that use it in leaves=[...]"
                 )
 
 

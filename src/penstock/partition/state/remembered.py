@@ -93,8 +93,8 @@ class _Stopped:
     def __next__(self) -> Any:
         raise PartitionError(
             f"the forward takes the next item of {self._text!r}, a {type(self._iterator).__name__}: a recording would "
-            "take one as well, and stages would not take them in the order of plain training. Pass what it gives as an "
-            "input, or keep a number and count"
+            "take one as well, and stages would not take them in the order of plain training. Pass the items as "
+            "inputs, or count with a number of your own"
         )
 
     def __getattr__(self, name: str) -> Any:

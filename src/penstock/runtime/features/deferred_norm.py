@@ -125,7 +125,7 @@ class DeferredNorms(Feature):
             fewest, *_, most = sorted(map(len, seen[uneven[0]].values()))
             raise ArgumentError(
                 f"deferred_batch_norm=True: a {type(uneven[0]).__name__} is called {most} times in one microbatch and "
-                f"{fewest} in another, so that no number of updates is that of the whole batch; call it equally often "
+                f"{fewest} in another, so the whole batch has no definite number of updates; call it equally often "
                 "in each, or leave deferred_batch_norm out"
             )
 

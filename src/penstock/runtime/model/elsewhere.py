@@ -59,8 +59,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise ArgumentError(
             f"{name!r} has no values on this rank, so that nothing would be drawn for it, and the random numbers of "
             "this rank's own parameters would differ from plain torch's. Initialise the model before "
-            "pipeline(...), from the same seed on every rank; what is drawn for this rank's parameters alone may go "
-            "over pipe.named_parameters()"
+            "pipeline(...), from the same seed on every rank; to draw for this rank's parameters alone, loop over "
+            "pipe.named_parameters()"
         )
     try:
         result = func(*args, **kwargs)
