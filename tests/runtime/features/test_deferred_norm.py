@@ -276,7 +276,7 @@ class Past(nn.Module):
 def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
     model, (x, y) = normed(), batch()
     model[1] = Doubling(WIDTH, momentum=momentum)
-    with pytest.raises(ArgumentError, match=r"a Doubling normalises something else than what enters it"):
+    with pytest.raises(ArgumentError, match=r"a Doubling normalises something other than its input"):
         train(model, x, y)
 
 
@@ -327,7 +327,8 @@ def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
-    ("change", "words"), [(_patched, "normalises something"), (_hooked, "was registered on a BatchNorm1d after")]
+    ("change", "words"),
+    [(_patched, "normalises something other than its input"), (_hooked, "was registered on a BatchNorm1d after")],
 )
 def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early: bool) -> None:
     model, (x, y) = normed(), batch()

@@ -237,7 +237,9 @@ def _sizes_given(
     """The rows of each microbatch of a batch that is already cut. Each of `given` comes with its path."""
     counts = sorted({len(one) for one, _ in given})
     if len(counts) > 1:
-        raise ShapeError(f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give as many in each")
+        raise ShapeError(
+            f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give all the same number"
+        )
     check_count(counts[0], microbatches, what, pipelines)
     sizes = []
     for k in range(counts[0]):
