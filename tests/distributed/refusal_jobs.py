@@ -85,21 +85,3 @@ def refused(rank: int, case: str) -> tuple[str, float]:
         except penstock.PenstockError as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "", 0.0
-
-
-def hooked(rank: int) -> tuple[str, float]:
-    """What this rank says in a step before which a hook was put on a batch norm that rank 0 alone holds."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.randn(8, 4)
-    with penstock.pipeline(
-        model, (x,), loss=squared_error, microbatches=2, cuts=["2"], deferred_batch_norm=True
-    ) as pipe:
-        pipe.step(x, target=x)
-        model[1].register_forward_pre_hook(lambda _, args: (2 * args[0],))
-        begin = time.monotonic()
-        try:
-            pipe.step(x, target=x)
-        except penstock.PenstockError as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "", 0.0

@@ -27,7 +27,8 @@ def devices_of_two_types(rank: int) -> str:
     stand_in.install()
     layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     try:
-        penstock.pipeline(layers, (torch.randn(4, 6),), loss=F.mse_loss, devices="cpu" if rank else stand_in.DEVICE)
+        device = "cpu" if rank else stand_in.DEVICE
+        penstock.pipeline(layers, (torch.randn(4, 6),), microbatches=2, loss=F.mse_loss, devices=device)
     except penstock.ArgumentError as error:
         return str(error)
     return ""

@@ -24,10 +24,3 @@ def test_what_one_rank_refuses_ends_the_others_with_its_words(ranks2: Ranks) -> 
     assert own == "ArgumentError: no values for 0"
     assert other == f"PipelineFailure: rank 1 stops: rank 0 failed outside of a step: {own}"
     assert seconds < 10
-
-
-def test_a_hook_that_one_rank_refuses_ends_the_step_of_all(ranks2: Ranks) -> None:
-    (own, _), (other, seconds) = ranks2.run(refusal_jobs.hooked)
-    assert "a forward pre-hook was registered on a BatchNorm1d after" in own
-    assert own in other
-    assert seconds < 10

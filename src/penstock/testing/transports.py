@@ -81,12 +81,9 @@ def check_factory(factory: TransportFactory) -> list[str]:
         except BaseException:
             barrier.abort()
             raise
-        try:
-            names = _run({rank: made}, lambda name: at.__setitem__(rank, name))
-            at[rank] = "close"
-        finally:
-            if not missing(made, ["close"]):
-                made.close()
+        names = _run({rank: made}, lambda name: at.__setitem__(rank, name))
+        at[rank] = "close"
+        made.close()
         return names
 
     late = time.monotonic() + WAIT_SECONDS

@@ -349,3 +349,15 @@ def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early
         with pytest.raises(ArgumentError, match=words):
             pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model).values()))
+
+
+def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through `Control.fail`, which tells the others."""
+    model, (x, y) = normed(), batch()
+    told: list[BaseException] = []
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
+        _hooked(model[1])
+        monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
+        with pytest.raises(ArgumentError) as raised:
+            pipe.step(x, target=y)
+    assert told == [raised.value]

@@ -316,7 +316,7 @@ class SplitModel:
                 "pipe.parameters() does not have it, so an optimizer made from that never trains it. Give the "
                 "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
                 "such a batch is refused)",
-                stacklevel=7,
+                stacklevel=9,
             )
 
     def _copy(self, partition: Partition) -> Partition:
