@@ -26,8 +26,8 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize(
     ("without", "more", "words"),
     [
-        ("1.bias", "", "lacks 1.bias, and has nothing that the model has not"),
-        ("", "2.weight", "lacks nothing, and has 2.weight that the model has not"),
+        ("1.bias", "", r"does not fit the model \(missing: 1\.bias; unknown to the model: none\)"),
+        ("", "2.weight", r"does not fit the model \(missing: none; unknown to the model: 2\.weight\)"),
     ],
 )
 def test_a_file_of_another_model_is_refused_unless_one_says_otherwise(

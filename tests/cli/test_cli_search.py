@@ -97,7 +97,7 @@ def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
     text = " ".join(output(*options).split())
     assert "placement in a loop; the bound and the best by name are of this one alone" in text
     assert f"elsewhere {best['name']} on a V is " in text
-    assert "take --placement v and 0.5 times the costs" in text
+    assert "take --placement v, and multiply the costs by 0.5" in text
 
 
 def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:

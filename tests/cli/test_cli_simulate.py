@@ -143,17 +143,17 @@ def test_all_names_slices_and_says_whose_the_costs_are(write: Any) -> None:
     text = output("simulate", "--schedule", "all", *NUMBERS)
     assert "seq1f1b, 2 slices" in text
     assert "such a schedule is timed here, but not run." in " ".join(text.split())
-    assert "costs: of a microbatch on a rank; each of the rank's chunks has its share" in text
+    assert "costs: for one microbatch on one rank, divided evenly among its chunks" in text
     path = write("costs.json", [STAGE] * 4)
     text = output("simulate", "--schedule", "all", "--ranks", "4", "--microbatches", "8", "--costs", path)
-    assert "costs: of the model's stages in the file" in text
+    assert "costs: for each of the model's stages, from the file" in text
 
 
 @pytest.mark.parametrize("verb", ["simulate", "show"])
 def test_whose_costs_they_are_is_said_where_a_rank_has_several_stages(verb: str) -> None:
     options = (verb, "--ranks", "4", "--microbatches", "8", "--forward", "2", "--schedule")
-    assert "stage, of which a rank has 2" in output(*options, "zb-v").replace("stage's", "stage")
-    assert "of which a rank has" not in output(*options, "1f1b")
+    assert "per stage; a rank has 2 stages" in output(*options, "zb-v")
+    assert "per stage; a rank has" not in output(*options, "1f1b")
 
 
 def test_all_names_the_rule_that_a_schedule_breaks() -> None:

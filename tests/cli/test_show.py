@@ -106,7 +106,7 @@ def test_lines_of_the_command_fit() -> None:
 
 def test_legend_explains_small_letters_where_there_are_some() -> None:
     options = ("show", "--schedule", "1f1b", *NUMBERS)
-    assert ". idle; small letters: it continues" in output(*options, "--forward", "2")
+    assert ". idle; small letters: the action continues" in output(*options, "--forward", "2")
     assert "small letters" not in output(*options)
     assert "small" not in legend(generate("1f1b", 2, 4), Palette.MANY, fills=True).plain
 

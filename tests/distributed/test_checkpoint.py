@@ -111,7 +111,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
         assert f"cannot write checkpoints to {tmp_path / 'file'}: FileExistsError: File exists (rank 0)" in said
     ranks2.run(jobs.save_twice, tmp_path, 1)
     said_by = ranks2.run(jobs.refusal, tmp_path, "convnet", "load")
-    assert all("is not of this model: it lacks" in said for said in said_by)
+    assert all("was saved from another model: it lacks" in said for said in said_by)
     said_by = ranks2.run(jobs.refusal, tmp_path, "mlp", "load with optimizer")
     assert all("has no optimizer" in said for said in said_by)
 

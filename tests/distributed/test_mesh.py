@@ -116,7 +116,7 @@ def test_parameters_of_the_loss_are_refused_where_several_processes_compute_it(
     ranks2: Ranks, replicas: int, schedule: str
 ) -> None:
     for said in ranks2.run(mesh_jobs.loss_with_a_parameter, replicas, schedule):
-        assert ("not the model's, but several processes compute losses" in said) == (schedule != "1f1b"), said
+        assert ("not part of the model, but several processes compute losses" in said) == (schedule != "1f1b"), said
 
 
 def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks) -> None:

@@ -46,3 +46,9 @@ def test_cpus_are_shared_and_nccl_may_be_told_to_share(monkeypatch: pytest.Monke
     check_apart([accelerator_of(torch.device("cpu"))] * 2)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     check_apart(["one"] * 2)
+
+
+def test_ranks_on_devices_of_different_types_are_refused_on_each(pool: Ranks) -> None:
+    for said in pool.run(jobs.devices_of_two_types):
+        assert "rank 0 computes on 'standin', and rank 1 on 'cpu'" in said
+        assert "give the same devices= on every rank" in said

@@ -120,7 +120,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
         one,
         [
             "last.bias has shape (3,) there and (19,) in the model",
-            "lacks last.bias, and has foot that the model has not",
+            "does not fit the model (missing: last.bias; unknown to the model: foot)",
             "expected a .safetensors file, a folder with model.safetensors",
             "CheckpointError: cannot write ",
         ],

@@ -86,7 +86,7 @@ def refused() -> ModuleType:
     ("module", "options", "says"),
     [
         ({"manual": False}, {}, "automatic_optimization is True, and Lightning would run backward after"),
-        ({"has_pipe": False}, {}, "Module.pipe is None: expected what penstock.pipeline gives"),
+        ({"has_pipe": False}, {}, "Module.pipe is None: expected a pipeline, as penstock.pipeline returns it"),
         ({"optimizers": 2}, {}, "2 optimizers; expected one"),
         ({}, {"precision": "bf16-mixed"}, "Trainer.precision='bf16-mixed'. does not reach the pipeline's stages"),
     ],

@@ -372,7 +372,7 @@ def test_bad_loss(loss: Any, given: str) -> None:
 def test_bad_no_loss_at_all() -> None:
     x, y = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=3) as pipe:
-        with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) holds no scalar loss; pass loss_fn="):
+        with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) contains no scalar loss; pass loss_fn="):
             pipe.step(x, target=y)
         result = pipe.evaluate(x, outputs=True)
         assert len(result.outputs) == 3

@@ -588,7 +588,7 @@ def test_a_model_that_takes_only_what_a_function_makes_of_the_batch() -> None:
 
 
 def test_a_model_without_a_loss_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"loss_fn=None, and the model's output \(Tensor\) holds no scalar loss"):
+    with pytest.raises(ArgumentError, match=r"loss_fn=None, but the model's output \(Tensor\) contains no scalar loss"):
         verify(mlp, batch()[:1], **TWO)
 
 

@@ -246,7 +246,7 @@ def test_a_disabled_scaler_does_nothing() -> None:
 
 def test_what_a_scaler_refuses() -> None:
     x, y = batch(8)
-    with pytest.raises(ArgumentError, match=r"what penstock\.pipeline returned"):
+    with pytest.raises(ArgumentError, match=r"expected a pipeline, as penstock\.pipeline returns it"):
         penstock.GradScaler("cpu")  # type: ignore[arg-type]
     with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
         scaler, optimizer = penstock.GradScaler(pipe), torch.optim.SGD(pipe.parameters())

@@ -108,8 +108,9 @@ def group_names(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[tuple[
         foreign = [parameter for parameter in real if id(parameter) not in names]
         if foreign:
             raise ArgumentError(
-                f"optimizer: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not of the "
-                "pipeline; make the optimizer of pipe.parameters() or pipe.named_parameters(), after the pipeline"
+                f"optimizer: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not one of "
+                "the pipeline's; make the pipeline first, and the optimizer from pipe.parameters() or "
+                "pipe.named_parameters()"
             )
         groups.append(tuple(names[id(parameter)] for parameter in real if id(parameter) in names))
     return groups

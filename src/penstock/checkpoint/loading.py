@@ -27,6 +27,7 @@ from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
+from penstock.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def load(
         What was loaded; None, with nothing changed, if there is no checkpoint.
 
     Raises:
-        ArgumentError: on every rank, if the checkpoint is not of this model, has another dtype, or lacks something
+        ArgumentError: on every rank, if the checkpoint is of another model, has another dtype, or lacks something
             that any rank asks for. Nothing has changed.
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
@@ -108,15 +109,19 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> Non
     foreign = sorted(there.keys() - set(pipe.session.all_names()))
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
-        what = f"lacks {len(missing)} of its tensors" if missing else f"has {len(foreign)} tensors that it has not"
+        what = (
+            f"lacks {len(missing)} of this model's tensors"
+            if missing
+            else f"has {counted(len(foreign), 'tensor')} that this model does not have"
+        )
         raise ArgumentError(
-            f"{path} is not of this model: it {what}, as {some}. Make the model as it was when it was saved"
+            f"{path} was saved from another model: it {what}, such as {some}. Build the model as it was when saved"
         )
     for name, tensor in own.items():
         shape = tuple(there[name].shape)
         if shape != tuple(tensor.shape):
             raise ArgumentError(
-                f"{path} is not of this model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
+                f"{path} was saved from another model: {name} has shape {shape} there and {tuple(tensor.shape)} here"
             )
         if there[name].dtype != tensor.dtype:  # a cast would lose digits, and training would not continue as it was
             raise ArgumentError(

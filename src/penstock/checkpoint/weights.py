@@ -107,10 +107,10 @@ def _match(
     missing = [name for name in shapes if name not in there]
     unknown = [name for name in source.shapes if name not in first and name not in shapes]
     if strict and (missing or unknown):
-        lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unknown))
+        lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unknown))
         raise ArgumentError(
-            f"{path} lacks {lacks}, and has {has} that the model has not; give the weights of this model, or "
-            "strict=False to take what is there"
+            f"{path} does not fit the model (missing: {lacks}; unknown to the model: {has}); give the weights of this "
+            "model, or strict=False to load the tensors that both have"
         )
     for name in shapes.keys() & there.keys():
         if source.shapes[there[name]] != shapes[name]:

@@ -51,7 +51,9 @@ class CostOptions:
     output_bytes: Annotated[
         float | None, _option("The size of such a message; with --bandwidth it takes size / bandwidth longer.")
     ] = None
-    bandwidth: Annotated[float | None, _option("Of each link between two ranks, in size per unit of time.")] = None
+    bandwidth: Annotated[
+        float | None, _option("The bandwidth of each link between two ranks, in size per unit of time.")
+    ] = None
     contended: Annotated[bool, _option("A link carries one message at a time; needs a bandwidth.", "--contended")] = (
         False
     )

@@ -125,7 +125,7 @@ def show_run(
 
 def compare_runs(
     first: Annotated[Path, typer.Argument(metavar="A", help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another's.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another run's folder.")],
     as_json: Json = False,
 ) -> None:
     """Compare two runs, transfer by transfer, and test whether they differ."""

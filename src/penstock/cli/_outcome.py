@@ -154,7 +154,7 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
     assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
     each = chunks(outcome.schedule)
     if each > 1 and outcome.costs.are_alike:
-        assumed["costs"] = f"of a stage, of which a rank has {each}"
+        assumed["costs"] = f"per stage; a rank has {each} stages"
     for name, text in {**assumed, **(more or {})}.items():
         console.print(f"{name:<15}{text}")
     console.print()
@@ -250,7 +250,7 @@ def _path(outcome: Outcome) -> str:
     path = critical_path(outcome.schedule, outcome.timeline)
     makespan = outcome.timeline.makespan_seconds
     if not makespan:
-        return "all is instant"
+        return "nothing takes any time"
     parts = {op.value: path.seconds(op) for op in _OPS} | {"links": path.link_seconds}
     shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
     return f"{len(path.spans):,} actions: {shares}"

@@ -103,7 +103,7 @@ def legend(schedule: Schedule, palette: Palette, *, fills: bool = False) -> Text
         text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {_NAMES[op]}  ")
     text.append(f"{_IDLE} idle")
     if fills and palette is Palette.NONE:
-        text.append("; small letters: it continues")
+        text.append("; small letters: the action continues")
     if schedule.stages > schedule.ranks and palette is not Palette.NONE:
         text.append("; lighter: later chunks" if schedule.placement.pipelines == 1 else "; lighter: the copy")
     return text

@@ -49,7 +49,7 @@ class TrafficOptions:
     sizes: Annotated[str | None, _option("Sizes by hand, in order: 2600,33024,64KiB.")] = None
     first: Annotated[str | None, _option("A sweep's smallest size, 1KiB.", "--from")] = None
     last: Annotated[str | None, _option("A sweep's largest size, 64MiB.", "--to")] = None
-    factor: Annotated[float | None, _option("From one size of a sweep to the next; default 2.")] = None
+    factor: Annotated[float | None, _option("The factor from one size of a sweep to the next; default 2.")] = None
     collective: Annotated[Collective | None, _option("For sizes and sweeps; default all_reduce.")] = None
     dtype: Annotated[
         str | None, _option("For sizes and sweeps: float32, float16, bfloat16, int8, ...; default float32.")

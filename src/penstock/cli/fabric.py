@@ -90,7 +90,7 @@ class RunOptions:
             help="How often to repeat each transfer within a trial, as nccl-tests does; times are per repetition."
         ),
     ] = 1
-    seed: Annotated[int, typer.Option(help="Of the payload.")] = 0
+    seed: Annotated[int, typer.Option(help="The seed of the payload.")] = 0
     backend: Annotated[str, typer.Option(help="The backend of torch.distributed: gloo, nccl.")] = "gloo"
     join_timeout: Annotated[float, typer.Option(help="Seconds within which every host must join.")] = 120.0
     stall_timeout: Annotated[float, typer.Option(help="Seconds after which to stop waiting for a host.")] = 120.0

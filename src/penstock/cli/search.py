@@ -42,7 +42,7 @@ class Question:
     microbatches: Annotated[int, _option(f"{CUT}.")] = MICROBATCHES
     placement: Annotated[
         Literal["loop", "v"],
-        _option("Where stages are: stage s on rank s % ranks; or down the ranks and up again, two per rank."),
+        _option("loop: stage s is on rank s % ranks; v: stages go down the ranks and up again, two per rank."),
     ] = "loop"
     chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
     memory_limit: Annotated[
@@ -162,7 +162,8 @@ def summary(found: Found, elsewhere: Elsewhere | None) -> dict[str, str]:
     if elsewhere is not None:
         seconds = format_of([elsewhere.seconds])(elsewhere.seconds)
         less = f"{1 - elsewhere.seconds / found.objective_seconds:.1%}"
-        costs = "" if elsewhere.share == 1 else f" and {elsewhere.share:g} times the costs, as they are a stage's"
+        scaled = f", and multiply the costs by {elsewhere.share:g}, since they are per stage"
+        costs = "" if elsewhere.share == 1 else scaled
         lines["elsewhere"] = (
             f"{elsewhere.name} {elsewhere.where} is {less} shorter: {seconds}; take {elsewhere.option}{costs}"
         )

@@ -72,7 +72,7 @@ def show(
         whole = format_of([timeline.makespan_seconds])(timeline.makespan_seconds)
         assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
         each = chunks(schedule)
-        whose = f"Costs are a stage's, of which a rank has {each}.\n" if each > 1 and known.are_alike else ""
+        whose = f"Costs are per stage; a rank has {each} stages.\n" if each > 1 and known.are_alike else ""
         note = f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
     else:
         picture, note = slots(schedule, width, palette), ""

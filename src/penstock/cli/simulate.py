@@ -40,8 +40,8 @@ fewer. So every schedule trains the same model.
 {FILE_EPILOG}"""
 """Printed below the options."""
 
-_OF_RANKS = "of a microbatch on a rank; each of the rank's chunks has its share"
-_OF_STAGES = "of the model's stages in the file; where a schedule has fewer, neighbours are put together"
+_OF_RANKS = "for one microbatch on one rank, divided evenly among its chunks"
+_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbours are added up"
 
 
 @spread
@@ -129,7 +129,7 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
         )
     print_unbroken(console, made)
     if reasons:
-        console.print("\n[bold]Not with these numbers[/]")
+        console.print("\n[bold]Not possible with these numbers[/]")
         others = table("", "", left=2)
         others.show_header = False
         for name, reason in reasons.items():

@@ -126,7 +126,7 @@ def result(
         ("", f"({guess} is guessing, 0 is knowing the text by heart)"),
         ("bubble", f"[bold]{bubble.measured:.1%}[/bold] measured: the share of the time in which ranks wait"),
         ("", f"{bubble.simulated:.1%} simulated, from the time that each stage takes here"),
-        ("", f"{bubble.textbook:.1%} by the textbook, were stages alike{formula}"),
+        ("", f"{bubble.textbook:.1%} by the textbook, if stages were alike{formula}"),
         ("speed", f"{median(step.tokens_per_second for step in steps):,.0f} bytes (tokens) a second"),
         ("memory", f"{memory} MB: the peak of each rank's process, with PyTorch"),
         ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),

@@ -63,8 +63,8 @@ class PipelineStrategy(ParallelStrategy):
         found = getattr(self.lightning_module, "pipe", None)
         if not isinstance(found, Pipeline):
             raise ArgumentError(
-                f"{type(self.lightning_module).__name__}.pipe is {found!r}: expected what penstock.pipeline gives; "
-                "make it in configure_model"
+                f"{type(self.lightning_module).__name__}.pipe is {found!r}: expected a pipeline, as "
+                "penstock.pipeline returns it; make it in configure_model"
             )
         return found
 

@@ -211,7 +211,8 @@ def build(
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
     limit = GROUP_SECONDS if options.group_timeout is None else options.group_timeout
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
-    engine.control.watchdog.position = Position("the building of the pipeline")
+    if not world.is_local:
+        engine.control.watchdog.position = Position("the building of the pipeline")
     try:
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)

@@ -223,7 +223,8 @@ def _order(
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(
-                f"stages={stages}, but schedule {schedule.name!r} is for {schedule.placement.depth}; give as many"
+                f"stages={stages}, but schedule {schedule.name!r} has {schedule.placement.depth}; "
+                f"give stages={schedule.placement.depth}"
             )
         return order_of(schedule, schedule.ranks, microbatches, chunks)
     if stages < 1:

@@ -74,19 +74,16 @@ class Pipeline:
         """
         self.session.refuse_closed()
         self.loss_scale = checked_scale(loss_scale)
-        with self.session.deferring():
-            result = self.session.steps.run(
-                self.step_count,
-                args,
-                kwargs,
-                target,
-                training=True,
-                outputs=outputs,
-                timeline=timeline,
-                loss_scale=self.loss_scale,
-            )
-        if self.session.norms is not None and self.world.data_parallel > 1:
-            self.session.engine.control.start_equal(self.session.norms.buffers())  # like all buffers of replicas
+        result = self.session.steps.run(
+            self.step_count,
+            args,
+            kwargs,
+            target,
+            training=True,
+            outputs=outputs,
+            timeline=timeline,
+            loss_scale=self.loss_scale,
+        )
         self.session.step_count += 1
         return result
 

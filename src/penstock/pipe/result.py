@@ -23,8 +23,8 @@ class SharedLoss:
     holds every smaller float exactly.
 
     Args:
-        parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Read when they are sent or
-            wanted, since reading them waits for their device.
+        parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Not read before
+            they are sent or asked for: reading waits for their device.
         divisor: what the sum is divided by, term by term.
     """
 

@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(self, pipe: Pipeline, **options: Any) -> None:
         if not isinstance(pipe, Pipeline):
             raise ArgumentError(
-                f"pipe={pipe!r}: expected what penstock.pipeline returned; the device is that of the pipeline"
+                f"pipe={pipe!r}: expected a pipeline, as penstock.pipeline returns it; the scaler uses its device"
             )
         super().__init__(pipe.device.type, **options)
         self._pipe = pipe

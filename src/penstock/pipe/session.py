@@ -114,21 +114,12 @@ class Session:
         with streams.drawing(self.step_count, tuple(self.engine.devices)):
             yield streams
 
-    @contextmanager
-    def deferring(self) -> Iterator[DeferredNorms | None]:
-        """Wraps a training step: with `deferred_batch_norm`, running statistics are committed at its end."""
-        if self.norms is None:
-            yield None
-        else:
-            with self.norms.step():
-                yield self.norms
-
     def refuse_unaveraged(self, what: str) -> None:
         """Raises ArgumentError if each replica has its own gradients, so that replicas would diverge."""
         if self.engine.replicas is not None and self.engine.replicas.behind:
             raise ArgumentError(
-                f"{what}: the last step was within no_sync(), so that gradients are each replica's own; take the last "
-                "step before it outside of no_sync()"
+                f"{what}: the last step was within no_sync(), so each replica has gradients of its own; take the last "
+                "step before this call outside no_sync()"
             )
 
     def restore(self, *, step_count: int, seed: int) -> None:

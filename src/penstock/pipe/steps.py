@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ class Steps:
 
     Attributes:
         schedule: what every rank does for a batch like the example, communication included.
-        bound schedules: one for each kind of batch so far.
+        bound_schedules: one for each kind of batch so far.
     """
 
     def __init__(
@@ -119,27 +120,46 @@ class Steps:
         """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well."""
         if training and self._announce is not None:
             self._announce(number)
+        call = Call(training, code_of(outputs, self.world.ranks), timeline)
         try:
-            call = Call(training, code_of(outputs, self.world.ranks), timeline)
-            divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
-            cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
-            cached = self.bound_schedules.next(cut, call)
-            self._refuse_aliases(cached, args, kwargs, target, divided)
-            inputs = self._inputs(cached, cut)
-            changes = self._split.changes()
-            feed = Feed(inputs, loss_scale=loss_scale, changes=changes)
-            if self.has_outputs:
-                targets = self._targets(cached, target, kwargs, divided)
-                weight = self._weights(cached, targets)
-                feed = Feed(inputs, self._there(cached, targets), weight, outputs is not False, loss_scale, changes)
-            with self._split.settling():
-                moments = self._engine.run(cached.bound, feed, number, timed=timeline)
-            return self._result(cached, feed, call, moments)
+            with self.deferring() if training else nullcontext():
+                cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
+                with self._split.settling():
+                    moments = self._engine.run(cached.bound, feed, number, timed=timeline)
+                return self._result(cached, feed, call, moments)
         except BaseException as error:
             cause = self._engine.control.fail(error)
             if cause is error:
                 raise
             raise cause from None  # the cause is on another rank; its effect on this one would only hide it
+
+    def _feed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
+    ) -> tuple[Cached, Feed]:
+        """The bound schedule for a batch, and the batch as its stages take it."""
+        divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
+        cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
+        cached = self.bound_schedules.next(cut, call)
+        self._refuse_aliases(cached, args, kwargs, target, divided)
+        inputs = self._inputs(cached, cut)
+        changes = self._split.changes()
+        if not self.has_outputs:
+            return cached, Feed(inputs, loss_scale=loss_scale, changes=changes)
+        targets = self._targets(cached, target, kwargs, divided)
+        weight = self._weights(cached, targets)
+        return cached, Feed(inputs, self._there(cached, targets), weight, keeps, loss_scale, changes)
+
+    @contextmanager
+    def deferring(self) -> Iterator[DeferredNorms | None]:
+        """Wraps a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
+        of the first replica in all."""
+        if self._norms is None:
+            yield None
+            return
+        with self._norms.step():
+            yield self._norms
+        if self.world.data_parallel > 1:
+            self._engine.control.start_equal(self._norms.buffers())
 
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
         """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
@@ -254,13 +274,13 @@ class Steps:
         return [dict(zip(positions, batches.on(given, device), strict=True)) for given, device in pairs]
 
     def _there(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
-        """The targets where their losses are computed."""
+        """Moves each target to the device that computes its loss."""
         devices = self._devices(cached, self._order.placement.is_last)
         return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)]
 
     def _weights(self, cached: Cached, targets: Sequence[Any] | None) -> list[float]:
         """The weights of the microbatches' losses in the batch of all replicas."""
-        reduction: Reduction = "mean" if targets is None else self._options.reduction
+        reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self._engine.replicas, self._engine
         if replicas is None:
             return weights(reduction, cached.sizes, targets or ())
@@ -269,6 +289,23 @@ class Steps:
         if reduction == "sum":
             mean(0.0)  # no mean is needed, but replicas that are not in the same step must find out
         return weights(reduction, cached.sizes, targets or (), self.world.data_parallel, mean)
+
+    def _reduction(self, cached: Cached) -> Reduction:
+        """The user's reduction. A function reads a target where the user gave it, before it travels; if that fails,
+        since the function uses tensors of its own, where the loss is computed.
+        """
+        reduction = self._options.reduction
+        device = next((d for d in self._devices(cached, self._order.placement.is_last) if d is not None), None)
+        if not callable(reduction) or device is None or device.type == "cpu":
+            return reduction
+
+        def weigh(target: Any) -> float:
+            try:
+                return float(reduction(target))
+            except RuntimeError:
+                return float(reduction(batches.on(target, device)))
+
+        return weigh
 
     def _targets(
         self, cached: Cached, target: Any, kwargs: dict[str, Any], divided: Sequence[Microbatch] | None

@@ -163,8 +163,8 @@ class Report:
             found += [f"{count} of {all_of} {kind}s have no finite entry"] if count else []
         step = f" (step {undefined[0].step})" if undefined[0].step else ""
         text = (
-            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values are alike whatever a "
-            "pipeline does. Give weights, a batch and a loss that leave them finite"
+            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
+            "whatever the pipeline does. Give weights, a batch and a loss that leave them finite"
         )
         whole = self.whole_batch
         return f"{text}; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else text

@@ -51,8 +51,8 @@ class StageCost:
                 _check(field.name, value)
         if self.weight_gradient_bytes > self.activation_bytes:
             raise ArgumentError(
-                f"weight_gradient_bytes={self.weight_gradient_bytes} of activation_bytes={self.activation_bytes}: "
-                "what W needs is a part of what F keeps; give no more than that"
+                f"weight_gradient_bytes={self.weight_gradient_bytes} is more than activation_bytes="
+                f"{self.activation_bytes}: what W needs is a part of what F keeps; give at most activation_bytes"
             )
 
     @property

@@ -57,7 +57,7 @@ def message(step: int, microbatch: int) -> list[Tensor]:
 
 def _same(got: Tensor | None, expected: Tensor | None) -> None:
     if expected is None:
-        assert got is None, "a tensor came out of nothing"
+        assert got is None, "a tensor arrived where None was sent"
         return
     arrived = _looks_like(got, expected)
     assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"

@@ -113,7 +113,7 @@ def test_a_number_found_from_data_does_not_leave_a_block() -> None:
     ("kind", "place"), [(Counts, "calls"), (CountsElsewhere, r"shared\.calls"), (Remembers, "memory")]
 )
 def test_state_that_the_next_forward_sees_is_refused_by_name(kind: type[Chain], place: str) -> None:
-    with pytest.raises(PartitionError, match=f"forward changes '{place}', and does something else the next time"):
+    with pytest.raises(PartitionError, match=f"forward changes '{place}', and so behaves differently the next time"):
         inspect(kind(), (torch.randn(4, WIDTH),), stages=2)
 
 

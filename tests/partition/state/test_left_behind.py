@@ -256,7 +256,7 @@ def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
 
 
 def test_a_unit_that_must_stay_whole_and_reads_a_flag_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r"'blocks.0' does something else once .*blocks.0.flag.*out of leaves"):
+    with pytest.raises(PartitionError, match=r"'blocks.0' behaves differently once .*blocks.0.flag.*out of leaves"):
         inspect(Telling("flag"), (batch()[0],), leaves=["blocks.0"])
 
 

@@ -276,7 +276,7 @@ class Past(nn.Module):
 def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
     model, (x, y) = normed(), batch()
     model[1] = Doubling(WIDTH, momentum=momentum)
-    with pytest.raises(ArgumentError, match=r"a Doubling normalises something else than what enters it"):
+    with pytest.raises(ArgumentError, match=r"a Doubling normalises something other than its input"):
         train(model, x, y)
 
 
@@ -327,7 +327,8 @@ def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
-    ("change", "words"), [(_patched, "normalises something"), (_hooked, "was registered on a BatchNorm1d after")]
+    ("change", "words"),
+    [(_patched, "normalises something other than its input"), (_hooked, "was registered on a BatchNorm1d after")],
 )
 def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early: bool) -> None:
     model, (x, y) = normed(), batch()
@@ -348,3 +349,15 @@ def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early
         with pytest.raises(ArgumentError, match=words):
             pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model).values()))
+
+
+def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through `Control.fail`, which tells the others."""
+    model, (x, y) = normed(), batch()
+    told: list[BaseException] = []
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
+        _hooked(model[1])
+        monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
+        with pytest.raises(ArgumentError) as raised:
+            pipe.step(x, target=y)
+    assert told == [raised.value]

@@ -229,7 +229,7 @@ def test_each_backward_finds_what_its_own_forward_has_kept(kind: type[Block], sc
 @pytest.mark.parametrize("kind", [InTensor, InFrozenParameter])
 def test_a_backward_that_reads_what_later_forwards_have_written_is_refused(kind: type[Block], schedule: str) -> None:
     with (
-        pytest.raises(PartitionError, match=r"reads 'kept', a tensor in which forwards of other microbatches"),
+        pytest.raises(PartitionError, match=r"reads 'kept', a tensor to which forwards of other microbatches"),
         pipeline(model_of(kind), (X,), loss=F.mse_loss, ranks=2, microbatches=4, schedule=schedule) as pipe,
     ):
         pipe.step(X, target=TARGET)

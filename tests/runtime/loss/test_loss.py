@@ -164,5 +164,5 @@ def test_head_refuses_what_is_no_scalar() -> None:
     assert made.seed(0).shape == (1,)
     needed = head(None)
     needed.start([None], [1.0], keep_outputs=False)
-    with pytest.raises(ArgumentError, match=r"loss_fn=None, and the model's output \(Tensor\)"):
+    with pytest.raises(ArgumentError, match=r"loss_fn=None, but the model's output \(Tensor\)"):
         needed(0, [torch.ones(2)])

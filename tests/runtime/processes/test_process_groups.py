@@ -61,6 +61,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def groups(backend: str, *options: Any) -> None:
     """Makes all kinds of them."""
     made = Groups(World(3, 1, (0, 1, 2)), backend, GroupOptions(*options))
+    made.check()
+    made.open()
     made.make((0, 1))
     made.make((0, 2))
     made.pair([(0, 1), (1, 2), (0, 2)])
@@ -99,4 +101,4 @@ def test_each_group_for_tensors_has_its_own_copy_of_the_options(told: list[dict[
 def test_options_of_another_kind_are_refused(told: list[dict[str, Any]], backend: str, options: Any, says: str) -> None:
     with pytest.raises(ArgumentError, match=f"pg_options: .*{says}"):
         groups(backend, 120.0, options)
-    assert not told
+    assert [call["backend"] for call in told] == ["gloo"]  # over which the ranks agree on the refusal

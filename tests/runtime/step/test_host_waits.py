@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.runtime.batch.microbatches import on
-from runtime.step.waiting_jobs import steady_step, tokens_that_count
+from runtime.step.waiting_jobs import odd_devices, steady_step, tokens_that_count
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import on_the_device
 
@@ -37,6 +37,10 @@ def test_clipping_and_the_loss_take_one_wait(device_rank: Ranks, also: str) -> N
 def test_a_wait_would_be_seen(device_rank: Ranks) -> None:
     (waits,) = device_rank.run(on_the_device, steady_step, {"check_finite": True}, "")
     assert waits["aten._local_scalar_dense.default"] > 0
+
+
+def test_what_can_be_read_on_the_device_only_is_read_there(device_rank: Ranks) -> None:
+    device_rank.run(on_the_device, odd_devices)
 
 
 def test_only_what_leaves_the_host_is_not_waited_for() -> None:

@@ -58,3 +58,39 @@ def steady_step(given: dict[str, Any], also: str) -> dict[str, int]:
                 float(result.loss)
             optimizer.step()
         return dict(stand_in.waits)
+
+
+class Named(Masked):
+    """Names the device in what it asks, and asks of two inputs at once."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if (mask == torch.ones(1, dtype=torch.int64, device=DEVICE)).all():
+            return super().forward(x, mask)
+        return -super().forward(x, mask)
+
+
+class OfTwo(Masked):
+    """Asks of two inputs at once."""
+
+    def forward(self, x: Tensor, mask: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, mask) if (mask == other).all() else -super().forward(x, mask)
+
+
+def odd_devices() -> None:
+    """Guards that name a device, or read inputs on two; a reduction with a tensor of its own on the device."""
+    x, mask, y = torch.randn(ROWS, WIDTH), torch.ones(ROWS, dtype=torch.int64), torch.arange(ROWS) % WIDTH
+    unwanted = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+
+    def weight(target: Tensor) -> Tensor:
+        return (target != unwanted).sum()
+
+    for kind, inputs in ((Named, (x, mask)), (OfTwo, (x, mask, mask.to(DEVICE)))):
+        with penstock.pipeline(
+            kind(nn.LayerNorm), inputs, ranks=2, microbatches=4, loss=F.cross_entropy, devices=DEVICE, reduction=weight
+        ) as pipe:
+            losses = [float(pipe.step(*inputs, target=y).loss) for _ in range(2)]
+        with penstock.pipeline(
+            kind(nn.LayerNorm), tuple(t.to(DEVICE) for t in inputs), ranks=2, microbatches=4, loss=F.cross_entropy,
+            reduction=weight,
+        ) as pipe:  # fmt: skip
+            assert losses == [float(pipe.step(*(t.to(DEVICE) for t in inputs), target=y).loss) for _ in range(2)]

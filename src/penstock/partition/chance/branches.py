@@ -31,8 +31,8 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
         ask = first.asks[error.number or 0]
         where = f"module {ask.scope!r}" if ask.scope else "the model's own forward"
         raise Obstacle(
-            f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than that one "
-            f"leaves modules out: {error}",
+            f"{where} branches on a random number at {ask.source_line}, and its two ways differ in more than the "
+            f"modules that one leaves out: {error}",
             ask.scope,
             ask.rates,
             "Set the rate to 0 (models of transformers: layerdrop=0 in the configuration) or use eval mode",
@@ -91,12 +91,12 @@ class _Merger:
         for node in outputs:
             instead = self.found.instead.get(node)
             if instead is None:
-                raise UnlikeError(f"nothing is there for {node.name!r}, which is used later", number)
+                raise UnlikeError(f"nothing takes the place of {node.name!r}, which is used later", number)
             run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
             if run is None or passed is None:
                 raise UnlikeError(f"{node.name!r}, which is used later, is not a tensor", number)
             if (run.shape, run.stride, run.dtype) != (passed.shape, passed.stride, passed.dtype):
-                raise UnlikeError(f"{instead.name!r} has not the shape, stride and dtype of {node.name!r}", number)
+                raise UnlikeError(f"{instead.name!r} differs from {node.name!r} in shape, stride or dtype", number)
             if passed.requires_grad and not run.requires_grad:
                 raise UnlikeError(f"{instead.name!r} takes a gradient, but {node.name!r} does not", number)
         return outputs

@@ -86,7 +86,7 @@ class Found:
     def _resolve(self, node: fx.Node, flipped: frozenset[int]) -> fx.Node:
         while (number := self.region_of.get(node)) in flipped:
             if node not in self.instead:
-                raise UnlikeError(f"nothing is there for {node.name!r}, which is used later", number)
+                raise UnlikeError(f"nothing takes the place of {node.name!r}, which is used later", number)
             node = self.instead[node]
         return node
 
@@ -174,7 +174,7 @@ def _start_of_region(mine: Sequence[fx.Node], theirs: Sequence[fx.Node], spare: 
 def _check_alike(mine: fx.Node, fact: Fact, theirs: fx.Node, other: Fact, number: int) -> None:
     alike = (mine.op, mine.target) == (theirs.op, theirs.target)
     if not alike or (fact.kind, fact.scope, fact.draws) != (other.kind, other.scope, other.draws):
-        raise UnlikeError(f"it calls {theirs.name!r} where it else calls {mine.name!r}", number)
+        raise UnlikeError(f"one way calls {theirs.name!r} where the other calls {mine.name!r}", number)
     if fact.modes != other.modes:
         raise UnlikeError(f"{mine.name!r} runs under another mode", number)
     if _layout(fact) != _layout(other):
@@ -206,7 +206,7 @@ def _arguments(mine: Any, theirs: Any, base: Recording, other: Recording) -> Ite
     elif isinstance(mine, slice) and isinstance(theirs, slice):
         yield from _arguments(_parts(mine), _parts(theirs), base, other)
     elif type(mine) is not type(theirs) or not (mine is theirs or mine == theirs):
-        raise UnlikeError(f"{reprlib.repr(theirs)} is passed where it else is {reprlib.repr(mine)}")
+        raise UnlikeError(f"one way passes {reprlib.repr(theirs)} where the other passes {reprlib.repr(mine)}")
 
 
 def _parts(value: slice) -> tuple[Any, ...]:

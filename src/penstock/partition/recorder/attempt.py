@@ -187,7 +187,7 @@ def _check_stateless(
         alike = False
     if not alike:
         raise Obstacle(
-            f"the forward changes {shortened(changed)}, and does something else the next time, which a recording "
+            f"the forward changes {shortened(changed)}, and so behaves differently the next time, which a recording "
             "cannot follow. Keep such state in a block, whose own code runs for every microbatch",
             "",
         )

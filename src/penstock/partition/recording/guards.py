@@ -23,13 +23,28 @@ class Guard:
     inputs: tuple[int, ...]
     expected: object
     source_line: str
+    device: torch.device
+    """Where the forward was recorded."""
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether these leaves, on any device, give the same reading. Does not write to them."""
-        read = [leaves[i].clone() for i in self.inputs]
-        with torch.no_grad():
-            found = self.module(read[0].device, *read)
+        """Whether these leaves, on any device, give the same reading. Does not write to them.
+
+        They are read where they are, which does not wait for a device. If that fails, since they are on several devices
+        or the forward names one, they are read where the forward was recorded.
+        """
+        given = [leaves[i] for i in self.inputs]
+        here = given[0].device
+        try:
+            found = self._found(given, here)
+        except RuntimeError:
+            if here == self.device and all(leaf.device == here for leaf in given):
+                raise
+            found = self._found([leaf.to(self.device) for leaf in given], self.device)
         return type(found) is type(self.expected) and found == self.expected
+
+    def _found(self, leaves: Sequence[Tensor], device: torch.device) -> object:
+        with torch.no_grad():
+            return self.module(device, *(leaf.clone() for leaf in leaves))
 
 
 def make_guard(
@@ -61,7 +76,7 @@ def make_guard(
     args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
     graph.output(graph.create_node(target.op, target.function, args, kwargs))
     module = fx.GraphModule(nn.Module(), graph, "guard")
-    return Guard(module, tuple(inputs[node] for node in used), result, source_line)
+    return Guard(module, tuple(inputs[node] for node in used), result, source_line, device)
 
 
 def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:

@@ -146,8 +146,8 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     got, expected = _difference(result, pattern)
     line, scope = read_at
     why = (
-        "what a block returns beside the values of its tensors is a constant of a recording, since the calls that "
-        "follow were recorded with it"
+        "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
+        "since the calls that follow were recorded with that"
     )
     where = f" (as at {line}, in {f'module {scope!r}' if scope else 'the model itself'})" if line else ""
     remedy = (
@@ -168,8 +168,8 @@ def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
     """Raises PartitionError if a unit updated values in place that it left alone when it was recorded."""
     if any(tensor._version != version for tensor, version in before):
         raise PartitionError(
-            f"{unit!r} updates an input in place, which it did not when it was recorded, and a later stage takes that "
-            "from where it was made: it would have the value from before. Make the update out of place, or move the cut"
+            f"{unit!r} updates an input in place, but did not when it was recorded; a later stage gets that tensor "
+            "from where it was made, and so would have the old value. Make the update out of place, or move the cut"
         )
 
 

@@ -59,8 +59,9 @@ class Sideways:
             return
         names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
         held = {f.storage for f in read if f.held is not None}
-        what = shortened([f.held for f in read if f.held is not None]) or "tensors that are no arguments of it"
-        refusal = f"a call at {source.current_line()} uses {what} past its arguments, which a stage would not have"
+        named = shortened([f.held for f in read if f.held is not None])
+        what = f"tensors that are not among its arguments{f' ({named})' if named else ''}"
+        refusal = f"a call at {source.current_line()} uses {what}; a stage would not have them"
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held <= _memory_of(module):
@@ -160,8 +161,8 @@ class Sideways:
         if not read:
             for name, places in self._swayed.items():
                 raise Regroup(
-                    f"{name!r} does something else once the forward has changed {places}, which its stage would not "
-                    "see. Pass what it needs as an argument",
+                    f"{name!r} behaves differently once the forward has changed {places}, but its stage would not see "
+                    "that change. Pass what it needs as an argument",
                     opened={*self._swayed, *self._writers},
                 )
             return
@@ -200,9 +201,9 @@ def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
         for key, value in place.changes():
             if _holds_numbers(value):
                 raise PartitionError(
-                    f"{unit.name!r} leaves a number in {place.name(key)}, found from the values of its inputs: on a "
-                    "stage of their own, other blocks would not see it. Return it as a tensor, or name a module that "
-                    "encloses all that use it in leaves=[...]"
+                    f"{unit.name!r} leaves a number in {place.name(key)}, computed from the values of its inputs: "
+                    "blocks on other stages would not see it. Return it as a tensor, or name a module that encloses "
+                    "all that use it in leaves=[...]"
                 )
 
 

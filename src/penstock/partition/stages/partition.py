@@ -120,9 +120,9 @@ class Partition:
             if not guard.holds(leaves):
                 raise PartitionError(
                     f"the model's forward branches on values of its inputs at {guard.source_line}: the recording holds "
-                    f"where that reads {guard.expected!r}, and this microbatch reads otherwise. Give the pipeline an "
-                    "example that takes the same branch as the batches do, make a pipeline for each kind of batch, or "
-                    f"have the model not branch{self.other_way}"
+                    f"only while that reads {guard.expected!r}, but for this microbatch it reads something else. Give "
+                    "the pipeline an example that takes the same branch as the batches do, make a pipeline for each "
+                    f"kind of batch, or have the model not branch{self.other_way}"
                 )
 
     def build_output(self, leaves: Sequence[Tensor]) -> Any:

@@ -55,8 +55,8 @@ class CutRecording:
         for stage in range(self.count if self.count > 1 else 0):
             if not self._own(stage):
                 raise PartitionError(
-                    f"cuts: nothing would run on stage {stage}, which lies {self._extent(stage)}, but what any stage "
-                    "can make for itself. Move or leave out a cut"
+                    f"cuts: stage {stage} ({self._extent(stage)}) would run nothing of its own, only what any stage "
+                    "can compute for itself. Move or remove a cut"
                 )
         received, run = zip(*(self._needs(stage) for stage in range(self.count)), strict=True)
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
@@ -197,7 +197,7 @@ class CutRecording:
     def _meta(self, node: fx.Node, position: int) -> TensorMeta:
         """A value's meta before the node at `position`: an in-place update may have made it require a gradient."""
         fact = self.facts[node]
-        assert fact.meta is not None, f"{node.name} is no tensor"
+        assert fact.meta is not None, f"{node.name} is not a tensor"
         later = [meta for index, meta in fact.updates if index < position]
         return later[-1] if later else fact.meta
 

@@ -93,8 +93,8 @@ class _Stopped:
     def __next__(self) -> Any:
         raise PartitionError(
             f"the forward takes the next item of {self._text!r}, a {type(self._iterator).__name__}: a recording would "
-            "take one as well, and stages would not take them in the order of plain training. Pass what it gives as an "
-            "input, or keep a number and count"
+            "take one as well, and stages would not take them in the order of plain training. Pass the items as "
+            "inputs, or count with a number of your own"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) 
     for each in remembered:
         raise PartitionError(
             f"{each.text} of stage {index} carries something over from one microbatch to the next, but this schedule "
-            f"runs {pipelines} copies of the stage, each of which would see only part of the batch; take a schedule "
+            f"runs {pipelines} copies of the stage, each of which would see only part of the batch; use a schedule "
             "with one copy (dualpipe-v for dualpipe)"
         )
 

@@ -208,7 +208,10 @@ def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.d
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
-    """A microbatch's own tensors on a device; None: where they are. Copies from the host do not wait for the device."""
+    """Moves a microbatch's tensors, which it owns, to a device; None leaves them where they are.
+
+    Copies from the host do not wait for the device.
+    """
 
     def moved(tensor: Tensor) -> Tensor:
         if device is None or tensor.device == device:
@@ -234,7 +237,9 @@ def _sizes_given(
     """The rows of each microbatch of a batch that is already cut. Each of `given` comes with its path."""
     counts = sorted({len(one) for one, _ in given})
     if len(counts) > 1:
-        raise ShapeError(f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give as many in each")
+        raise ShapeError(
+            f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give all the same number"
+        )
     check_count(counts[0], microbatches, what, pipelines)
     sizes = []
     for k in range(counts[0]):

@@ -24,7 +24,7 @@ from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import Store
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, backend_of, exchange
+from penstock.runtime.processes.world import World, backend_of, check_types, exchange
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Pending
 
@@ -63,6 +63,12 @@ class Control:
         try:
             with self.waiting_for("process groups", self.others):
                 self.groups = Groups(world, backend_of(device), group_options)
+                kinds = self.gather(device.type)
+            with self.agreed():
+                check_types([kinds[name] for name in world.names])
+                self.groups.check()
+            with self.waiting_for("process groups", self.others):
+                self.groups.open()
         except BaseException as error:
             cause = self.fail(error)
             self.watchdog.close()
@@ -191,6 +197,9 @@ class Control:
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
         """Wraps this rank's own work, which may be inside a wait: ranks that wait meanwhile name this rank."""
+        if self.world.is_local:
+            yield
+            return
         before, self.watchdog.position = self.watchdog.position, Position(what)
         try:
             yield

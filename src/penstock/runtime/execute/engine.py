@@ -117,9 +117,7 @@ class Engine:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
         for index, group in enumerate(groups):
             if self.control.groups is not None:
-                here, names = self.world.rank, self.world.names
-                peers = [names[rank] for rank in group.ranks if rank != here] if here in group.ranks else []
-                with self.control.waiting_for("process groups", tuple(peers)):
+                with self.control.waiting("process groups"):
                     self.control.groups.make(group.ranks)
             for rank in self.ranks:
                 if rank in group.ranks:

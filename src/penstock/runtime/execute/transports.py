@@ -40,19 +40,18 @@ def transport_of(
     """This rank's side of the transport that all ranks chose. Every rank calls it.
 
     Raises:
-        ArgumentError: they did not choose the same one, their factory made something else, they compute on devices of
-            different types, or two of them on one accelerator.
+        ArgumentError: they did not choose the same one, their factory made something else, or two of them compute on
+            one accelerator.
         Exception: whatever the factory raised.
     """
     possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
-    said: list[tuple[str, bool, str, str]] = control.gather(
-        (_name_of(choice), possible, device.type, accelerator_of(device)), "its transport"
+    said: list[tuple[str, bool, str]] = control.gather(
+        (_name_of(choice), possible, accelerator_of(device)), "its transport"
     )
     with control.agreed():
-        _check_same([name for name, _, _, _ in said], control.world.name)
-        _check_devices([kind for _, _, kind, _ in said])
+        _check_same([name for name, _, _ in said], control.world.name)
         if not callable(choice):
-            check_apart([where for _, _, _, where in said])
+            check_apart([where for _, _, where in said])
     plain = DistributedTransport(rank, groups, device)
     if callable(choice):
         made = _made(choice, rank, device, control)
@@ -82,17 +81,6 @@ def _check_same(names: Sequence[str], here: int) -> None:
     raise ArgumentError(
         f"transport: rank {here} has {own}, and rank {other} {names[other]}; every rank must pass the same"
     )
-
-
-def _check_devices(kinds: Sequence[str]) -> None:
-    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
-    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        raise ArgumentError(
-            f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
-            "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
-            "rank"
-        )
 
 
 def accelerator_of(device: torch.device) -> str:

@@ -63,7 +63,7 @@ class BackwardCounts(Feature):
             raise PartitionError(
                 f"the backward of stage {self._index} changes {name!r} of a {type(self._modules[number]).__name__} (in "
                 "a hook or an autograd function), but this schedule runs several copies of the stage, each of which "
-                "would see only part of the batch; take a schedule with one copy (dualpipe-v for dualpipe)"
+                "would see only part of the batch; use a schedule with one copy (dualpipe-v for dualpipe)"
             )
 
     def _changed(self, before: Values) -> set[tuple[int, str]]:

@@ -245,7 +245,7 @@ class BackwardUpdates(Feature):
         if self._copies:
             return PartitionError(
                 f"the backward of stage {self._index} updates buffer {name!r}, but this schedule runs several copies "
-                "of the stage, each of which would see only part of the batch; take a schedule with one copy "
+                "of the stage, each of which would see only part of the batch; use a schedule with one copy "
                 "(dualpipe-v for dualpipe)"
             )
         return PartitionError(

@@ -125,7 +125,7 @@ class DeferredNorms(Feature):
             fewest, *_, most = sorted(map(len, seen[uneven[0]].values()))
             raise ArgumentError(
                 f"deferred_batch_norm=True: a {type(uneven[0]).__name__} is called {most} times in one microbatch and "
-                f"{fewest} in another, so that no number of updates is that of the whole batch; call it equally often "
+                f"{fewest} in another, so the whole batch has no definite number of updates; call it equally often "
                 "in each, or leave deferred_batch_norm out"
             )
 
@@ -154,8 +154,8 @@ class DeferredNorms(Feature):
         alike = norm.running_var is None or torch.allclose(norm.running_var, variance, rtol=1e-2, atol=1e-6)
         if not alike or not torch.allclose(norm.running_mean, mean, rtol=1e-2, atol=1e-2 * spread):
             raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(norm).__name__} normalises something else than what enters it, so "
-                "that its statistics are not those of its input; change the input before the module, or leave "
+                f"deferred_batch_norm=True: a {type(norm).__name__} normalises something other than its input, so its "
+                "statistics would not be those of its input; change the input before the module, or leave "
                 "deferred_batch_norm out"
             )
 

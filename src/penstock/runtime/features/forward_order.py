@@ -139,7 +139,7 @@ class ForwardOrder(Feature):
             self._copies, self._looks = True, max(self._looks, 1)
             return
         tensors = [tensor for _, tensor in self._kept.tensors if not isinstance(tensor, nn.Parameter)]
-        with undone({**self._kept.places, **self._set}, tensors) as put:
+        with undone({**self._kept.places, **self._set}, tensors, self._stage.device) as put:
             carried = self._carried(run, microbatch, before, put, closely=closely)
         if carried:
             raise self._refusal(shortened([self._place_name(self._set[key]) for key in carried]))

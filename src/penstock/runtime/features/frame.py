@@ -146,7 +146,7 @@ class Frames:
             old = before.get(name)
             if old is None:
                 raise ArgumentError(
-                    f"parallelize added a parameter, {name!r}, to stage {index}; the model has none such"
+                    f"parallelize added a parameter, {name!r}, to stage {index}, which the model does not have"
                 )
             changed[id(old)] = parameter
         _replace(self._model, {key: new for key, new in changed.items() if key != id(new)})

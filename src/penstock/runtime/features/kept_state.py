@@ -19,8 +19,6 @@ from penstock.runtime.features.attributes import Attributes, Held, Reading
 from penstock.runtime.features.forward_state import roots_of
 from penstock.runtime.features.tensor_state import TensorReading
 
-Values = dict[Key, Any]
-
 
 @dataclass(frozen=True, slots=True)
 class Look:

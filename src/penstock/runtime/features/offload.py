@@ -82,8 +82,8 @@ class Offload(Feature):
             return None
         if any(isinstance(part, nn.RReLU) and part.training for part in stage.recorded.module.modules()):
             raise ArgumentError(
-                "offload: torch hands what nn.RReLU saves for backward over before it has drawn it, so that other "
-                f"numbers would come back; choose offload={{{stage.index}: False}}, or another activation"
+                "offload: torch saves the noise of nn.RReLU for backward before it has drawn that noise, so other "
+                f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
         return cls(stage.device, stage.held)
 

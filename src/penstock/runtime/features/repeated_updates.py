@@ -236,7 +236,7 @@ class _Watched:
         if not self.known and ran != due:
             raise PartitionError(
                 f"the backward of microbatch {microbatch} has run a {type(self.module).__name__} that updates buffers "
-                f"{ran} times, where its forward has counted on {due}, as in the first microbatch. If gradient "
+                f"{ran} times, but its forward expected {due}, as in the first microbatch. If gradient "
                 "checkpointing has been switched on or off in the model, make a new pipeline"
             )
 
@@ -293,7 +293,7 @@ def _refuse_compiled(stage: StageContext, updated: Mapping[str, Tensor]) -> None
 def _unknown_order(module: nn.Module, calls: int) -> PartitionError:
     return PartitionError(
         f"a {type(module).__name__} that updates buffers is called {calls} times in a forward that runs itself "
-        "again in backward; in which order its updates would be made is not known. Switch gradient checkpointing "
+        "again in backward; the order of its updates is not known. Switch gradient checkpointing "
         "off in the model, and choose recompute='always' instead"
     )
 

@@ -62,8 +62,11 @@ class Run:
 
 
 @contextmanager
-def undone(places: Mapping[Key, Place], tensors: Iterable[Tensor]) -> Iterator[Callable[[Values], None]]:
-    """Meanwhile code may set places and update tensors; afterwards they are as before, as are random generators.
+def undone(
+    places: Mapping[Key, Place], tensors: Iterable[Tensor], device: torch.device
+) -> Iterator[Callable[[Values], None]]:
+    """Meanwhile code may set places and update tensors; afterwards they are as before, as are the random generators of
+    the CPU and the device.
 
     Yields:
         a function that restores everything, except that some places get other values.
@@ -79,7 +82,7 @@ def undone(places: Mapping[Key, Place], tensors: Iterable[Tensor]) -> Iterator[C
             if not same_bits(tensor, value):
                 tensor.data.copy_(value)
 
-    with torch.random.fork_rng({tensor.get_device() for tensor in tensors if tensor.is_cuda}):
+    with torch.random.fork_rng([device] if device.type == "cuda" else ()):
         try:
             yield put
         finally:

@@ -136,7 +136,7 @@ class TensorState(Feature):
             yield
         for name in reads.found:
             raise PartitionError(
-                f"the backward of stage {self._index} reads {name!r}, a tensor in which forwards of other microbatches "
+                f"the backward of stage {self._index} reads {name!r}, a tensor to which forwards of other microbatches "
                 "have written since its own (in a hook or an autograd function). In the forward, set the attribute "
                 "anew instead of writing in place, keep what backward needs in the function's ctx, or choose "
                 "schedule='naive' or microbatches=1"

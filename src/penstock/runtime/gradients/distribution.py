@@ -37,7 +37,7 @@ def on_host(numbers: Sequence[Tensor]) -> list[Tensor]:
     found = list(numbers)
     for places in groups.values():
         for place, number in zip(places, torch.stack([numbers[place] for place in places]).cpu(), strict=True):
-            found[place] = number
+            found[place] = number.clone()  # a view would travel with all the others
     return found
 
 

@@ -68,7 +68,7 @@ def weights(
 def no_loss(output: object) -> ArgumentError:
     """The error if there is neither a loss function nor a model that computes its own loss."""
     return ArgumentError(
-        f"loss_fn=None, and the model's output ({type(output).__name__}) holds no scalar loss; "
+        f"loss_fn=None, but the model's output ({type(output).__name__}) contains no scalar loss; "
         "pass loss_fn=..., or give the model what it needs to compute its own (labels=...)"
     )
 

@@ -85,13 +85,15 @@ class LossState:
             return
         looks = [_Look(self.survey()), _Look(Survey(self.owners(), modules=True, skips=self._is_of_model))]
         tensors = [(tensor, version, tensor.detach().clone()) for look in looks for _, tensor, version in look.tensors]
-        yield
-        for look in looks:
-            look.restore()
-        with torch.no_grad():
-            for tensor, version, values in tensors:
-                if tensor._version != version:
-                    tensor.copy_(values)
+        try:
+            yield
+        finally:
+            for look in looks:
+                look.restore()
+            with torch.no_grad():
+                for tensor, version, values in tensors:
+                    if tensor._version != version:
+                        tensor.copy_(values)
 
     @property
     def may_remember(self) -> bool:
@@ -152,9 +154,9 @@ class LossState:
     def _refusal(self, kind: str, name: str) -> ArgumentError:
         why = (
             f"this schedule has {self._pipelines} copies of the last stage, each of which calls it for a part of the "
-            "batch only; take a schedule with one copy (dualpipe-v for dualpipe)"
+            "batch only; use a schedule with one copy (dualpipe-v for dualpipe)"
             if self._pipelines > 1
-            else "this schedule does not call it in order of microbatch; take one that does (1f1b, gpipe), and, if the "
+            else "this schedule does not call it in order of microbatch; use one that does (1f1b, gpipe), and, if the "
             "last stage runs some of its forwards again, recompute='never' there"
         )
         return ArgumentError(

@@ -68,16 +68,17 @@ def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> 
     for leaf in leaves_of([loss], until=outputs):
         if leaf.numel() and id(leaf) not in model:
             raise ArgumentError(
-                f"the loss trains a tensor of shape {list(leaf.shape)} that is not the model's, but several processes "
-                "compute losses (replicas, or a schedule with two copies of the model): each would have a part of its "
-                "gradient, which nobody adds up. Make it part of the model (one module around both, which computes the "
-                "loss), or switch its gradient off if it is not to be trained (requires_grad_(False))"
+                f"the loss trains a tensor of shape {list(leaf.shape)} that is not part of the model, but several "
+                "processes compute losses (replicas, or a schedule with two copies of the model): each would get only "
+                "part of its gradient, and nothing would add the parts up. Make the tensor part of the model (one "
+                "module around both, which computes the loss), or call its requires_grad_(False) if it is not to be "
+                "trained"
             )
 
 
 def _refusal(name: str) -> ArgumentError:
     return ArgumentError(
         f"the loss reads {name!r} of the model, which is not on the last stage, where the loss is computed: its value "
-        "there would be an old one, and its gradient would be lost. Compute this term in the forward and return "
+        "there would be out of date, and its gradient would be lost. Compute this term in the forward and return "
         "it (or leave it in an attribute), or give the optimizer weight_decay=... for a penalty on weights"
     )

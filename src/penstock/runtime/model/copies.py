@@ -27,7 +27,7 @@ def with_copies(partition: Partition, pipelines: int) -> Partition:
         if stage.meta.updated:
             raise PartitionError(
                 f"the forward updates {stage.meta.updated[0]!r} of stage {stage.meta.index}, but this schedule runs "
-                f"{pipelines} copies of the stage, each of which would see only part of the batch; take a schedule "
+                f"{pipelines} copies of the stage, each of which would see only part of the batch; use a schedule "
                 "with one copy (dualpipe-v for dualpipe), or keep the buffer fixed (a batch norm in eval mode)"
             )
         refuse_copies(stage.meta.index, stage.remembered, pipelines)

@@ -59,8 +59,8 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise ArgumentError(
             f"{name!r} has no values on this rank, so that nothing would be drawn for it, and the random numbers of "
             "this rank's own parameters would differ from plain torch's. Initialise the model before "
-            "pipeline(...), from the same seed on every rank; what is drawn for this rank's parameters alone may go "
-            "over pipe.named_parameters()"
+            "pipeline(...), from the same seed on every rank; to draw for this rank's parameters alone, loop over "
+            "pipe.named_parameters()"
         )
     try:
         result = func(*args, **kwargs)
@@ -111,9 +111,9 @@ def _is_here(tensor: Tensor) -> bool:
 
 def _refusal(name: str) -> ArgumentError:
     return ArgumentError(
-        f"{name!r} has no values on this rank: it belongs to a stage of another one. In a loop over parameters, take "
+        f"{name!r} has no values on this rank: it belongs to a stage of another one. In a loop over parameters, use "
         "those of pipe.named_parameters(), which are this rank's. What combines parameters of several ranks (an "
-        "average that a part of the model keeps of another part) belongs into the model's forward, under "
+        "average that a part of the model keeps of another part) belongs in the model's forward, under "
         "torch.no_grad(), where stages get what they read"
     )
 

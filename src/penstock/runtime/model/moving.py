@@ -1,4 +1,4 @@
-"""Moves a model's parameters and buffers to the devices of the ranks that hold them, before stages take hold of them.
+"""Moves a model's parameters and buffers to the devices of the ranks that hold them, before stages refer to them.
 
 Tensors move as with `Module.to`, which is called wherever one device holds a whole module, so that whatever a module
 does there (an RNN flattens its weights) is done here too.

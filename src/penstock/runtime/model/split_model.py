@@ -146,9 +146,9 @@ class SplitModel:
         if new or gone:
             raise ArgumentError(
                 "the model no longer holds the parameters that the pipeline was made with: "
-                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. What is put in the place of a module or a "
-                "parameter later belongs to no stage, and no optimizer of pipe.parameters() knows it: make a new "
-                "pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
+                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. A module or parameter "
+                "that is put in place later belongs to no stage, and no optimizer made from pipe.parameters() has it: "
+                "make a new pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
             )
 
     def changes(self) -> int:
@@ -313,10 +313,10 @@ class SplitModel:
         if new:
             warnings.warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
-                "pipe.parameters() does not have it, so that an optimizer made of that never trains it. Give the "
+                "pipe.parameters() does not have it, so an optimizer made from that never trains it. Give the "
                 "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
                 "such a batch is refused)",
-                stacklevel=7,
+                stacklevel=9,
             )
 
     def _copy(self, partition: Partition) -> Partition:
@@ -373,8 +373,8 @@ class SplitModel:
             if len(devices) > 1:
                 raise ArgumentError(
                     f"devices: {name!r} is used on stages {on}, which one process would have to hold on "
-                    f"{sorted(devices)}; choose cuts that keep its uses on one device, or run a process a device under "
-                    "torchrun, where copies are kept equal"
+                    f"{sorted(devices)}; choose cuts that keep its uses on one device, or run one process per device "
+                    "under torchrun, where copies are kept equal"
                 )
 
     def _move_together(self) -> None:

@@ -48,10 +48,10 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
-        lacks, has = (", ".join(some[:4]) or "nothing" for some in (missing, unexpected))
+        lacks, has = (", ".join(some[:4]) or "none" for some in (missing, unexpected))
         raise ArgumentError(
-            f"the state lacks {lacks}, and has {has} that the model has not; give the state of this model, or "
-            "strict=False"
+            f"the state does not fit the model (missing: {lacks}; unknown to the model: {has}); give the state of this "
+            "model, or strict=False to load the tensors that both have"
         )
     there = {name: tensor for name, tensor in own.items() if name in state}
     for name, tensor in there.items():

@@ -56,7 +56,7 @@ class GroupOptions:
             )
 
     def arguments(self, backend: str) -> dict[str, Any]:
-        """The arguments of `torch.distributed.new_group` that they are."""
+        """These options as arguments of `torch.distributed.new_group`."""
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=self.seconds)}
         if self.backend_options is not None and backend != "gloo":
             options = copy.deepcopy(self.backend_options)  # torch writes each group's name and ranks into it
@@ -72,9 +72,9 @@ class Groups:
     own group (`way`). Control values (the loss) travel over gloo.
 
     If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
-    it does not, only the members do. Torch then names a group by its ranks and the number of existing groups, and finds
-    the addresses of an earlier group with that name; so no group is destroyed, and all ranks of a pipeline have equally
-    many.
+    it does not, only the members do. Torch then derives a group's name from its ranks and the number of existing
+    groups. A repeated name would find an earlier group's addresses, so groups are never destroyed, and every rank of a
+    pipeline has equally many.
 
     A gloo group has threads that wake up a hundred times a second, and end with the last reference to it. Nothing else
     holds one, so `close` ends them: code that uses a group asks for it here each time. After `close` this raises
@@ -88,8 +88,8 @@ class Groups:
     def __init__(self, world: World, backend: str, options: GroupOptions | None = None) -> None:
         assert world.rank is not None
         self._options = options or GroupOptions()
-        self._options.check(backend)
         self._rank = world.rank
+        self._world = world
         self.members = world.members
         self.backend = backend
         self._lines = world.lines
@@ -98,18 +98,28 @@ class Groups:
         self._own: list[dist.ProcessGroup] = []
         self._ways: dict[Way, dist.ProcessGroup | None] = {}  # None: between two other ranks
         self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
+        self._made: set[tuple[int, ...]] = set()
         roles = self._roles
-        roles["up"] = self._one_of(world.lines, backend)
-        roles["down"] = self._one_of(world.lines, backend)
         roles["control"] = self._one_of(world.lines, "gloo")
         alone = world.everyone == world.members
         roles["everyone"] = roles["control"] if alone else self._one_of([world.everyone], "gloo")
         if len(world.replicas) > 1:
-            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, backend)
             roles["weights"] = self._one_of(world.replica_sets, "gloo")
+
+    def check(self) -> None:
+        """Raises ArgumentError if groups of the backend cannot have the user's options."""
+        self._options.check(self.backend)
+
+    def open(self) -> None:
+        """Creates the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
+        of them, they would wait for each other."""
+        roles, world = self._roles, self._world
+        roles["up"] = self._one_of(world.lines, self.backend)
+        roles["down"] = self._one_of(world.lines, self.backend)
+        if len(world.replicas) > 1:
+            roles["replicas"] = roles["column"] = self._one_of(world.replica_sets, self.backend)
         if len(world.column) > len(world.replicas):
-            roles["column"] = self._one_of(world.columns, backend)
-        self._made: set[tuple[int, ...]] = set()
+            roles["column"] = self._one_of(world.columns, self.backend)
 
     @property
     def control(self) -> dist.ProcessGroup:

@@ -32,12 +32,12 @@ class Store(Protocol):
 
 
 class Missing:
-    """The ranks that have not come yet. While entered, it says every `warn_seconds` that this rank waits for them.
+    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds` that this rank waits.
 
     A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
 
     Attributes:
-        ranks: who is missing, as far as is known.
+        ranks: who is missing, as far as is known; empty once all have come and only torch may wait.
     """
 
     def __init__(self, rank: int, ranks: int, patience: Patience) -> None:
@@ -74,10 +74,12 @@ class Missing:
     def _repeat(self) -> None:
         while not self._over.wait(self._next - time.monotonic()):
             say(self._words("has waited"))
-            self._next += self._patience.warn_seconds
+            self._next = time.monotonic() + self._patience.warn_seconds
 
     def _words(self, waited: str) -> str:
         seconds = time.monotonic() - self._began
+        if not self.ranks:
+            return f"rank {self._rank} {waited} {seconds:.0f} s in init_process_group, to which all ranks have come"
         have = "has" if len(self.ranks) == 1 else "have"
         return (
             f"rank {self._rank} {waited} {seconds:.0f} s for {name_ranks(self.ranks)}, "

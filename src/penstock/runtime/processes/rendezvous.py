@@ -34,4 +34,5 @@ def start(backend: str) -> None:
         store, *_ = next(rendezvous(_URL))  # without torchrun, rank 0 opens it
         place = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # public, though not re-exported
         Meeting(place, rank, ranks).await_all(missing)  # torch may wait for them silently
+        missing.ranks = ()
         dist.init_process_group(backend, store=place, rank=rank, world_size=ranks)

@@ -221,3 +221,14 @@ def device_of(
         return device
     count = torch.get_device_module(device).device_count()
     return torch.device(device.type, (rank if world.is_local else int(os.environ.get("LOCAL_RANK", rank))) % count)
+
+
+def check_types(kinds: Sequence[str]) -> None:
+    """Raises ArgumentError if ranks compute on devices of different types, for which their recordings would differ."""
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise ArgumentError(
+            f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
+            "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
+            "rank"
+        )

@@ -98,7 +98,7 @@ class BoundSchedules:
             _, oldest = self._cached.popitem(last=False)
             self._engine.release(oldest.bound)
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
-                warnings.warn(_MANY, stacklevel=5)
+                warnings.warn(_MANY, stacklevel=6)
         return cached
 
     def next(self, cut: CutBatch | None, call: Call) -> Cached:
