@@ -40,6 +40,7 @@ CPU_SECONDS = {
     "tests/distributed/test_layout_ranks.py": 15,
     "tests/partition/run/test_sideways.py": 15,
     "tests/partition/stages/test_exact.py": 15,
+    "tests/runtime/features/test_carried_later.py": 20,
     "tests/runtime/test_precision.py": 5,
 }
 """CPU seconds that the long tests of a file take, over all processes."""

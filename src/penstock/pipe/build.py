@@ -99,7 +99,8 @@ def pipeline(
             `output.loss`, `output["loss"]`, a scalar, or the one scalar of a tuple or list that requires a gradient.
             Also `loss`.
         reduction: how the loss reduces a batch: "mean", "sum", or a function of the target that gives a microbatch's
-            weight in the mean (for masked targets: the number of tokens that count).
+            weight in the mean (for masked targets: the number of tokens that count). The function gets the target on
+            the device where you gave it.
         batch_dims: if the batch is not in the first dimension of a tensor: one dimension for all, or a dict of any of
             "args", "kwargs", "target" and "output", each a dimension or a structure of dimensions that mirrors (the
             beginning of) that value. None gives each microbatch the whole tensor. An output may also be "mean" or

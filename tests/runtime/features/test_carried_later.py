@@ -16,6 +16,7 @@ from penstock.partition.state.names_in_classes import names_read
 from penstock.runtime.features.forward_order import LOOKS
 from penstock.schedule import Schedule
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH
 
 ORDER = Schedule.parse(
@@ -352,9 +353,9 @@ def refused(kind: type[Block], schedule: str, *, asks_values: bool, begins: int 
     assert reached[-1] == begins
 
 
-@WHEN
-@pytest.mark.parametrize("schedule", ["dualpipe", "order"])
-@pytest.mark.parametrize("kind", CARRIES)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "asks_values"), representatives(2, CARRIES, ["dualpipe", "order"], [False, True])
+)
 def test_what_begins_to_be_carried_over_is_refused(kind: type[Block], schedule: str, asks_values: bool) -> None:
     refused(kind, schedule, asks_values=asks_values)
 
@@ -413,9 +414,9 @@ def test_in_any_later_step(kind: type[Block], asks_values: bool) -> None:
     refused(kind, "dualpipe", asks_values=asks_values, begins=LOOKS)
 
 
-@WHEN
-@pytest.mark.parametrize("schedule", ["dualpipe", "order"])
-@pytest.mark.parametrize("kind", HARMLESS)
+@pytest.mark.parametrize(
+    ("kind", "schedule", "asks_values"), representatives(2, HARMLESS, ["dualpipe", "order"], [False, True])
+)
 def test_what_is_noted_or_made_once_is_not(kind: type[Block], schedule: str, asks_values: bool) -> None:
     train(kind, schedule, asks_values=asks_values, begins=2, steps=4)
 

@@ -18,7 +18,7 @@ from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import name_ranks
 
-_LOOK_SECONDS = 0.02
+_LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
 
 
@@ -124,7 +124,7 @@ class Meeting:
                 missing.ranks = self.absent() or missing.ranks
             missing.check()
             time.sleep(look_seconds)
-            look_seconds = min(1.2 * look_seconds, _LONGEST_LOOK_SECONDS)
+            look_seconds = min(1.5 * look_seconds, _LONGEST_LOOK_SECONDS)
 
 
 def say(words: str) -> None:
