@@ -60,7 +60,7 @@ class Control:
             self.watchdog = Watchdog.connect(0, 1)
             return
         self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
-        try:
+        with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 self.groups = Groups(world, backend_of(device), group_options)
                 kinds = self.gather(device.type)
@@ -69,12 +69,6 @@ class Control:
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open()
-        except BaseException as error:
-            cause = self.fail(error)
-            self.watchdog.close()
-            if cause is error:
-                raise
-            raise cause from error
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
@@ -181,13 +175,8 @@ class Control:
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(what, peers)
-        try:
+        with self.reporting((RuntimeError, OSError)):
             yield
-        except (RuntimeError, OSError) as error:
-            cause = self.fail(error)
-            if cause is error:
-                raise
-            raise cause from None
         self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -234,6 +223,28 @@ class Control:
         with self.waiting_for("gather", self.line):
             dist.all_gather_object(values, value, group=group)
         return values
+
+    @contextmanager
+    def reporting(
+        self,
+        kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
+        *,
+        close: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Wraps this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+
+        Args:
+            close: called before that, to release what is held.
+        """
+        try:
+            yield
+        except kinds as error:
+            cause = self.fail(error)
+            if close is not None:
+                close()
+            if cause is error:
+                raise
+            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
 
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
