@@ -12,7 +12,14 @@ HOME = Path(penstock.__file__).parent
 
 STEADY = {
     *("_version", "_base", "_is_view", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_post_accumulate_grad_hooks", "_flat_weights_names"),
+    *(
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_flat_weights",
+        "_flat_weights_names",
+    ),
     *("_C", "_ops", "_schema", "_opname", "_to_copy", "_grouped_mm", "_validate_args", "_Replicate"),
 }
 """What other modules use of torch, too: it has been the same for years, or users name it."""

@@ -5,7 +5,6 @@ The watchdog knows of every wait: if another process is lost or has failed, the 
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
-from penstock.runtime.processes.joining import Store
+from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, check_types, exchange
 from penstock.runtime.transport.distributed import all_reduce
@@ -59,7 +58,8 @@ class Control:
         if world.rank is None:
             self.watchdog = Watchdog.connect(0, 1)
             return
-        self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
+        place = place_of(default_store(), world.everyone)
+        self.watchdog = Watchdog.connect(world.name, len(world.everyone), place, patience)
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 self.groups = Groups(world, backend_of(device), group_options)
@@ -271,13 +271,6 @@ class Control:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()
         self.watchdog.close()
-
-
-def _place_of(world: World) -> Store:
-    """Where the processes of a mesh meet: in the job's store, under a name of their own."""
-    name = hashlib.sha256(repr(world.everyone).encode()).hexdigest()[:16]
-    place: Store = dist.PrefixStore(f"penstock {name}", default_store())  # type: ignore[attr-defined]
-    return place
 
 
 def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:
