@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock.compat import saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
@@ -193,7 +194,7 @@ class WeightUses:
 
         It may, if hooks other than the keeper's take what autograd saves: a checkpoint's.
         """
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensors_hooks()
         mine = hooks is None or (self._keeper is not None and hooks[0] == self._keeper.pack)
         return torch.is_grad_enabled() and mine
 
