@@ -7,7 +7,9 @@ of all of them, in an order that respects dependencies; otherwise those of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock
 from penstock.runtime.execute.stage_runner import StageRunner, number
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Start
+from penstock.runtime.features.feature import Features, Start
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
@@ -147,7 +149,8 @@ class Program:
         self._sharded = binding.sharded
         self._names = names
         self._placement = placement
-        self.actions = [self._bind(rank, action) for action in row]
+        bound = [self._bind(rank, action) for action in row]
+        self.actions = with_neighbours(bound, {index: runner.features for index, runner in self.runners.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
@@ -199,6 +202,39 @@ class Program:
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
+    """A row in which each computation's features are called around its neighbours (`Feature.upcoming`, `Feature.past`).
+
+    Args:
+        actions: of one rank, in order.
+        features: by stage.
+    """
+    found, work = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
+    first: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
+    last: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
+    for before, after in pairwise(work):
+        action, following = actions[before].action, actions[after].action
+        first[before] = [partial(call, following) for call in features[following.stage].upcoming]
+        last[after] = [partial(call, action) for call in features[action.stage].past]
+    for place in work:
+        if first[place] or last[place]:
+            found[place] = replace(actions[place], run=_between(first[place], actions[place].run, last[place]))
+    return found
+
+
+def _between(
+    first: Sequence[Callable[[], None]], run: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
+) -> Callable[[Action, Any], None]:
+    def accompanied(action: Action, ready: Any) -> None:
+        for call in first:
+            call()
+        run(action, ready)
+        for call in last:
+            call()
+
+    return accompanied
 
 
 def model_inputs(meta: StageMeta) -> list[int]:
