@@ -23,13 +23,15 @@ import penstock
 from penstock import checkpoint
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.processes import groups, rendezvous
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scaffolding import warm
+from scaffolding import stand_in, warm
+from scaffolding.tcp import sockets
 
 RANKS = 3
 LIMIT_SECONDS = 90.0
@@ -52,8 +54,25 @@ class Model(nn.Module):
         return x @ self.embed.weight.T
 
 
+def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
+    """The victim's device hangs in the second forward of the second step."""
+    stand_in.install()
+    calls = iter(range(9))
+    before(StageRunner, "forward", lambda: act() if next(calls) == 3 else None)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
+    options = {"loss": nn.functional.mse_loss, "microbatches": 2, "schedule": "gpipe", "transport": sockets}
+    pipe = penstock.pipeline(layers, (x,), devices=stand_in.DEVICE, **options)
+    for _ in range(2):
+        pipe.step(x, target=x)
+
+
 def fall(how: str, mark: Path) -> None:
     mark.touch()
+    if how == "hang":
+        stand_in.hang()
+        return
     if how == "raise":
         raise ValueError("the disk is\nfull")
     if how == "sleep":
@@ -146,7 +165,10 @@ def child(rank: int, case: str, folder: Path) -> None:
     build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
     try:
-        train(rank, phase, folder, case, act)
+        if phase == "device":
+            train_on_device(rank, folder, case, act)
+        else:
+            train(rank, phase, folder, case, act)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -180,10 +202,12 @@ def main() -> None:
     while children:
         for case in cases:
             left = {rank for of, rank in children.values() if of == case}
-            victim = int(case.split("-")[2])
+            _, how, number = case.split("-")
+            victim = int(number)
             late = time.monotonic() > deadline
             done = (
-                (folder / f"{case}.fell").exists() and ("sleep" in case and ended(folder, case, left - {victim}))
+                (folder / f"{case}.fell").exists()
+                and (how in ("sleep", "hang") and ended(folder, case, left - {victim}))
             ) or not left - {victim}
             for pid, (of, _) in children.items():
                 if of == case and (late or done):
