@@ -89,20 +89,13 @@ class Engine:
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
-        self.transports: dict[int, Transport]
+        self.transports: dict[int, Transport] = {}
         if groups is None:
             hub = LocalHub(devices)
             self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
         else:
-            try:
+            with self.control.reporting(close=self.close):
                 self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
-            except BaseException as error:
-                cause = self.control.fail(error)
-                self.streams.close()
-                self.control.close()
-                if cause is error:
-                    raise
-                raise cause from error
             atexit.register(self.close)  # what was sent must arrive even if a script does not call close
         self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
 

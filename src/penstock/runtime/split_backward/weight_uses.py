@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock.compat import saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, lowered
@@ -255,7 +256,7 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
 
 def _is_recorded() -> bool:
     """Whether autograd records the call in its present run, so that it will not run again."""
-    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return torch.is_grad_enabled() and saved_tensors_hooks() is None
 
 
 def _casts_below(node: Node) -> Iterator[Node]:
