@@ -20,10 +20,6 @@ from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
 from penstock.runtime.processes.board_server import BoardServer, Connection, join
 from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
-from penstock.runtime.processes.joining import Meeting, Missing
-
-
-from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
 from penstock.runtime.processes.joining import Meeting, Missing, place_of
 from penstock.runtime.processes.watchdog import Watchdog
 
