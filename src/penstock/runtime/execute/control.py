@@ -261,7 +261,8 @@ class Control:
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
+        where = [f"on rank {self.world.name}", f"in {position.action}" if position.action else "", self.watchdog.behind]
+        error.add_note(f"penstock: {', '.join(str(part) for part in where if part)}")
         self.watchdog.report(position.action or None, error)
         return error
 

@@ -224,6 +224,26 @@ def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Featu
     return found
 
 
+def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
+    """One rank's row, whose actions make its device the current one, in a process that drives several ranks.
+
+    Tensors say where they are, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
+    """
+    if device.type in ("cpu", "meta"):
+        return list(actions)
+
+    def there(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            with torch.accelerator.device_index(device.index):
+                return call(*args)
+
+        return called
+
+    return [
+        replace(each, wait=None if each.wait is None else there(each.wait), run=there(each.run)) for each in actions
+    ]
+
+
 def _between(
     first: Sequence[Callable[[], None]], run: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
 ) -> Callable[[Action, Any], None]:
