@@ -35,7 +35,8 @@ class Event:
 class Stream:
     """A queue of copies and waits, run as late as possible."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, owner: SlowCopies | None = None) -> None:
+        self.owner = owner
         self.queue: list[Callable[[], None]] = []
         self.done = 0
         self.has_waited = False
@@ -86,7 +87,7 @@ class SlowCopies:
         self._on_device: dict[str, list[weakref.ref[Any]]] = {}
 
     def Stream(self, device: Any = None) -> Stream:  # noqa: N802 (torch's name)
-        self.streams.append(Stream())
+        self.streams.append(Stream(self))
         return self.streams[-1]
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -99,8 +100,7 @@ class SlowCopies:
         with _Queueing(self, stream):
             yield
 
-    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        assert stream in self.streams
+    def record_stream(self, tensor: Tensor) -> None:
         self.recorded += 1
         self._memory[tensor.untyped_storage()].is_recorded = True
 
@@ -171,7 +171,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
         patch.setattr(torch, "get_device_module", lambda _: copies)
         lanes = away.Lanes(torch.device("cpu"))
     monkeypatch.setattr(offload, "lanes_of", lambda _: lanes)
-    monkeypatch.setattr(Tensor, "record_stream", _method(copies.record_stream))
+    monkeypatch.setattr(Tensor, "record_stream", _record_stream)
     bind = program.with_neighbours
 
     def noting(*given: Any) -> list[program.BoundAction]:
@@ -181,11 +181,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     return copies
 
 
-def _method(function: Callable[[Tensor, Stream], None]) -> Callable[[Tensor, Stream], None]:
-    def method(tensor: Tensor, stream: Stream) -> None:
-        function(tensor, stream)
-
-    return method
+def _record_stream(tensor: Tensor, stream: Stream) -> None:
+    assert stream.owner is not None
+    stream.owner.record_stream(tensor)
 
 
 def _noted(copies: SlowCopies, run: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:

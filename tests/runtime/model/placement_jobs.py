@@ -93,7 +93,7 @@ def current_devices() -> None:
     """In a process that drives several ranks, each action runs with its own device as the current one."""
     model, x = nn.Sequential(Looks(6, 6), Looks(6, 6)), batch()[0]
     with mock.patch.object(torch.accelerator, "device_index", noting):
-        for devices, expected in ((["cpu", DEVICE], {None, 0}), (DEVICE, {0}), (None, {None})):
+        for devices, expected in ((["cpu", f"{DEVICE}:0"], {None, 0}), (f"{DEVICE}:0", {0}), (None, {None})):
             with penstock.pipeline(
                 model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, recompute="always", devices=devices
             ) as pipe:
@@ -232,12 +232,10 @@ def option(given: dict[str, Any]) -> None:
             case.model,
             case.args,
             case.kwargs,
-            ranks=2,
-            microbatches=2,
             loss=case.loss,
             devices=devices,
             seed=3,
-            **given,
+            **{"ranks": 2, "microbatches": 2, **given},
         ) as pipe:
             losses[devices] = [float(pipe.step(*case.args, **case.kwargs, target=case.target).loss) for _ in range(2)]
             found[devices] = {name: p.grad.cpu() for name, p in pipe.named_parameters()}

@@ -98,8 +98,7 @@ class Away:
         return self._witness._version != self._version
 
     def has_bits_of(self, tensor: Tensor) -> bool:
-        """Whether the copy on the host has the bits that a tensor of this layout has now. The host waits for both."""
-        self.wait_until_sent()
+        """Whether the copy on the host, once sent, has the bits that a tensor of this layout has now."""
         return same_bits(exact.pack(tensor).cpu(), self._host)
 
     def wait_until_sent(self) -> None:

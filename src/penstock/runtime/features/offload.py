@@ -158,6 +158,7 @@ class Offload(Feature):
         away = self._send(tensor, microbatch, refs)
         self._sent[key] = WeakStorage(tensor), weakref.ref(away)
         if not self._checked:
+            away.wait_until_sent()  # so that what comes later cannot change the copy
             self._to_check.append((tensor.detach(), away))
         return away
 
