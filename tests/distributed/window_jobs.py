@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from mesh_jobs import mesh_of, part
 from shard_jobs import Block, Blocks, inputs, whole
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import penstock
 from penstock.schedule.timeline import Timeline
@@ -35,10 +37,17 @@ class Seen(NamedTuple):
 
 
 class Gathered:
-    """Looks at the memory of each stage's whole parameters, whenever a block runs."""
+    """Shards stages, and looks at the memory of each one's whole parameters whenever a block runs.
 
-    def __init__(self, mesh: Any) -> None:
-        self._mesh = mesh
+    Args:
+        half: blocks compute in bfloat16 and reduce in float32.
+        compiled: blocks are compiled.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, half: bool, compiled: bool) -> None:
+        dtype = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
+        self._shard = partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtype))
+        self._compiled = compiled
         self._whole: dict[int, list[Tensor]] = {}
         self.seen: list[tuple[int, frozenset[int]]] = []
 
@@ -47,9 +56,11 @@ class Gathered:
         self._whole[number] = []
         for module in list(stage.modules()):
             if isinstance(module, Block):
-                fully_shard(module, mesh=self._mesh)
+                self._shard(module)
+                if self._compiled:
+                    module.compile(backend="aot_eager")
                 module.register_forward_hook(lambda module, _, output: self._look(number, module, output))
-        fully_shard(stage, mesh=self._mesh)
+        self._shard(stage)
 
     def now(self) -> frozenset[int]:
         every = self._whole.items()
@@ -70,7 +81,7 @@ def train(rank: int, window: int | None, steps: int, rows: list[int], options: d
     model = Blocks(layers=options.pop("layers"), dropout=options.pop("dropout", 0.1))
     replica = mesh.get_local_rank("dp")
     x, y = part(inputs(), replica, 2)
-    gathered = Gathered(mesh["dp"])
+    gathered = Gathered(mesh["dp"], half=options.pop("half", False), compiled=options.pop("compiled", False))
     options = {"loss": squared_error, "seed": 3, "mesh": mesh, "parallelize": gathered.shard, **options}
     with penstock.pipeline(model, (x,), unshard_window=window, **options) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)

@@ -112,8 +112,7 @@ def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> 
     own = defaultdict(list)
     for index, item in enumerate(items):
         for part in item.parts:
-            if not part.op.is_receive:
-                own[part.stage].append(index)
+            own[part.stage].append(index)
     for stage, until in releases:
         end = bisect_left(own[stage], steps[until].place) if until < len(steps) else len(own[stage])
         behind[own[stage][end - 1]].append(Action(stage, Op.RESHARD))
