@@ -20,7 +20,7 @@ from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.lowering import lower_training
+from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
 from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward_links, shifted, ties, ties_across_ranks
 from penstock.traffic.layers import bytes_of, sharded_bytes, type_name
@@ -72,7 +72,7 @@ class Job:
 
 def lowered(job: Job) -> Schedule:
     """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
-    sharded = set(range(job.order.stages)) if job.sharded else set()
+    sharded = Sharded(set(range(job.order.stages))) if job.sharded else UNSHARDED
     return lower_training(job.order, job.metas, _tie_groups(job), sharded, job.order if job.replicas > 1 else None)
 
 
