@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from penstock.runtime.execute.progress import has_events
-from penstock.runtime.transport.protocol import Waitable
+from penstock.runtime.transport.protocol import Begun, Waitable
 from penstock.schedule import Action
 
 Moment = tuple[Action, int, int, int]
@@ -81,17 +81,21 @@ class StreamClock:
         event.record(self._module.current_stream(self._device) if stream is None else stream)
         return event
 
-    def note(self, action: Action, way: tuple[int, int], works: Sequence[Waitable]) -> None:
-        """Marks the time from which a message could travel, and that at which it has arrived."""
+    def message(self, action: Action, way: tuple[int, int]) -> Begun:
+        """Marks the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
         if way not in self._streams:
             self._streams[way] = self._module.Stream(self._device)
         stream = self._streams[way]
         stream.wait_stream(self._module.current_stream(self._device))
         began = self.mark(stream)
-        with self._module.stream(stream):  # which waits for the message, in place of the one that computes
-            for work in works:
-                work.wait()
-        self._messages[action] = began, self.mark(stream)
+
+        def begun(works: Sequence[Waitable]) -> None:
+            with self._module.stream(stream):  # which waits for the message, in place of the one that computes
+                for work in works:
+                    work.wait()
+            self._messages[action] = began, self.mark(stream)
+
+        return begun
 
     def read(self, row: Sequence[Marks]) -> list[Moment]:
         current = self._module.current_stream(self._device)

@@ -291,7 +291,7 @@ class Engine:
             if isinstance(transport, Observable) and isinstance(clock := self._clocks[rank], StreamClock)
         ]
         for transport, clock in watched:
-            transport.observer = clock.note
+            transport.observer = clock.message
         try:
             yield
         finally:

@@ -117,8 +117,11 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
 
-Observer = Callable[[Action, tuple[int, int], Sequence[Waitable]], None]
-"""Is told of a message that begins: its `SEND` or `RECV`, from which rank to which it goes, and what waits for it."""
+Begun = Callable[[Sequence[Waitable]], None]
+"""Called once a message has begun, with what waits for it."""
+
+Observer = Callable[[Action, tuple[int, int]], Begun]
+"""Is told of a message that is about to begin: its `SEND` or `RECV`, and from which rank to which it goes."""
 
 
 @runtime_checkable
