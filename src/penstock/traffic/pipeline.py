@@ -20,7 +20,7 @@ from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.lowering import lower_training
+from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
 from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward_links, shifted, ties, ties_across_ranks
 from penstock.traffic.layers import bytes_of, sharded_bytes, type_name
@@ -72,14 +72,9 @@ class Pipelines:
 
 def lowered(pipelines: Pipelines) -> Schedule:
     """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
-    sharded = set(range(pipelines.order.stages)) if pipelines.sharded else set()
-    return lower_training(
-        pipelines.order,
-        pipelines.metas,
-        _tie_groups(pipelines),
-        sharded,
-        pipelines.order if pipelines.replicas > 1 else None,
-    )
+    order, ties_between = pipelines.order, _tie_groups(pipelines)
+    sharded = Sharded(set(range(order.stages))) if pipelines.sharded else UNSHARDED
+    return lower_training(order, pipelines.metas, ties_between, sharded, order if pipelines.replicas > 1 else None)
 
 
 def _tie_groups(pipelines: Pipelines) -> list[tuple[int, ...]]:
