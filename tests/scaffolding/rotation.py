@@ -13,6 +13,7 @@ from pathlib import Path
 
 CPU_SECONDS = {
     "tests/distributed/test_support_matrix.py": 420,
+    "tests/test_zoo_matrix.py": 420,
     "tests/distributed/test_bad_network.py": 350,
     "tests/distributed/test_zoo_ranks.py": 350,
     "tests/distributed/test_gloo.py": 340,
@@ -32,7 +33,6 @@ CPU_SECONDS = {
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_sharded.py": 40,
     "tests/distributed/test_waiting.py": 35,
-    "tests/test_zoo_matrix.py": 35,
     "tests/distributed/test_falling.py": 30,
     "tests/distributed/test_combined.py": 25,
     "tests/distributed/test_split_ranks.py": 25,
@@ -42,19 +42,19 @@ CPU_SECONDS = {
     "tests/partition/run/test_sideways.py": 20,
     "tests/runtime/features/test_carried_later.py": 20,
     "tests/runtime/features/test_recompute.py": 20,
+    "tests/runtime/split_backward/test_split_schedules.py": 20,
     "tests/cli/test_run_hosts.py": 15,
     "tests/cli/test_verify.py": 15,
     "tests/partition/stages/test_exact.py": 15,
+    "tests/test_traps_between.py": 15,
     "tests/distributed/test_transport_factory.py": 10,
+    "tests/runtime/features/test_offload.py": 10,
     "tests/runtime/test_precision.py": 10,
     "tests/schedule/test_generators.py": 10,
     "tests/test_traps.py": 10,
     "tests/distributed/test_weights.py": 5,
     "tests/fabric/test_fabric_report.py": 5,
     "tests/runtime/features/test_backward_updates.py": 5,
-    "tests/runtime/features/test_offload.py": 5,
-    "tests/runtime/split_backward/test_split_schedules.py": 5,
-    "tests/test_traps_between.py": 5,
     "tests/traffic/test_workloads.py": 5,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
