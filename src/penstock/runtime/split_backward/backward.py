@@ -25,6 +25,7 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
 
 
@@ -206,14 +207,17 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], [grad for _, grad in terms])
         return
     total = terms[0][1]
+    if len(terms) > 1:
+        total = total.to(gradient_dtype(parameter))
     for _, term in terms[1:]:
-        total = total + term
+        total += term
     _add(parameter, total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     """Does what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
+        grad = grad.to(gradient_dtype(parameter))
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
     else:
         parameter.grad += grad
