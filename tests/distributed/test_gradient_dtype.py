@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from gradient_dtype_jobs import Gradients, by_hand, in_a_pipeline
+
 from scaffolding.ranks import Ranks
-from scaffolding.representatives import representatives
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 TIED = "embedding.weight"

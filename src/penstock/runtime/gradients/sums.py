@@ -70,8 +70,7 @@ class GradientSum:
         mine = [local(p.detach()) for p in members]
         grads = [local_gradient(p) for p in members]
         flat = [
-            (torch.zeros_like(m, dtype=dtype) if g is None else g).reshape(-1)
-            for g, m in zip(grads, mine, strict=True)
+            (torch.zeros_like(m, dtype=dtype) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)
         ]
         return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members], dtype=dtype)])
 
