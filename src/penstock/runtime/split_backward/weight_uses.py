@@ -19,14 +19,14 @@ from torch.autograd.graph import Node
 
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, lowered
+from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
 
 
 class Waiting(NamedTuple):
     """A call whose weight gradients wait: `gradients(grad)` computes them. (A `DeferredCall` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
-    gradients: Callable[[Tensor], Sequence[Tensor]]
+    gradients: Callable[[Tensor], Sequence[Term]]
     grad: Tensor
 
 
@@ -207,7 +207,7 @@ class WeightUses:
         self,
         waiting: list[Waiting],
         weights: tuple[Tensor, ...],
-        gradients: Callable[[Tensor], Sequence[Tensor]],
+        gradients: Callable[[Tensor], Sequence[Term]],
         grads: Sequence[Tensor | None],
     ) -> None:
         if self._waiting is waiting:  # the forward is not over
