@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from scaffolding.forked import answer_of, log_of
 
 pytestmark = pytest.mark.distributed
 
@@ -23,6 +21,8 @@ SAID = {
     "groups-kill-1": "rank 1 was lost, .*: its process is gone",
     "ties-sleep-2": "equal tied parameters from rank 2",
     "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
+    "device-hang-1": r"the device of rank 1 runs 1F1 \(\d+ s so far; it has finished 1RECV_F1; the host waits for "
+    r"1SEND_F1 from rank 2\)",
     "closing-sleep-1": r"rank 0 has reached the end of its program, and has waited \d+ s for rank 1 to close the",
 }
 """By phase, how a rank falls, and its number: what the others say."""
@@ -52,29 +52,15 @@ LONG = {
 
 def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
     """For each case, what the ranks that did not fall wrote. Those of a case that raises or dies have ended."""
-    script = Path(__file__).with_name("waiting.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *cases],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    statuses = json.loads(done.stdout)
+    statuses = answer_of(Path(__file__).with_name("waiting.py"), folder, *cases)
     for case in cases:
         assert (folder / f"{case}.fell").exists(), case
         victim = int(case.split("-")[2])
-        if "sleep" not in case:
+        if case.split("-")[1] not in ("sleep", "hang"):
             others = {rank: status for rank, status in statuses[case].items() if int(rank) != victim}
             assert set(others.values()) == {1}, (case, statuses[case])
     return {
-        case: {
-            rank: (folder / f"{case}.{rank}.log").read_text()
-            for rank in range(RANKS)
-            if rank != int(case.split("-")[2])
-        }
+        case: {rank: log_of(folder, case, rank).read_text() for rank in range(RANKS) if rank != int(case.split("-")[2])}
         for case in cases
     }
 

@@ -52,22 +52,25 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
 def by_hand(*, replicas: int = 1, steps: int = 1, accumulate: torch.dtype | None = torch.float32) -> Gradients:
     """The gradients of some steps, each microbatch's as plain torch makes it; None: added in the parameter's dtype.
 
-    The terms of the tied weight come from two weights with the same values.
+    The terms of the tied weight come from two weights with the same values. What several processes hold is added up
+    over these after each step, before it is added to the gradients of earlier steps.
     """
     net, totals = Net(tied=False), dict[str, Tensor]()
     for step in range(steps):
-        sums = [dict[str, Tensor]() for _ in range(replicas)]
-        for mine, *rows in zip(sums, *(tensor.chunk(replicas) for tensor in batch(step)), strict=True):
+        parts = [dict[str, Tensor]() for _ in range(replicas)]
+        for mine, *rows in zip(parts, *(tensor.chunk(replicas) for tensor in batch(step)), strict=True):
             for x, y in zip(*(part.chunk(MICROBATCHES) for part in rows), strict=True):
                 loss(net(x.clone()), y.clone()).backward(torch.tensor(1 / MICROBATCHES))
                 for name, p in net.named_parameters():
                     if p.grad is not None:
-                        _add(mine, name, p.grad.to(torch.promote_types(p.dtype, accumulate or p.dtype)))
+                        shared = replicas > 1 or name in (TIED, "head.weight")
+                        term = p.grad.to(torch.promote_types(p.dtype, accumulate or p.dtype))
+                        _add(mine if shared else totals, name, term)
                 net.zero_grad()
-        for mine in sums:
+        for mine in parts:
             _add(mine, TIED, mine.pop("head.weight"))
-        for name in sums[0]:
-            _add(totals, name, sum(mine[name] for mine in sums) / replicas)  # type: ignore[arg-type]
+        for name in parts[0]:
+            _add(totals, name, sum((mine[name] for mine in parts[1:]), start=parts[0][name]) / replicas)
     return {name: totals.get(name) for name, _ in Net().named_parameters()}
 
 

@@ -21,7 +21,7 @@ from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.step.outputs import Wanted
-from penstock.schedule import check
+from penstock.schedule import check, summary
 from penstock.stages import StageMeta
 from penstock.words import counted
 
@@ -192,7 +192,8 @@ class Pipeline:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes from the recording, what runs again in backward, and what schedule, compile and offload cost."""
-        inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
+        inexact = [violation for violation in check(self.schedule) if not violation.fatal]
+        order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
@@ -200,7 +201,7 @@ class Pipeline:
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         moved = per_stage.notes(offload_by_stage(options.offload, order.placement.depth), order)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
-        return (*partition.notes, *inexact, *compiling, *again, *moved, *adding)
+        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding)
 
     @property
     def split_share(self) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """What runs where, and in which order. Pure values and functions; standard library only."""
 
 from penstock.schedule.action import Action, Op, Overlap
-from penstock.schedule.check import Violation, check, peak_activations
+from penstock.schedule.check import Violation, check, peak_activations, summary
 from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
@@ -58,6 +58,7 @@ __all__ = [
     "reduce_ties",
     "split_backward",
     "stages_with_backward",
+    "summary",
     "to_csv",
     "whole_last_backward",
     "write_csv",

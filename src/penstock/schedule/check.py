@@ -7,7 +7,7 @@ from __future__ import annotations
 import graphlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.action import OPS, Action, Op
@@ -83,6 +83,15 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
     if memory_limit is not None:
         found += _memory(schedule, memory_limit)
     return found
+
+
+def summary(violations: Sequence[Violation], most: int = 3) -> str:
+    """The texts of the first few, then how many more there are; empty if there are none.
+
+    A single slip in a schedule may be wrong once for each microbatch.
+    """
+    more = f" (and {len(violations) - most} more)" if len(violations) > most else ""
+    return "; ".join(violation.text for violation in violations[:most]) + more
 
 
 def peak_activations(schedule: Schedule) -> list[int]:

@@ -21,6 +21,7 @@ from penstock.schedule import (
     reduce_replicas,
     reduce_ties,
     stages_with_backward,
+    summary,
     whole_last_backward,
 )
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
@@ -124,4 +125,4 @@ def refuse_illegal(order: Schedule) -> None:
     """Raises ScheduleError for a schedule that cannot be run."""
     wrong = [violation for violation in check(order) if violation.fatal]
     if wrong:
-        raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
+        raise ScheduleError(f"schedule {order.name!r} cannot be run: {summary(wrong)}")
