@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +51,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+@cache
 def by_hand(*, replicas: int = 1, steps: int = 1, accumulate: torch.dtype | None = torch.float32) -> Gradients:
     """The gradients of some steps, each microbatch's as plain torch makes it; None: added in the parameter's dtype.
 

@@ -36,6 +36,7 @@ CPU_SECONDS = {
     "tests/distributed/test_waiting.py": 35,
     "tests/fabric/test_emulation.py": 20,
     "tests/distributed/test_combined.py": 25,
+    "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/cli/test_run_hosts.py": 15,
     "tests/distributed/test_layout_ranks.py": 15,
     "tests/partition/run/test_sideways.py": 15,

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.runtime.split_backward.weight_gradients import notes
+from penstock.schedule import generate
 
 LAYERS, MICROBATCHES, ROWS, INTO, OUT = 4, 4, 12, 10, 14
 
@@ -149,3 +151,9 @@ def test_on_the_cpu_bits_are_promised(watch: Watch) -> None:
         assert torch.equal(grad, expected[name]), name
     assert exact.computes_apart(torch.device("cpu"))
     assert not exact.computes_apart(torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize(("devices", "schedule"), [("cpu", "zb-h1"), ("cuda", "1f1b"), ("cuda", "zb-h1")])
+def test_a_note_says_where_bits_are_not_kept(devices: str, schedule: str) -> None:
+    found = notes([torch.device(devices)] * 2, generate(schedule, 2, MICROBATCHES))
+    assert any("in place" in note for note in found) == ((devices, schedule) == ("cuda", "zb-h1"))
