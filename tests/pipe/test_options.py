@@ -107,6 +107,14 @@ def shows_check_finite() -> None:
     refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
 
 
+def shows_gradient_dtype() -> None:
+    model = mlp().bfloat16()
+    with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
+        pipe.step(X.bfloat16(), target=Y)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    refused(ArgumentError, "gradient_dtype='float32': expected torch.float32", gradient_dtype="float32")
+
+
 def shows_parallelize() -> None:
     given: list[set[str]] = []
 
@@ -145,6 +153,13 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.t()).t()
+
+
+def shows_unshard_window() -> None:
+    """What it does is seen by sharded stages: tests/distributed/test_windows.py."""
+    for wrong in (0, True, "all"):
+        refused(ArgumentError, f"unshard_window={wrong!r}: expected how many of a rank's stages", unshard_window=wrong)
+    refused(ArgumentError, "unshard_window=2: it is for stages that parallelize= applies", unshard_window=2)
 
 
 def one_rank_mesh() -> Any:
@@ -191,7 +206,9 @@ SHOWN: dict[str, Callable[[], None]] = {
     ),
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
+    "gradient_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
+    "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.

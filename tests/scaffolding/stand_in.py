@@ -165,8 +165,7 @@ class Event:
 
 
 class _Module(backend_registration._DummyBackendModule):
-    Event = Event
-    Stream = Stream
+    Event, Stream = Event, Stream
 
     def __init__(self) -> None:
         self._stream = Stream()

@@ -17,6 +17,7 @@ from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.gradients.dtypes import checked_dtype
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
@@ -51,12 +52,14 @@ class Options:
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     parallelize: Parallelize | None = None
+    unshard_window: int | None = None
     seed: int | None = None
     recompute: RecomputeChoice = "never"
     offload: OffloadChoice = False
     deferred_batch_norm: bool = False
     compile: Compile = False
     check_finite: bool = False
+    gradient_dtype: torch.dtype | None = None
     lost_after: float | None = None
     group_timeout: float | None = None
     pg_options: Any = None
@@ -70,6 +73,7 @@ class Options:
         self._check_together()
 
     def _check_kinds(self) -> None:
+        checked_dtype(self.gradient_dtype)
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
@@ -89,11 +93,22 @@ class Options:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
             raise ArgumentError(f"seed={self.seed!r}: expected a whole number, or None")
+        window = self.unshard_window
+        if not (window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)):
+            raise ArgumentError(
+                f"unshard_window={window!r}: expected how many of a rank's stages may be gathered at "
+                "once, 1 or more, or None"
+            )
         for name in ("lost_after", "group_timeout"):
             if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
 
     def _check_together(self) -> None:
+        if self.unshard_window is not None and self.parallelize is None:
+            raise ArgumentError(
+                f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
+                "give parallelize= too, or leave it out"
+            )
         if arguments_of(self.compile) is not None and self.check_finite:
             raise ArgumentError(
                 "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "

@@ -9,7 +9,6 @@ from penstock.schedule.generators import CHUNKS, MICROBATCHES, Generator, genera
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
-    add_sharding,
     drop_backward,
     drop_communication,
     first_microbatches,
@@ -18,11 +17,11 @@ from penstock.schedule.passes import (
     reduce_replicas,
     reduce_ties,
     split_backward,
-    whole_last_backward,
 )
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.sharding import add_sharding, whole_last_backward
 
 __all__ = [
     "CHUNKS",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import clock_of
+from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.program import BoundAction, Feed, Moment, Program, on_device, run, run_timed
+from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import TransportChoice, transport_of
@@ -32,7 +33,7 @@ from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World
 from penstock.runtime.transport.local import LocalHub, LocalTransport
-from penstock.runtime.transport.protocol import Transport
+from penstock.runtime.transport.protocol import Observable, Transport
 from penstock.runtime.transport.routes import between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
@@ -118,8 +119,8 @@ class Engine:
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
-                    transport, names = self.transports[rank], self.world.names
-                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
+                    transport, numbers = self.transports[rank], self.world.numbers
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, numbers)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
         for act in (TieReducer.start_equal, TieReducer.end_equal):
             for reducer in reducers:
@@ -179,7 +180,7 @@ class Engine:
                 self._reducers[rank],
                 self.streams if draws else None,
                 self.devices[rank],
-                self.world.names,
+                self.world.numbers,
                 averages,
             )
             for rank in self.ranks
@@ -221,11 +222,11 @@ class Engine:
         if self._bound == 1:
             differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
         else:
-            line = zip(self.world.names, self.control.gather_line(mine), strict=True)
+            line = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
             differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
-                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
+                f"rank {self.world.number} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
@@ -251,7 +252,7 @@ class Engine:
             for rank in self.ranks:
                 if rank in (source, target):
                     peer = target if rank == source else source
-                    with self.control.waiting_for("a connection", (self.world.names[peer],)):
+                    with self.control.waiting_for("a connection", (self.world.numbers[peer],)):
                         self.transports[rank].connect(source, target)
 
     def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
@@ -266,12 +267,36 @@ class Engine:
             self._begin(bound, feed)
             actions = ranged(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
+                marks: dict[int, list[Marks]] = {}
                 if timed:
-                    moments = run_timed(actions, self._watched, self._clocks)
+                    with self._observed():
+                        marks = run_timed(actions, self._watched, self._clocks)
                 else:
-                    moments = run(actions, self._watched)
+                    run(actions, self._watched)
             self._end(bound)
-        return moments
+            return {rank: self._clocks[rank].read(row) for rank, row in marks.items()}
+
+    @contextmanager
+    def _observed(self) -> Iterator[None]:
+        """Wraps a timed step: clocks that can tell when messages travelled are told of each.
+
+        Where torch is told to block in every wait, that would wait for the message itself.
+        """
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+            yield
+            return
+        watched = [
+            (transport, clock)
+            for rank, transport in self.transports.items()
+            if isinstance(transport, Observable) and isinstance(clock := self._clocks[rank], StreamClock)
+        ]
+        for transport, clock in watched:
+            transport.observer = clock.message
+        try:
+            yield
+        finally:
+            for transport, _ in watched:
+                transport.observer = None
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
@@ -326,7 +351,7 @@ class Engine:
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
-        source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+        source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
         with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 

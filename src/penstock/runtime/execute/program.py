@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
-from penstock.runtime.execute.clock import Clock
+from penstock.runtime.execute.clock import Clock, Marks
 from penstock.runtime.execute.stage_runner import StageRunner, number
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.features.feature import Features, Start
@@ -31,8 +31,8 @@ from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op
 from penstock.stages import MODEL_INPUT, StageMeta
 
-Moment = tuple[Action, int, int, int]
-"""An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
+if TYPE_CHECKING:
+    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class BoundAction:
     running: Position
 
 
-def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns no moments; `run_timed` does."""
+def run(actions: Sequence[BoundAction], watched: Watched) -> None:
+    """Runs actions in order."""
     for each in actions:
         ready = None
         if each.wait is not None:
@@ -57,16 +57,15 @@ def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Mome
         watched.position = each.running
         each.run(each.action, ready)
     watched.position = OUTSIDE
-    return {}
 
 
-def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns, by rank, when each action waited and ran.
+def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Marks]]:
+    """Runs actions in order. Returns, by rank, marks of when each action waited and ran.
 
     Args:
         clocks: one per rank.
     """
-    marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
+    marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
     for each in actions:
@@ -80,13 +79,7 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
         each.run(each.action, ready)
         marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
-    for clock in clocks.values():
-        clock.finish()
-    return {
-        rank: [(action, read(began), read(was_ready), read(ended)) for action, began, was_ready, ended in row]
-        for rank, row in marks.items()
-        for read in (clocks[rank].nanoseconds,)
-    }
+    return marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +110,7 @@ class Program:
         number: tells programs of one pipeline apart; the same on every rank.
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
-        names: what messages call the ranks.
+        numbers: the ranks' numbers in messages.
         averages: averages over replicas, by stage.
     """
 
@@ -130,7 +123,7 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
-        names: Sequence[int],
+        numbers: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -142,15 +135,24 @@ class Program:
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
-            context = StageContext(binding, names[rank], index, stages, row, device, own_head, streams)
+            context = StageContext(binding, numbers[rank], index, stages, row, device, own_head, streams)
             self.runners[index] = assemble(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
-        self._names = names
+        self._numbers = numbers
         self._placement = placement
-        bound = [self._bind(rank, action) for action in row]
-        self.actions = with_neighbours(bound, {index: runner.features for index, runner in self.runners.items()})
+        arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
+        actions: list[BoundAction] = []
+        for action in row:
+            bound = self._bind(rank, action)
+            if action.op is Op.UNSHARD:
+                arriving.add(action.stage)
+            elif action.op.is_compute and action.stage in arriving:
+                arriving.remove(action.stage)
+                bound = _gathered(bound, binding.sharded[action.stage])
+            actions.append(bound)
+        self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
@@ -184,7 +186,7 @@ class Program:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
-                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
+                blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
                 return BoundAction(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
@@ -200,8 +202,21 @@ class Program:
         return self._reducers[action.microbatch].start
 
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
+        peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
+    """The first computation after a gather, which waits for the parameters too."""
+    receive = bound.wait
+
+    def wait(microbatch: int) -> Any:
+        sharded.wait()
+        return None if receive is None else receive(microbatch)
+
+    gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
+    return replace(bound, wait=wait, waiting=position)
 
 
 def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
