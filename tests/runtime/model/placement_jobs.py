@@ -94,9 +94,7 @@ def current_devices() -> None:
     model, x = nn.Sequential(Looks(6, 6), Looks(6, 6)), batch()[0]
     with mock.patch.object(torch.accelerator, "device_index", noting):
         for devices, expected in ((["cpu", f"{DEVICE}:0"], {None, 0}), (f"{DEVICE}:0", {0}), (None, {None})):
-            with penstock.pipeline(
-                model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, recompute="always", devices=devices
-            ) as pipe:
+            with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, devices=devices) as pipe:
                 Looks.seen.clear()
                 pipe.step(x, target=torch.zeros(8, 6))
             assert set(Looks.seen) == expected, (devices, Looks.seen)
@@ -235,7 +233,9 @@ def option(given: dict[str, Any]) -> None:
             loss=case.loss,
             devices=devices,
             seed=3,
-            **{"ranks": 2, "microbatches": 2, **given},
+            ranks=2,
+            microbatches=2,
+            **given,
         ) as pipe:
             losses[devices] = [float(pipe.step(*case.args, **case.kwargs, target=case.target).loss) for _ in range(2)]
             found[devices] = {name: p.grad.cpu() for name, p in pipe.named_parameters()}

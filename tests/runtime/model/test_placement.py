@@ -32,7 +32,6 @@ def test_on_a_device(device_rank: Ranks, job: Callable[[], None]) -> None:
         {"schedule": "zb-h1"},
         {"schedule": "dualpipe"},
         {"check_finite": True},
-        {"schedule": "gpipe", "microbatches": 4, "offload": True},
     ],
     ids=str,
 )
