@@ -118,8 +118,8 @@ class Engine:
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
-                    transport, names = self.transports[rank], self.world.names
-                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
+                    transport, numbers = self.transports[rank], self.world.numbers
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, numbers)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
         for act in (TieReducer.start_equal, TieReducer.end_equal):
             for reducer in reducers:
@@ -179,7 +179,7 @@ class Engine:
                 self._reducers[rank],
                 self.streams if draws else None,
                 self.devices[rank],
-                self.world.names,
+                self.world.numbers,
                 averages,
             )
             for rank in self.ranks
@@ -221,11 +221,11 @@ class Engine:
         if self._bound == 1:
             differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
         else:
-            line = zip(self.world.names, self.control.gather_line(mine), strict=True)
+            line = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
             differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
-                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
+                f"rank {self.world.number} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
@@ -251,7 +251,7 @@ class Engine:
             for rank in self.ranks:
                 if rank in (source, target):
                     peer = target if rank == source else source
-                    with self.control.waiting_for("a connection", (self.world.names[peer],)):
+                    with self.control.waiting_for("a connection", (self.world.numbers[peer],)):
                         self.transports[rank].connect(source, target)
 
     def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
@@ -326,7 +326,7 @@ class Engine:
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
-        source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+        source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
         with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 

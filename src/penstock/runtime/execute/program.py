@@ -118,7 +118,7 @@ class Program:
         number: tells programs of one pipeline apart; the same on every rank.
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
-        names: what messages call the ranks.
+        numbers: the ranks' numbers in messages.
         averages: averages over replicas, by stage.
     """
 
@@ -131,7 +131,7 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
-        names: Sequence[int],
+        numbers: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -143,12 +143,12 @@ class Program:
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
-            context = StageContext(binding, names[rank], index, stages, row, device, own_head, streams)
+            context = StageContext(binding, numbers[rank], index, stages, row, device, own_head, streams)
             self.runners[index] = assemble(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
-        self._names = names
+        self._numbers = numbers
         self._placement = placement
         arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
         self.actions: list[BoundAction] = []
@@ -193,7 +193,7 @@ class Program:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
-                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
+                blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
                 return BoundAction(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
@@ -209,7 +209,7 @@ class Program:
         return self._reducers[action.microbatch].start
 
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
+        peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
