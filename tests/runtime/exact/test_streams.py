@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -165,6 +166,13 @@ def alone() -> list[tuple[Case, list[Tensor]]]:
     x, ids = torch.randn(7, 5), torch.randint(0, 19, (7, 6))
     cases: list[Case] = [(Masks(), x, x, squared_error), (GPT(dropout=0.3), ids, ids, token_error)]
     return [(case, outputs(*case)) for case in cases]
+
+
+def test_masks_differ_between_microbatches() -> None:
+    x = torch.ones(8, 5)
+    with penstock.pipeline(Masks(), (x,), microbatches=4, loss=squared_error, seed=9) as pipe:
+        of_step = pipe.step(x, target=x, outputs=True).outputs
+    assert not any(map(torch.equal, *zip(*combinations(of_step, 2), strict=True)))
 
 
 def test_masks_differ_between_steps_and_seeds(alone: list[tuple[Case, list[Tensor]]]) -> None:
