@@ -21,8 +21,8 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -74,14 +74,12 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         torch.autograd.backward(tuple(roots), tuple(grads))
 
 
-@contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off for part of a backward, in a step that runs under it."""
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
