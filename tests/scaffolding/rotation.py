@@ -29,6 +29,7 @@ CPU_SECONDS = {
     "tests/integrations/test_lightning.py": 45,
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_sharded.py": 40,
+    "tests/distributed/test_windows.py": 90,
     "tests/search/test_exact_found.py": 30,
     "tests/distributed/test_falling.py": 25,
     "tests/distributed/test_split_ranks.py": 25,

@@ -2,14 +2,19 @@
 refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` is permanent: use separate ranks.
 
 It counts whatever makes the host wait for a device: values that are read, and tensors that are copied to the host.
+
+Its work is done when an operator returns, unless it hangs: from then on no event that is recorded is ever complete, and
+whatever makes the host wait for the device waits. The host can go on to give it work.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -35,6 +40,9 @@ RESIZED = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "ey
 
 waits: Counter[str] = Counter()
 """How often the host has waited since `install`, by operator; "to host" for copies of tensors."""
+
+calls: Counter[str] = Counter()
+"""How often events were made and used."""
 
 _kept: list[torch.library.Library] = []
 
@@ -74,29 +82,82 @@ class StandIn(Tensor):
         if func is not aten.copy_.default and any(t.dim() for t in strangers):
             raise RuntimeError(f"{func}: expected all tensors on one device, found {DEVICE} and {strangers[0].device}")
         if func in READS:
-            waits[str(func)] += 1
+            wait(str(func))
         target = torch.device(kwargs.get("device") or DEVICE)
         here = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
         plain_args, plain_kwargs = tree_map_only(StandIn, lambda t: t.values, (args, here))
         if func is aten.copy_.default and not isinstance(args[0], StandIn):
-            waits["to host"] += 1
+            wait("to host")
         made = func(*plain_args, **plain_kwargs)
         if target.type != DEVICE:
-            waits["to host"] += 1
+            wait("to host")
             return tree_map_only(Tensor, torch.clone, made)
         return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, StandIn, made))
 
 
 class Stream:
-    """The device's only stream: all work is done in order."""
+    """The device's only stream: all work is done in order.
+
+    Attributes:
+        going: set, unless the device hangs.
+    """
+
+    going = threading.Event()
+    going.set()
 
     def synchronize(self) -> None:
-        waits["stream"] += 1
+        wait("stream")
 
     def wait_stream(self, other: Stream) -> None: ...
 
 
+def hang() -> None:
+    """The device does none of the work that it is given from now on."""
+    Stream.going = threading.Event()
+
+
+def go_on() -> None:
+    """The device does all that it has been given."""
+    Stream.going.set()
+
+
+def wait(what: str) -> None:
+    """The host waits for the device."""
+    waits[what] += 1
+    Stream.going.wait()
+
+
+class Event:
+    """The moment at which the work given before is done."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        calls["Event"] += 1
+        self._timed = enable_timing
+        self._done = Stream.going
+        self._at = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        calls["record"] += 1
+        self._done, self._at = Stream.going, perf_counter_ns()
+
+    def query(self) -> bool:
+        calls["query"] += 1
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        wait("event")
+
+    def elapsed_time(self, later: Event) -> float:
+        """In milliseconds."""
+        calls["elapsed_time"] += 1
+        assert self._timed, "made without enable_timing=True"
+        assert later._timed, "made without enable_timing=True"
+        return (later._at - self._at) / 1e6
+
+
 class _Module(backend_registration._DummyBackendModule):
+    Event = Event
+
     def __init__(self) -> None:
         self._stream = Stream()
 
@@ -106,8 +167,11 @@ class _Module(backend_registration._DummyBackendModule):
     def stream(self, stream: Stream) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def device(self, device: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def synchronize(self, device: Any = None) -> None:
-        waits["device"] += 1
+        wait("device")
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

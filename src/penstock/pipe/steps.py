@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.errors import ArgumentError
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import SharedLoss, StepResult
@@ -33,7 +34,7 @@ from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.schedule import Schedule, first_microbatches
-from penstock.schedule.lowering import lower_evaluation, lower_training
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
 
@@ -67,6 +68,7 @@ class Steps:
         self._norms = norms
         with engine.control.agreed():
             self._of_training = _of_training(options, order.placement.depth)
+            self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -121,17 +123,11 @@ class Steps:
         if training and self._announce is not None:
             self._announce(number)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        try:
-            with self.deferring() if training else nullcontext():
-                cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
-                with self._split.settling():
-                    moments = self._engine.run(cached.bound, feed, number, timed=timeline)
-                return self._result(cached, feed, call, moments)
-        except BaseException as error:
-            cause = self._engine.control.fail(error)
-            if cause is error:
-                raise
-            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
+        with self._engine.control.reporting(), self.deferring() if training else nullcontext():
+            cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
+            with self._split.settling():
+                moments = self._engine.run(cached.bound, feed, number, timed=timeline)
+            return self._result(cached, feed, call, moments)
 
     def _feed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
@@ -214,15 +210,15 @@ class Steps:
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         metas = [stage.meta for stage in partitions[0].stages]
+        like = self._order if self.world.data_parallel > 1 else None
         with self._engine.agreed_at_first():
             if training:
-                like = self._order if self.world.data_parallel > 1 else None
                 ties = [group.stages for group in split.tie_groups]
-                order = lower_training(order, metas, ties, split.sharded_stages, like)
+                order = lower_training(order, metas, ties, self._sharded, like)
                 if self._norms is not None:
                     refuse_unseen(partitions[0], split.model)
             else:
-                order = lower_evaluation(order, metas, split.sharded_stages)
+                order = lower_evaluation(order, metas, self._sharded, like)
             binding = Binding(
                 partitions,
                 order,
@@ -369,6 +365,16 @@ def _of_training(options: Options, stages: int) -> dict[str, Any]:
         "offload": offload_by_stage(options.offload, stages),
         "check_finite": options.check_finite,
     }
+
+
+def _sharded(split: SplitModel, options: Options) -> Sharded:
+    """The sharded stages, as the user wants them gathered. Raises ArgumentError if there are none to gather."""
+    if options.unshard_window is not None and not split.sharded_stages:
+        raise ArgumentError(
+            f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "
+            "unshard_window out, or shard the stages"
+        )
+    return Sharded(split.sharded_stages, options.unshard_window)
 
 
 def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:

@@ -5,7 +5,6 @@ The watchdog knows of every wait: if another process is lost or has failed, the 
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
-from penstock.runtime.processes.joining import Store
+from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, check_types, exchange
 from penstock.runtime.transport.distributed import all_reduce
@@ -54,27 +53,22 @@ class Control:
         self.groups: Groups | None = None
         self._sums: deque[Pending] = deque()
         self._agreed = False
-        self.line = tuple(name for name in world.names if name != world.name)
-        self.others = tuple(number for number in range(len(world.everyone)) if number != world.name)
+        self.line = tuple(number for number in world.numbers if number != world.number)
+        self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
             self.watchdog = Watchdog.connect(0, 1)
             return
-        self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
-        try:
+        place = place_of(default_store(), world.everyone)
+        self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
+        with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 self.groups = Groups(world, backend_of(device), group_options)
                 kinds = self.gather(device.type)
             with self.agreed():
-                check_types([kinds[name] for name in world.names])
+                check_types([kinds[number] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open()
-        except BaseException as error:
-            cause = self.fail(error)
-            self.watchdog.close()
-            if cause is error:
-                raise
-            raise cause from error
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
@@ -94,14 +88,14 @@ class Control:
         """Gives all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             numbers = [self.world.everyone.index(rank) for rank in self.world.column]
-            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.name)):
+            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.number)):
                 copy_from_first(tensors, self.groups.column)
 
     def give(self, value: T, source_rank: int = 0) -> T:
         """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
-        peers = self.line if self.world.rank == source_rank else (self.world.names[source_rank],)
+        peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
         give = exchange(self.groups.control, source_rank)
         with self.waiting_for("broadcast", peers):
             given: T = give(value)
@@ -114,7 +108,7 @@ class Control:
         group, here = self.groups.control, self.world.rank
         targets = [rank for rank in target_ranks if rank != source_rank]
         waited = targets if here == source_rank else [source_rank]
-        with self.waiting_for("the outputs", tuple(self.world.names[rank] for rank in waited)):
+        with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
             if here != source_rank:
                 dist.recv(buffer, group=group, group_src=source_rank)
             else:
@@ -167,27 +161,22 @@ class Control:
             yield
         except kind as error:
             own = error
-        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own), "agreement")
+        failures = self.gather(None if own is None else Failure.of(self.world.number, None, own), "agreement")
         first = next((failure for failure in failures if failure is not None), None)
         if first is None:
             return
         self._agreed = True
         if own is None:
-            raise PipelineFailure(f"rank {self.world.name} stops: {first}")
-        own.add_note(f"penstock: on rank {self.world.name}")
+            raise PipelineFailure(f"rank {self.world.number} stops: {first}")
+        own.add_note(f"penstock: on rank {self.world.number}")
         raise own
 
     @contextmanager
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(what, peers)
-        try:
+        with self.reporting((RuntimeError, OSError)):
             yield
-        except (RuntimeError, OSError) as error:
-            cause = self.fail(error)
-            if cause is error:
-                raise
-            raise cause from None
         self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -235,6 +224,28 @@ class Control:
             dist.all_gather_object(values, value, group=group)
         return values
 
+    @contextmanager
+    def reporting(
+        self,
+        kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
+        *,
+        close: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Wraps this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+
+        Args:
+            close: called before that, to release what is held.
+        """
+        try:
+            yield
+        except kinds as error:
+            cause = self.fail(error)
+            if close is not None:
+                close()
+            if cause is error:
+                raise
+            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
+
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
         if self._agreed:
@@ -250,7 +261,12 @@ class Control:
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
+        where = [
+            f"on rank {self.world.number}",
+            f"in {position.action}" if position.action else "",
+            self.watchdog.behind,
+        ]
+        error.add_note(f"penstock: {', '.join(str(part) for part in where if part)}")
         self.watchdog.report(position.action or None, error)
         return error
 
@@ -260,13 +276,6 @@ class Control:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()
         self.watchdog.close()
-
-
-def _place_of(world: World) -> Store:
-    """Where the processes of a mesh meet: in the job's store, under a name of their own."""
-    name = hashlib.sha256(repr(world.everyone).encode()).hexdigest()[:16]
-    place: Store = dist.PrefixStore(f"penstock {name}", default_store())  # type: ignore[attr-defined]
-    return place
 
 
 def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:

@@ -49,14 +49,14 @@ def transport_of(
         (_name_of(choice), possible, accelerator_of(device)), "its transport"
     )
     with control.agreed():
-        _check_same([name for name, _, _ in said], control.world.name)
+        _check_same([name for name, _, _ in said], control.world.number)
         if not callable(choice):
             check_apart([where for _, _, where in said])
     plain = DistributedTransport(rank, groups, device)
     if callable(choice):
         made = _made(choice, rank, device, control)
         return Paired(rank, plain.ranks, made, made if has_collectives(made) else plain)
-    if not all(said[name][1] for name in control.world.names):
+    if not all(said[number][1] for number in control.world.numbers):
         return plain
     with control.waiting_for("a connection", control.line):
         neighbours = Neighbours(rank, control.gather_line)
@@ -113,7 +113,7 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
 
     def gather(value: Any) -> list[Any]:
         everyone = control.gather(value)
-        return [everyone[name] for name in world.names]
+        return [everyone[number] for number in world.numbers]
 
     made: PointToPoint | None = None
     try:

@@ -54,7 +54,7 @@ class StageContext:
     """One stage of one rank's program.
 
     Attributes:
-        rank: the rank's number in messages.
+        number: the rank's, in messages.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
         head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
@@ -62,7 +62,7 @@ class StageContext:
     """
 
     binding: Binding
-    rank: int
+    number: int
     index: int
     stages: Sequence[Stage]
     row: Sequence[Action]

@@ -127,7 +127,8 @@ class SplitBackward:
         if self._in_order:
             before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]
             yield
-            found = {id(p) for p, grad, version in before if p.grad is not grad or _version(p.grad) != version}
+            after = ((p, grad, version) for p, grad, version in before if p.grad is not None)  # FSDP may take it away
+            found = {id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version}
         else:
             with self._kept_until_w(early):
                 yield
@@ -152,7 +153,7 @@ class SplitBackward:
                 _add(parameter, grad)
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
-                for weight, term in zip(call.weights, call.gradients(call.grad), strict=True):
+                for weight, term in zip(call.weights, call.terms(), strict=True):
                     key = id(base_of(weight))
                     terms[key].append((weight, term))
                     left[key] -= 1
