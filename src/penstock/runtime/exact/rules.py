@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.compat import run_backward
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -71,7 +72,7 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     order in which autograd adds them in the unsplit model.
     """
     with outside_autocast(grads[0].device.type):
-        torch.autograd.backward(tuple(roots), tuple(grads))
+        run_backward(roots, grads)
 
 
 def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
