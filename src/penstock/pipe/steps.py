@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +66,8 @@ class Steps:
         self._options = options
         self._norms = norms
         with engine.control.agreed():
-            self._of_training = _of_training(options, order.placement.depth)
+            self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
+            self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
@@ -224,11 +224,13 @@ class Steps:
                 order,
                 self._loss,
                 training,
+                recompute=self._recompute,
+                offload=self._offload,
+                norms=self._norms if training else None,
                 sharded=split.sharded,
                 compile=arguments_of(self._options.compile),
+                check_finite=self._options.check_finite,
             )
-            if training:
-                binding = replace(binding, norms=self._norms, **self._of_training)
         return self._engine.bind(binding)
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
@@ -356,15 +358,6 @@ class Steps:
         shared = SharedLoss([terms], self.world.data_parallel)
         shared.waits.append(self._engine.control.broadcast_sum(shared.buffers[0]))
         return shared
-
-
-def _of_training(options: Options, stages: int) -> dict[str, Any]:
-    """The user's choices for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
-    return {
-        "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
-        "offload": offload_by_stage(options.offload, stages),
-        "check_finite": options.check_finite,
-    }
 
 
 def _sharded(split: SplitModel, options: Options) -> Sharded:

@@ -29,12 +29,12 @@ class Binding:
         partitions: one per microbatch; they differ only in shapes.
         schedule: includes communication.
         training: whether backward runs too.
-        recompute: in training, one choice per stage of one copy of the model.
+        recompute: one choice per stage of one copy of the model, for training.
         offload: the same for offload: whether what backward needs waits in the host's memory.
         norms: batch norms whose statistics are deferred, in training.
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
-        check_finite: raise if a value, the loss or a gradient is NaN or Inf.
+        check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
     """
 
     partitions: Sequence[Partition]
