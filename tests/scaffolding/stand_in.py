@@ -105,6 +105,8 @@ class Stream:
     going = threading.Event()
     going.set()
 
+    def __init__(self, device: Any = None) -> None: ...
+
     def synchronize(self) -> None:
         wait("stream")
 
@@ -156,7 +158,7 @@ class Event:
 
 
 class _Module(backend_registration._DummyBackendModule):
-    Event = Event
+    Event, Stream = Event, Stream
 
     def __init__(self) -> None:
         self._stream = Stream()

@@ -17,12 +17,14 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
 8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
    Under autocast, products that the forward made in float32 would get gradients in half precision.
+9. W computes a product before it adds it to `.grad`, as autograd does (`computes_apart`). BLAS, told to add it, adds
+   each block of the inner dimension on its own. Only on the CPU are bits promised; elsewhere W adds in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.compat import run_backward
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -71,17 +74,20 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     order in which autograd adds them in the unsplit model.
     """
     with outside_autocast(grads[0].device.type):
-        torch.autograd.backward(tuple(roots), tuple(grads))
+        run_backward(roots, grads)
 
 
-@contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off for part of a backward, in a step that runs under it."""
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
+
+
+def computes_apart(device: torch.device) -> bool:
+    """Whether W needs memory for a product that it adds to `.grad`, to have autograd's bits."""
+    return device.type == "cpu"
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
