@@ -24,11 +24,8 @@ These rules show neither time nor a device's limits, such as how many kernels it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from queue import SimpleQueue
 from time import perf_counter_ns
 from typing import Any
 from unittest import mock
@@ -38,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.execute import clock
+from penstock.runtime.transport.courier import Courier, Operation
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -50,65 +48,13 @@ _MEETING, _SIZES, _PAYLOAD = 901, 902, 903
 """Tags of the messages that go over gloo."""
 
 
-@dataclass(slots=True)
-class Operation:
-    """A send or receive that was issued, as `isend` and `irecv` return it."""
-
-    run: Callable[[], None]
-    ended: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Waits until the operation has run. Raises what it raised."""
-        self.ended.wait()
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self) -> bool:
-        return self.ended.is_set()
-
-
-class Communicator:
-    """Runs operations one after another, in the order in which they were issued."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
-        self._last: Operation | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="nccl-rules")
-        self._thread.start()
-
-    def issue(self, run: Callable[[], None]) -> Operation:
-        """Queues an operation."""
-        self._last = Operation(run)
-        self._queue.put(self._last)
-        return self._last
-
-    def synchronize(self) -> None:
-        """Waits for everything that was issued."""
-        if self._last is not None:
-            self._last.wait()
-
-    def end(self) -> None:
-        """Ends the thread once everything has run."""
-        self._queue.put(None)
-
-    def _serve(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            try:
-                operation.run()
-            except BaseException as error:  # `wait` raises it
-                operation.error = error
-            operation.ended.set()
-
-
 class NcclRules:
     """`isend`, `irecv` and the synchronization of a device under NCCL's rules."""
 
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
-        self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
 
@@ -192,7 +138,7 @@ class NcclRules:
         if key not in self._communicators:
             if not self._eager:
                 self._meet(group, peer)
-            self._communicators[key] = Communicator()
+            self._communicators[key] = Courier("nccl-rules")
         return self._communicators[key].issue(run)
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:

@@ -82,7 +82,7 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, patience, group_options)
+        self.control = Control(world, device, patience, group_options, staged=transport == "staged")
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
@@ -101,7 +101,9 @@ class Engine:
                     raise
                 raise cause from error
             atexit.register(self.close)  # what was sent must arrive even if a script does not call close
-        self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
+        self.replicas = None
+        if groups is not None and len(world.replicas) > 1:
+            self.replicas = Replicas(world, groups, self.control.staging)
 
     @property
     def recorded_for(self) -> torch.device:

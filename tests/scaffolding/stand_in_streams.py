@@ -1,0 +1,157 @@
+"""Streams of the stand-in device, on which copies are made as late as a device may make them.
+
+A copy that does not block, to pinned memory or on a side stream, waits in its stream until the host waits for an event
+that was recorded after it, or the default stream does. Until then what it writes to holds garbage. If by then what it
+reads is gone, another tensor may have got the memory, so it copies garbage. A tensor of one stream's memory may be used
+on another only if it was told so (`record_stream`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+
+waits: Counter[str] = Counter()
+"""How often the host has waited for the device."""
+
+pinned: set[int] = set()
+"""Where pinned memory begins."""
+
+_ids = itertools.count()
+_local = threading.local()
+
+
+class Stream(torch.Stream):
+    """Copies that were given and not made yet."""
+
+    def __new__(cls, device: Any = None) -> Stream:
+        private_use = torch._C._autograd.DeviceType.PrivateUse1
+        made: Stream = super().__new__(cls, stream_id=next(_ids), device_index=0, device_type=int(private_use))
+        return made
+
+    def __init__(self, device: Any = None) -> None:
+        self._due: deque[Callable[[], None]] = deque()
+        self.given = self._made = 0
+
+    def give(self, copy: Callable[[], None]) -> None:
+        self._due.append(copy)
+        self.given += 1
+
+    def make(self, count: int | None = None) -> None:
+        """Makes the first copies of all that were ever given."""
+        while self._due and self._made < (self.given if count is None else count):
+            self._made += 1
+            self._due.popleft()()
+
+    def synchronize(self) -> None:
+        waits["stream"] += 1
+        self.make()
+
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:  # type: ignore[override]
+        event.make()
+
+    def wait_stream(self, other: Stream) -> None:  # type: ignore[override]
+        if self is DEFAULT:
+            other.make()
+
+
+DEFAULT = Stream()
+
+
+class Event:
+    """The moment at which a stream has made all copies that it was given before."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._stream, self._count, self._at = DEFAULT, 0, 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._stream = current() if stream is None else stream
+        self._count, self._at = self._stream.given, perf_counter_ns()
+
+    def make(self) -> None:
+        self._stream.make(self._count)
+
+    def query(self) -> bool:
+        self.make()
+        return True
+
+    def synchronize(self) -> None:
+        waits["event"] += 1
+        self.make()
+
+    def elapsed_time(self, later: Event) -> float:
+        """In milliseconds."""
+        return (later._at - self._at) / 1e6
+
+
+def current(device: Any = None) -> Stream:
+    """The thread's stream."""
+    found: Stream = getattr(_local, "stream", DEFAULT)
+    return found
+
+
+@contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    """Work is given to a stream."""
+    before, _local.stream = current(), stream
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+def check_used_here(tensors: Iterable[Any]) -> None:
+    """Raises RuntimeError if a side stream's memory is used on a stream that it was not told of."""
+    here = current().stream_id
+    for tensor in tensors:
+        if not tensor.streams & {here, DEFAULT.stream_id}:
+            raise RuntimeError(f"memory of streams {tensor.streams} is used on {here} without record_stream")
+
+
+def copies_later(target: Any, source: Any, non_blocking: bool = False) -> bool:
+    """Leaves a copy to the current stream, if a device would."""
+    stream, to_host = current(), target.device.type == "cpu"
+    later = target.untyped_storage().data_ptr() in pinned if to_host else stream is not DEFAULT
+    if not (non_blocking and later and target.numel()):
+        return False
+    into: Tensor = target if to_host else target.values
+    read: Callable[[], Any] = weakref.ref(source) if to_host else lambda: source
+    into.view(torch.uint8).fill_(255)
+
+    def copy() -> None:
+        found = read()
+        if found is not None:
+            into.copy_(found.values if to_host else found)
+
+    stream.give(copy)
+    return True
+
+
+def install_pinned_memory() -> None:
+    """Has torch make pinned memory, which it does for devices only of which it knows how."""
+    for name in ("empty", "empty_strided"):
+        setattr(torch, name, _pinning(getattr(torch, name)))
+
+
+def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, pin_memory: bool = False, **given: Any) -> Tensor:
+        tensor = make(*args, **given)
+        if pin_memory:
+            pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    return made
