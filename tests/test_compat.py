@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,41 @@ def test_fake_tensors_have_no_values() -> None:
             x.nonzero()
 
 
-def test_the_processes_of_a_job_have_a_store(tmp_path: Path) -> None:
+@pytest.fixture
+def default_group(tmp_path: Path) -> Iterator[Any]:
+    """The default process group of a job of one process."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        assert compat.default_store().add("a count", 1) == 1
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_processes_of_a_job_have_a_store(default_group: Any) -> None:
+    assert compat.default_store().add("a count", 1) == 1
+
+
+def test_the_device_of_the_default_group_is_known_and_can_be_taken_from_it(default_group: Any) -> None:
+    assert not compat.is_bound()
+    with compat.bound_to(torch.device("cuda", 0)):
+        assert compat.is_bound()
+        assert default_group.bound_device_id == torch.device("cuda", 0)
+        with compat.bound_to(None):
+            assert not compat.is_bound()
+            assert default_group.bound_device_id is None
+        assert compat.is_bound()
+    assert not compat.is_bound()
+
+
+def test_without_a_default_group_there_is_no_device() -> None:
+    assert not compat.is_bound()
+    with compat.bound_to(None):
+        assert not compat.is_bound()
+
+
+def test_the_options_of_a_backend_have_a_limit() -> None:
+    options = dist.ProcessGroupGloo._Options()
+    compat.set_limit(options, timedelta(seconds=7))
+    assert options._timeout == timedelta(seconds=7)
+    compat.set_limit(object(), timedelta(seconds=7))  # another torch's may have none
 
 
 def test_views_share_a_storage() -> None:
@@ -75,6 +105,16 @@ def test_a_checkpoint_is_seen_from_inside() -> None:
     with torch.autograd.graph.save_on_cpu():
         forward(x)
     assert seen == [False, True, False]
+
+
+def test_hooks_on_saved_tensors_are_known_while_they_are_active() -> None:
+    assert compat.saved_tensors_hooks() is None
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert compat.saved_tensors_hooks() == (pack, pack)
 
 
 def test_nodes_tell_what_they_saved_without_unpacking_it() -> None:

@@ -1,4 +1,4 @@
-"""Who may use whose private parts: a package its own alone, and only `compat` the part of torch that moves most."""
+"""Who may use whose private parts: a package its own alone, and only `compat` those of torch that may move."""
 
 from __future__ import annotations
 
@@ -9,6 +9,26 @@ from pathlib import Path
 import penstock
 
 HOME = Path(penstock.__file__).parent
+
+STEADY = {
+    *("_version", "_base", "_is_view", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *(
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_flat_weights",
+        "_flat_weights_names",
+    ),
+    *("_C", "_ops", "_schema", "_opname", "_to_copy", "_grouped_mm", "_validate_args", "_Replicate"),
+}
+"""What other modules use of torch, too: it has been the same for years, or users name it."""
+
+UNDOCUMENTED = {"bound_device_id"}
+"""Not private by name."""
+
+OTHERS = {"_asdict", "_exit", "_getframe"}
+"""Of the standard library."""
 
 
 def imported(file: Path) -> Iterator[str]:
@@ -27,6 +47,36 @@ def trespasses(module: str, name: str) -> bool:
     parts = name.split(".")
     private = next((index for index, part in enumerate(parts) if part.startswith("_") and part[:2] != "__"), None)
     return parts[0] == "penstock" and private is not None and module.split(".")[:private] != parts[:private]
+
+
+def is_own(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def borrowed(tree: ast.AST) -> set[str]:
+    """The private attributes that code uses of other objects than its own."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    foreign = {node.attr for node in attributes if not is_own(node)}
+    return {name for name in foreign if (name[0] == "_" and name[:2] != "__") or name in UNDOCUMENTED}
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    """The names of functions, fields, variables and attributes that code defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and is_own(node):
+            yield node.attr
+
+
+def test_what_may_move_in_torch_is_used_in_one_place() -> None:
+    trees = {file.relative_to(HOME): ast.parse(file.read_text()) for file in HOME.rglob("*.py")}
+    ours = {name for file, tree in trees.items() if file.name != "compat.py" for name in defined(tree)}
+    used = {file: borrowed(tree) - ours - STEADY - OTHERS for file, tree in trees.items()}
+    assert {str(file): names for file, names in used.items() if names} == {"compat.py": used[Path("compat.py")]}
+    assert used[Path("compat.py")] >= {"bound_device_id", "_timeout", "_cdata"}
 
 
 def test_no_package_has_a_secret_door() -> None:

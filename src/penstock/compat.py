@@ -1,6 +1,8 @@
-"""The only module that uses private parts of torch (2.11 to 2.15): fake tensors and pytrees have no public home yet.
+"""The parts of torch (2.11 to 2.15) that may move without notice: fake tensors, pytrees, what autograd saved, and the
+device and limit of a process group have no public home yet.
 
-`tests/test_compat.py` uses each name, so if a new torch moves one, that test fails and says which.
+`tests/test_compat.py` uses each name, so if a new torch moves one, that test fails and says which. Other modules use
+only private names that have been the same for years; `tests/test_private_parts.py` lists them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import collections
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -215,7 +218,45 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def is_bound() -> bool:
+    """Whether the default process group has a device (`init_process_group(device_id=...)`): torch splits other groups
+    from it, and gives each of them one communicator."""
+    import torch.distributed as dist
+
+    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+@contextmanager
+def bound_to(device: torch.device | None) -> Iterator[None]:
+    """Gives the default process group a device, or none, for a `with` block."""
+    import torch.distributed as dist
+
+    default = dist.group.WORLD
+    before = getattr(default, "bound_device_id", None)
+    if default is None or before == device:
+        yield
+        return
+    default.bound_device_id = device
+    try:
+        yield
+    finally:
+        default.bound_device_id = before
+
+
+def set_limit(options: Any, limit: timedelta) -> None:
+    """Sets how long an operation may take, in the options of a process group's backend. Torch warns if the group is
+    given another limit."""
+    if hasattr(options, "_timeout"):
+        options._timeout = limit
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], ...] | None:
+    """The innermost hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`), if any."""
+    hooks: tuple[Callable[..., Any], ...] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def in_checkpoint() -> bool:
     """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"

@@ -26,6 +26,7 @@ from penstock.runtime.execute.program import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import warm
+from scaffolding.forked import End, forked
 from scaffolding.tcp import sockets
 
 STAGES = 3
@@ -107,44 +108,27 @@ def skip_teardown(ended: list[bool]) -> None:
     os._exit(0 if ended else 1)
 
 
-def child(rank: int, folder: Path, case: dict[str, Any]) -> None:
-    log = os.open(folder / f"{case['name']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def work(folder: Path, case: dict[str, Any], rank: int) -> None:
     ended: list[bool] = []
     atexit.register(skip_teardown, ended)
     train(rank, folder, case)
     ended.append(True)
 
 
-def run(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """What became of each case; nothing in a rank, which is at its end."""
-    children: dict[int, tuple[int, int]] = {}
-    for number, case in enumerate(cases):
-        for rank in range(ranks_of(case)):
-            pid = os.fork()
-            if pid == 0:
-                child(rank, folder, case)
-                return None
-            children[pid] = (number, rank)
-    ends: list[dict[int, tuple[float, int]]] = [{} for _ in cases]
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while children:
-        others_left = {number for number, rank in children.values() if rank != cases[number]["victim"]}
-        late = time.monotonic() > deadline
-        for pid, (number, _) in children.items():
-            if late or number not in others_left:
-                os.kill(pid, signal.SIGKILL)  # a stopped victim, or a rank that hangs
-        for pid, (number, rank) in list(children.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del children[pid]
-                ends[number][rank] = (time.time(), os.waitstatus_to_exitcode(status))
-        time.sleep(0.02)
-    return [told(folder, case, end) for case, end in zip(cases, ends, strict=True)]
+def run(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What became of each case."""
+    named = {case["name"]: case for case in cases}
+    ends = forked(
+        folder,
+        {name: ranks_of(case) for name, case in named.items()},
+        lambda name, rank: work(folder, named[name], rank),
+        LIMIT_SECONDS,
+        over=lambda name, left: left <= {named[name]["victim"]},  # a stopped victim
+    )
+    return [told(folder, named[name], end) for name, end in ends.items()]
 
 
-def told(folder: Path, case: dict[str, Any], end: dict[int, tuple[float, int]]) -> dict[str, Any]:
+def told(folder: Path, case: dict[str, Any], end: dict[int, End]) -> dict[str, Any]:
     mark = folder / f"{case['name']}.fell"
     fell = float(mark.read_text()) if mark.exists() else None
     seconds = {rank: None if fell is None else at - fell for rank, (at, _) in end.items()}
@@ -155,10 +139,7 @@ def main() -> None:
     warm.up()
     for line in iter(sys.stdin.readline, ""):
         asked = json.loads(line)
-        ends = run(Path(asked["folder"]), asked["cases"])
-        if ends is None:
-            return
-        print(json.dumps(ends), flush=True)
+        print(json.dumps(run(Path(asked["folder"]), asked["cases"])), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,7 @@ Usage: raising.py FOLDER RANKS CASE... Writes FOLDER/CASE.RANK.log, and prints a
 """
 
 import json
-import os
-import signal
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -19,6 +15,7 @@ import penstock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import warm
+from scaffolding.forked import forked
 
 LIMIT_SECONDS = 60.0
 
@@ -73,42 +70,15 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
     print("the run went on to its end")
 
 
-def child(rank: int, ranks: int, case: str, folder: Path) -> None:
-    log = os.open(folder / f"{case}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        train(rank, ranks, case, f"{folder}/{case}.store")
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise
-
-
 def main() -> None:
     warm.up()
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
-    children: dict[int, tuple[str, int]] = {}
-    for case in cases:
-        for rank in range(ranks):
-            pid = os.fork()
-            if pid == 0:
-                child(rank, ranks, case, folder)
-                return
-            children[pid] = case, rank
-    statuses: dict[str, list[int | None]] = {case: [None] * ranks for case in cases}
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while children:
-        if time.monotonic() > deadline:
-            for pid in children:
-                os.kill(pid, signal.SIGKILL)
-        for pid, (case, rank) in list(children.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                del children[pid]
-                statuses[case][rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    print(json.dumps(statuses))
+
+    def run(case: str, rank: int) -> None:
+        train(rank, ranks, case, f"{folder}/{case}.store")
+
+    ends = forked(folder, dict.fromkeys(cases, ranks), run, LIMIT_SECONDS)
+    print(json.dumps({case: [ends[case][rank].status for rank in range(ranks)] for case in cases}))
 
 
 if __name__ == "__main__":

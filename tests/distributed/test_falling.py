@@ -1,14 +1,14 @@
 """Kill, stop or fail a rank at each kind of action of a real pipeline: the others end within seconds and name it."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from scaffolding.forked import forking, log_of
 
 OPS = {0: ["F", "SEND_F", "RECV_B"], 1: ["RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
 """Every kind of action, on one rank or another."""
@@ -35,11 +35,8 @@ def cases(how: str, every: bool, **options: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[Path, list[dict[str, Any]]], dict[str, Any]]]:
     """Runs cases and says how each ended, by name. One process forks the ranks of all tests."""
-    command = [sys.executable, str(Path(__file__).with_name("falling.py"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    script = forking(Path(__file__).with_name("falling.py"))
+    with subprocess.Popen(**script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin
         assert process.stdout
 
@@ -84,7 +81,7 @@ def test_trap_11_the_others_end_and_name_the_rank_that_fell(
     for case in planned:
         end, victim = ends[case["name"]], case["victim"]
         for rank in set(range(3 * case.get("replicas", 1))) - {victim}:
-            log = (tmp_path / f"{case['name']}.{rank}.log").read_text()
+            log = log_of(tmp_path, case["name"], rank).read_text()
             about = f"{case['name']}, rank {rank}, after {end['seconds'][str(rank)]} s: {log}"
             assert end["status"][str(rank)] not in (0, -9), about
             assert end["seconds"][str(rank)] < SECONDS, about

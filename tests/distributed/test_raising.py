@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from scaffolding.forked import answer_of, log_of
 
 pytestmark = pytest.mark.distributed
 
@@ -42,19 +40,9 @@ CASES = {
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
     """For each case and rank: exit status and output."""
     folder = tmp_path_factory.mktemp("raising")
-    script = Path(__file__).with_name("raising.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(RANKS), *CASES],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    statuses = json.loads(done.stdout)
+    statuses = answer_of(Path(__file__).with_name("raising.py"), folder, str(RANKS), *CASES)
     return {
-        case: [(status, (folder / f"{case}.{rank}.log").read_text()) for rank, status in enumerate(statuses[case])]
+        case: [(status, log_of(folder, case, rank).read_text()) for rank, status in enumerate(statuses[case])]
         for case in CASES
     }
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from scaffolding.forked import answer_of, log_of
 
 pytestmark = pytest.mark.distributed
 
@@ -52,17 +50,7 @@ LONG = {
 
 def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
     """For each case, what the ranks that did not fall wrote. Those of a case that raises or dies have ended."""
-    script = Path(__file__).with_name("waiting.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder), *cases],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    statuses = json.loads(done.stdout)
+    statuses = answer_of(Path(__file__).with_name("waiting.py"), folder, *cases)
     for case in cases:
         assert (folder / f"{case}.fell").exists(), case
         victim = int(case.split("-")[2])
@@ -70,11 +58,7 @@ def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
             others = {rank: status for rank, status in statuses[case].items() if int(rank) != victim}
             assert set(others.values()) == {1}, (case, statuses[case])
     return {
-        case: {
-            rank: (folder / f"{case}.{rank}.log").read_text()
-            for rank in range(RANKS)
-            if rank != int(case.split("-")[2])
-        }
+        case: {rank: log_of(folder, case, rank).read_text() for rank in range(RANKS) if rank != int(case.split("-")[2])}
         for case in cases
     }
 

@@ -7,9 +7,8 @@ statuses by case, of the ranks that ended by themselves; the others are killed.
 import json
 import os
 import signal
+import socket
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import warm
+from scaffolding.forked import forked, log_of
 
 RANKS = 3
 LIMIT_SECONDS = 90.0
@@ -137,64 +137,33 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
     print("the run went on to its end", flush=True)
 
 
-def child(rank: int, case: str, folder: Path) -> None:
-    log = os.open(folder / f"{case}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def work(folder: Path, case: str, rank: int) -> None:
     torch.set_num_threads(1)
     phase, how, victim = case.split("-")
     build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
-    try:
-        train(rank, phase, folder, case, act)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        raise
+    train(rank, phase, folder, case, act)
 
 
-def ended(folder: Path, case: str, ranks: set[int]) -> bool:
+def over(folder: Path, case: str, left: set[int]) -> bool:
     """Whether nothing more is to be seen of a case: each of its ranks that are left has said what it waits for."""
-    logs = [(folder / f"{case}.{rank}.log").read_text() for rank in ranks]
-    return all("has waited" in log for log in logs)
+    _, how, victim = case.split("-")
+    others = left - {int(victim)}
+    if not others:
+        return True
+    fell = how == "sleep" and (folder / f"{case}.fell").exists()
+    return fell and all("has waited" in log_of(folder, case, rank).read_text() for rank in others)
 
 
 def main() -> None:
     warm.up()
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
-    children: dict[int, tuple[str, int]] = {}
     for case in cases:
         if case.startswith("init"):
-            import socket
-
             with socket.create_server(("127.0.0.1", 0)) as free:
                 (folder / f"{case}.port").write_text(str(free.getsockname()[1]))
-        for rank in range(RANKS):
-            pid = os.fork()
-            if pid == 0:
-                child(rank, case, folder)
-                return
-            children[pid] = case, rank
-    statuses: dict[str, dict[int, int]] = {case: {} for case in cases}
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while children:
-        for case in cases:
-            left = {rank for of, rank in children.values() if of == case}
-            victim = int(case.split("-")[2])
-            late = time.monotonic() > deadline
-            done = (
-                (folder / f"{case}.fell").exists() and ("sleep" in case and ended(folder, case, left - {victim}))
-            ) or not left - {victim}
-            for pid, (of, _) in children.items():
-                if of == case and (late or done):
-                    os.kill(pid, signal.SIGKILL)
-        for pid, (case, rank) in list(children.items()):
-            gone, status = os.waitpid(pid, os.WNOHANG)
-            if gone:
-                del children[pid]
-                statuses[case][rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    print(json.dumps(statuses))
+    ends = forked(folder, dict.fromkeys(cases, RANKS), partial(work, folder), LIMIT_SECONDS, partial(over, folder))
+    print(json.dumps({case: {rank: end.status for rank, end in of.items()} for case, of in ends.items()}))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from penstock.checkpoint.contents import (
 )
 from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
-from penstock.runtime.processes.groups import new_group
+from penstock.runtime.processes.groups import is_part_of_job, new_group
 
 _LOOK_SECONDS = 0.1
 """How often a rank that waits for its thread checks whether the thread is working or waiting for other ranks."""
@@ -225,9 +225,8 @@ def _background(pipe: Pipeline) -> Background:
         group = None
         if control is not None:
             members = dist.get_process_group_ranks(control)
-            apart = len(members) < dist.get_world_size()
             with pipe.session.waiting("process groups"):
-                group = new_group(members, "gloo", members_only=apart)
+                group = new_group(members, "gloo", members_only=is_part_of_job(members))
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group
         )
@@ -244,9 +243,7 @@ def _close(pipe: Pipeline, background: Background) -> None:
         atexit.unregister(background.say_what_failed)
         background.thread.shutdown()
         group = background.group
-        # A group of only part of the job's processes stays: torch might give a later group the same name, which would
-        # then find this one's addresses.
-        if group is not None and dist.get_world_size(group) == dist.get_world_size():
+        if group is not None and not is_part_of_job(dist.get_process_group_ranks(group)):
             dist.destroy_process_group(group)
 
 

@@ -214,7 +214,7 @@ def build(
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
-    try:
+    with engine.control.reporting(close=engine.close):
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)
         _check_alike(engine, given.sizes)
@@ -235,12 +235,6 @@ def build(
         built = Pipeline(Session(engine, split, order, given, options))
         engine.control.watchdog.position = OUTSIDE
         return built
-    except BaseException as error:
-        cause = engine.control.fail(error)
-        engine.close()
-        if cause is error:
-            raise
-        raise cause from error
 
 
 def _recorder(

@@ -121,17 +121,11 @@ class Steps:
         if training and self._announce is not None:
             self._announce(number)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        try:
-            with self.deferring() if training else nullcontext():
-                cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
-                with self._split.settling():
-                    moments = self._engine.run(cached.bound, feed, number, timed=timeline)
-                return self._result(cached, feed, call, moments)
-        except BaseException as error:
-            cause = self._engine.control.fail(error)
-            if cause is error:
-                raise
-            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
+        with self._engine.control.reporting(), self.deferring() if training else nullcontext():
+            cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
+            with self._split.settling():
+                moments = self._engine.run(cached.bound, feed, number, timed=timeline)
+            return self._result(cached, feed, call, moments)
 
     def _feed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float

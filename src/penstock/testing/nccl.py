@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.compat import bound_to, is_bound
 from penstock.runtime.execute import clock
 from penstock.runtime.transport.courier import Courier, Operation
 
@@ -101,10 +102,9 @@ class NcclRules:
 
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.new_group`."""
-        bound = dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
         gloo = kwargs.get("backend") == "gloo"
         everyone = ranks is None or len(ranks) == dist.get_world_size()
-        if bound and not everyone and gloo != kwargs.get("use_local_synchronization", False):
+        if is_bound() and not everyone and gloo != kwargs.get("use_local_synchronization", False):
             raise RuntimeError(
                 f"new_group({ranks}) would wait forever: the default group has a device, so torch splits groups from "
                 f"it, but {'members of a group over gloo' if gloo else 'ranks outside this one'} do not take part"
@@ -113,7 +113,7 @@ class NcclRules:
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.barrier`, which would use the device that the default group has."""
-        with _bound(None):
+        with bound_to(None):
             return self._barrier(*args, **kwargs)
 
     def synchronize(self, device: Any = None) -> None:
@@ -170,24 +170,12 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "current_stream", return_value=None),
         mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"))),
-        _bound(torch.device("cuda", 0)) if eager else nullcontext(),
+        bound_to(torch.device("cuda", 0)) if eager else nullcontext(),
         mock.patch.object(dist, "new_group", rules.new_group),
         mock.patch.object(dist, "barrier", rules.barrier),
     ):
         yield rules
     rules.end()
-
-
-@contextmanager
-def _bound(device: torch.device | None) -> Iterator[None]:
-    """Gives the default group a device, or none, for a `with` block."""
-    default = dist.group.WORLD
-    assert default is not None
-    before, default.bound_device_id = default.bound_device_id, device
-    try:
-        yield
-    finally:
-        default.bound_device_id = before
 
 
 class Event:

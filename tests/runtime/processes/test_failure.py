@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
 from penstock.runtime.processes.board_server import BoardServer, Connection, join
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
-from penstock.runtime.processes.joining import Meeting, Missing
+from penstock.runtime.processes.joining import Meeting, Missing, place_of
 from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -479,6 +480,33 @@ def test_a_meeting_is_not_taken_for_an_earlier_one() -> None:
     with pytest.raises(PipelineFailure, match=r"rank 1 waited \d+ s for ranks 0, 2, which have not called"):
         again.give(None, missing)
     assert Meeting(store, 0, 3).give("b", missing) == again.give(None, missing) == "b"
+
+
+def test_a_restarted_job_does_not_read_what_the_one_before_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first attempt only rank 0 came, which left its address; in the second, rank 1 comes first."""
+    store, missing = dist.HashStore(), Missing(1, 2, Patience(join_seconds=0.05))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    Meeting(place_of(store, (0, 1)), 0, 2).give("the old address", missing)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = Meeting(place_of(store, (0, 1)), 1, 2)
+    assert again.absent() == (0,)
+    with pytest.raises(PipelineFailure, match=r"rank 1 waited \d+ s for rank 0, which has not called"):
+        again.give(None, missing)
+    Meeting(place_of(store, (0, 1)), 0, 2).give("the new address", missing)
+    assert again.give(None, missing) == "the new address"
+
+
+def test_agents_that_count_attempts_differently_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of two nodes, one of which lost a rank and counts its restart."""
+    store, missing = dist.HashStore(), Missing(1, 2, Patience(join_seconds=0.05))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    Meeting(place_of(store, (0, 1)), 0, 2).give("an address", missing)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert Meeting(place_of(store, (0, 1)), 1, 2).give(None, missing) == "an address"
 
 
 def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:

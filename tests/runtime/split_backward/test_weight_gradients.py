@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS
-from penstock.runtime.split_backward.weight_uses import _node_of
+from penstock.runtime.split_backward.weight_uses import Waiting, _node_of
 
 SIZES = st.integers(1, 70)
 LAYOUTS = ["plain", "transposed", "shifted", "narrowed"]
@@ -66,7 +67,7 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
     for other, grad in zip(others, torch.autograd.grad(AFTERWARDS[after](result), others, seed), strict=True):
         assert same_bits(grad, wanted[id(other)])
     with torch.no_grad():
-        found = plan.gradients(kept[0])
+        found = plan.gradients(kept[0], *plan.kept)
     for weight, grad in zip(plan.weights, found, strict=True):
         assert same_bits(grad, wanted[id(weight)])
         assert grad.stride() == wanted[id(weight)].stride()
@@ -188,7 +189,8 @@ def test_an_input_that_was_updated_in_place_is_refused() -> None:
     x, weight = torch.randn(3, 4), torch.randn(5, 4, requires_grad=True)
     plan = FORMS[F.linear](x, weight)
     assert plan is not None
-    plan.gradients(torch.ones(3, 5))
+    call = Waiting(plan.weights, plan.gradients, tuple(map(SavedTensor.of, plan.kept)), torch.ones(3, 5))
+    call.terms()
     x.view(-1)[0] = 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        plan.gradients(torch.ones(3, 5))
+        call.terms()

@@ -40,6 +40,9 @@ CALLS = 3
 
 Key = tuple[int, str]
 
+Values = dict[Key, Any]
+"""What places hold."""
+
 
 class Place(ABC):
     """One place. `key` identifies it while its owner lives."""

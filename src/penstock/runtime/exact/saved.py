@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class Saved(Protocol):
+    """A tensor that waits for backward, wherever it is."""
+
+    def get(self) -> Tensor:
+        """The tensor, on its device. Raises RuntimeError, as autograd does, if it was updated in place since."""
+
+
+class Keeper(Protocol):
+    """Keeps what a forward saves for backward, instead of autograd."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The hook that is given what autograd saves."""
+
+    def keep(self, tensor: Tensor) -> Saved:
+        """Keeps what W needs."""
 
 
 class SavedTensor(NamedTuple):
@@ -29,9 +47,14 @@ class SavedTensor(NamedTuple):
 
     def get(self) -> Tensor:
         """The tensor. Raises RuntimeError, as autograd does, if it was updated in place since."""
-        if self.is_changed:
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that is needed for a weight's gradient has been modified "
-                f"by an inplace operation: it is at version {self.tensor._version}; expected version {self.version}"
-            )
+        check_unchanged(self.tensor, self.version, self.tensor.shape)
         return self.tensor
+
+
+def check_unchanged(tensor: Tensor, version: int, shape: Sequence[int]) -> None:
+    """Raises RuntimeError, as autograd does, if a tensor that backward needs has another version than it had."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(shape)} that is needed for a gradient has been modified by an inplace operation: "
+            f"it is at version {tensor._version}; expected version {version}"
+        )

@@ -5,7 +5,6 @@ The watchdog knows of every wait: if another process is lost or has failed, the 
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
-from penstock.runtime.processes.joining import Store
+from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, exchange, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
@@ -64,8 +63,9 @@ class Control:
         if world.rank is None:
             self.watchdog = Watchdog.connect(0, 1)
             return
-        self.watchdog = Watchdog.connect(world.name, len(world.everyone), _place_of(world), patience)
-        try:
+        place = place_of(default_store(), world.everyone)
+        self.watchdog = Watchdog.connect(world.name, len(world.everyone), place, patience)
+        with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
                 self.groups = Groups(world, backend, group_options)
@@ -78,12 +78,6 @@ class Control:
                 self.groups.open()
             if is_accelerator(device) and backend == "gloo":
                 self.staging = Staging(device)
-        except BaseException as error:
-            cause = self.fail(error)
-            self.watchdog.close()
-            if cause is error:
-                raise
-            raise cause from error
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
@@ -190,13 +184,8 @@ class Control:
     def waiting_for(self, what: str, peers: tuple[int, ...]) -> Iterator[None]:
         """Wraps a wait outside a program: the watchdog knows of it, and an error names the first cause."""
         before, self.watchdog.position = self.watchdog.position, Position(what, peers)
-        try:
+        with self.reporting((RuntimeError, OSError)):
             yield
-        except (RuntimeError, OSError) as error:
-            cause = self.fail(error)
-            if cause is error:
-                raise
-            raise cause from None
         self.watchdog.position = before
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -244,6 +233,28 @@ class Control:
             dist.all_gather_object(values, value, group=group)
         return values
 
+    @contextmanager
+    def reporting(
+        self,
+        kinds: type[BaseException] | tuple[type[BaseException], ...] = BaseException,
+        *,
+        close: Callable[[], None] | None = None,
+    ) -> Iterator[None]:
+        """Wraps this rank's own work: if it raises one of these, the others are told, and the first cause is raised.
+
+        Args:
+            close: called before that, to release what is held.
+        """
+        try:
+            yield
+        except kinds as error:
+            cause = self.fail(error)
+            if close is not None:
+                close()
+            if cause is error:
+                raise
+            raise cause from None  # the cause is on another rank; its effect on this one would only hide it
+
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
         if self._agreed:
@@ -271,13 +282,6 @@ class Control:
         if self.staging is not None:
             self.staging.close()
         self.watchdog.close()
-
-
-def _place_of(world: World) -> Store:
-    """Where the processes of a mesh meet: in the job's store, under a name of their own."""
-    name = hashlib.sha256(repr(world.everyone).encode()).hexdigest()[:16]
-    place: Store = dist.PrefixStore(f"penstock {name}", default_store())  # type: ignore[attr-defined]
-    return place
 
 
 def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:

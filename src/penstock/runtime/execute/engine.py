@@ -29,7 +29,7 @@ from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.groups import GroupOptions
-from penstock.runtime.processes.world import World
+from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import between_ranks
@@ -86,20 +86,13 @@ class Engine:
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
-        self.transports: dict[int, Transport]
+        self.transports: dict[int, Transport] = {}
         if groups is None:
             hub = LocalHub(devices)
             self.transports = {rank: LocalTransport(rank, hub) for rank in self.ranks}
         else:
-            try:
+            with self.control.reporting(close=self.close):
                 self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
-            except BaseException as error:
-                cause = self.control.fail(error)
-                self.streams.close()
-                self.control.close()
-                if cause is error:
-                    raise
-                raise cause from error
             atexit.register(self.close)  # what was sent must arrive even if a script does not call close
         self.replicas = None
         if groups is not None and len(world.replicas) > 1:
@@ -113,7 +106,7 @@ class Engine:
         accelerator records all stages as if on the accelerator.
         """
         devices = (self.devices[rank] for rank in self.ranks)
-        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+        return next((device for device in devices if is_accelerator(device)), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""

@@ -20,7 +20,7 @@ from penstock.runtime.features.feature import Feature
 LOOKS = 3
 """How many of a stage's forwards and backwards are watched; later ones behave alike."""
 
-Values = dict[tuple[int, str], tuple[object, int]]
+Counts = dict[tuple[int, str], tuple[object, int]]
 
 
 class BackwardCounts(Feature):
@@ -66,12 +66,12 @@ class BackwardCounts(Feature):
                 "would see only part of the batch; use a schedule with one copy (dualpipe-v for dualpipe)"
             )
 
-    def _changed(self, before: Values) -> set[tuple[int, str]]:
+    def _changed(self, before: Counts) -> set[tuple[int, str]]:
         now = self._values()
         return {key for key, (held, value) in before.items() if key in now and _differs(now[key], held, value)}
 
-    def _values(self) -> Values:
-        found: Values = {}
+    def _values(self) -> Counts:
+        found: Counts = {}
         for number, module in enumerate(self._modules):
             for name, value in vars(module).items():
                 if type(value) is int and name not in OF_TORCH:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.state.names_in_classes import names_read
-from penstock.partition.state.places import Attribute, Key, Place
+from penstock.partition.state.places import Attribute, Key, Place, Values
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.features.kept_state import KeptState
-from penstock.runtime.features.run_again import Run, Values, undone
+from penstock.runtime.features.run_again import Run, undone
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Op
 from penstock.words import shortened
@@ -154,14 +154,16 @@ class ForwardOrder(Feature):
             self._begin_streams(microbatch)
             return run.gives_the_same()
 
-        def left_by_another() -> Values:
-            put(self._first)
-            self._begin_streams(microbatch)
-            run.on_other_values()
-            return {key: place.read() for key, place in self._set.items()}
+        def left_by_others() -> Iterator[Values]:
+            yield self._left
+            if closely:
+                yield self._first
+                put(self._first)
+                self._begin_streams(microbatch)
+                run.on_other_values()
+                yield {key: place.read() for key, place in self._set.items()}
 
-        for state in (lambda: self._left, lambda: self._first, left_by_another) if closely else (lambda: self._left,):
-            values = state()
+        for values in left_by_others():
             if not gives_the_same(values) and gives_the_same(before):  # otherwise it never gives the same
                 return [k for k in values if not gives_the_same({**before, k: values[k]})] or values.keys()
         return ()

@@ -20,14 +20,12 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, named_by_code, same_items
+from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, Values, named_by_code, same_items
 from penstock.partition.state.reach import Trace
 from penstock.runtime.features.attributes import Attributes, holders
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
-
-Values = dict[Key, Any]
 
 
 class ContainerCopies:

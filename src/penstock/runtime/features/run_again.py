@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition.state.places import Key, Place
+from penstock.partition.state.places import Key, Place, Values
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.feature import Forward
 from penstock.runtime.features.recomputed_layers import received
-
-Values = Mapping[Key, Any]
 
 
 @dataclass(frozen=True, slots=True)

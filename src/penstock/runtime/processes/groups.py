@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from penstock.compat import bound_to, is_bound, set_limit
 from penstock.errors import ArgumentError, ClosedError
 from penstock.runtime.processes.world import World
 
@@ -60,7 +60,7 @@ class GroupOptions:
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=self.seconds)}
         if self.backend_options is not None and backend != "gloo":
             options = copy.deepcopy(self.backend_options)  # torch writes each group's name and ranks into it
-            options._timeout = arguments["timeout"]  # torch warns if it differs
+            set_limit(options, arguments["timeout"])
             arguments["pg_options"] = options
         return arguments
 
@@ -71,14 +71,12 @@ class Groups:
     NCCL runs what two ranks exchange within a group one after the other, in both directions, so each direction has its
     own group (`way`). Control values (the loss) travel over gloo.
 
-    If the mesh includes all processes of the job, each of them takes part in making every group, as torch requires. If
-    it does not, only the members do. Torch then derives a group's name from its ranks and the number of existing
-    groups. A repeated name would find an earlier group's addresses, so groups are never destroyed, and every rank of a
-    pipeline has equally many.
+    If the mesh is the whole job, all processes take part in making every group, as torch requires, and `close` destroys
+    the groups. If it is part of the job (`is_part_of_job`), only a group's members make it, every rank of a pipeline
+    makes equally many, and `close` leaves them to torch until the process ends.
 
-    A gloo group has threads that wake up a hundred times a second, and end with the last reference to it. Nothing else
-    holds one, so `close` ends them: code that uses a group asks for it here each time. After `close` this raises
-    ClosedError.
+    A gloo group has threads that wake up a hundred times a second until the last reference to the group is gone. So
+    nothing else keeps one: code that uses a group asks for it here each time. After `close` this raises ClosedError.
 
     Attributes:
         members: the global rank of each of the pipeline's ranks.
@@ -93,8 +91,8 @@ class Groups:
         self.members = world.members
         self.backend = backend
         self._lines = world.lines
-        self._local = len(world.everyone) < dist.get_world_size()
-        self.paired = self._local or is_bound()
+        self._is_part = is_part_of_job(world.everyone)
+        self.paired = self._is_part or is_bound()
         self._own: list[dist.ProcessGroup] = []
         self._ways: dict[Way, dist.ProcessGroup | None] = {}  # None: between two other ranks
         self._roles: dict[str | tuple[int, ...], dist.ProcessGroup] = {}
@@ -183,12 +181,12 @@ class Groups:
             self._skip(parts)
 
     def close(self) -> None:
-        """Destroys the groups, and their threads with them."""
+        """Ends the use of the groups. If the mesh is the whole job, they are destroyed, and their threads end."""
         self._roles.clear()
         self._ways.clear()
         while self._own:
             group = self._own.pop()
-            if not self._local:
+            if not self._is_part:
                 dist.destroy_process_group(group)
 
     def _role(self, role: str | tuple[int, ...]) -> dist.ProcessGroup:
@@ -201,8 +199,8 @@ class Groups:
         own: dist.ProcessGroup | None = None
         for members in parts:
             here = dist.get_rank() in members
-            if here or not self._local:
-                group = new_group(members, backend, self._options, members_only=self._local)
+            if here or not self._is_part:
+                group = new_group(members, backend, self._options, members_only=self._is_part)
                 own = group if here else own
         assert own is not None
         self._own.append(own)
@@ -210,11 +208,20 @@ class Groups:
 
     def _skip(self, parts: Sequence[Sequence[int]]) -> None:
         """Takes part in making groups of others, or makes one of its own so that all ranks have equally many."""
-        if self._local:
+        if self._is_part:
             self._one_of([[dist.get_rank()]], "gloo")
         else:
             for members in parts:
                 new_group(members, self.backend, self._options, members_only=False)
+
+
+def is_part_of_job(members: Sequence[int]) -> bool:
+    """Whether the job has other processes than these global ranks, which then make groups without the others.
+
+    Torch derives the name of such a group from its ranks and the number of groups there are. If one were destroyed, a
+    later group could get its name, and would find its addresses. So such groups are never destroyed.
+    """
+    return len(members) < dist.get_world_size()
 
 
 def new_group(
@@ -230,30 +237,11 @@ def new_group(
         members: global ranks.
         members_only: no others call this.
     """
-    with _unbound():
+    with bound_to(None):
         made: dist.ProcessGroup = dist.new_group(
             list(members), backend=backend, use_local_synchronization=members_only, **options.arguments(backend)
         )
     return made
-
-
-def is_bound() -> bool:
-    """Whether the default group has a device: torch then gives the groups split from it one communicator each."""
-    return getattr(dist.group.WORLD, "bound_device_id", None) is not None
-
-
-@contextmanager
-def _unbound() -> Iterator[None]:
-    """While this is active, the default group has no device."""
-    default = dist.group.WORLD
-    if default is None or not is_bound():
-        yield
-        return
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 def matchings(ways: Iterable[Way]) -> list[list[Way]]:

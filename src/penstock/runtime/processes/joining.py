@@ -6,13 +6,17 @@ Ranks meet at torch's store, which only tells who has come. The board (board.py)
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
+
+import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Patience
@@ -29,6 +33,31 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def get(self, key: str, /) -> bytes: ...
     def set(self, key: str, value: str, /) -> None: ...
+
+
+def attempt() -> str:
+    """A name for this attempt of a job that torchrun restarted; none in the first attempt.
+
+    torchrun (since 2.4) gives one store to all attempts of a job. Processes of the next attempt would read what earlier
+    ones wrote there: the addresses at which gloo listened, or where rank 0 was.
+
+    Several agents (nodes) count attempts differently, so only torchrun could tell the attempts apart: in that case
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes each attempt create its own store.
+    """
+    number = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    one_agent = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return f"attempt {number}" if number and one_agent else ""
+
+
+def place_of(store: Any, ranks: Sequence[int]) -> Store:
+    """Where the processes of a mesh meet: in the job's store, under a name of their own, and of this attempt.
+
+    The default group may be the user's, whose store then knows nothing of attempts.
+    """
+    name = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    words = filter(None, ("penstock", name, attempt()))
+    place: Store = dist.PrefixStore(" ".join(words), store)  # type: ignore[attr-defined]  # public, though not re-exported
+    return place
 
 
 class Missing:

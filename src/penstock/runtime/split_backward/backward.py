@@ -152,7 +152,7 @@ class SplitBackward:
                 _add(parameter, grad)
             while waiting:  # frees what a call kept once its gradient is there
                 call = waiting.pop()
-                for weight, term in zip(call.weights, call.gradients(call.grad), strict=True):
+                for weight, term in zip(call.weights, call.terms(), strict=True):
                     key = id(base_of(weight))
                     terms[key].append((weight, term))
                     left[key] -= 1

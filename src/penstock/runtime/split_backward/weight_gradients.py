@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.runtime.exact.saved import SavedTensor
-
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
 _CONVOLUTION = frozenset({"ConvolutionBackward0"})
@@ -25,18 +23,20 @@ class DeferredCall(NamedTuple):
     """A call whose weight gradients are put off.
 
     Attributes:
-        input: the argument that W needs.
+        input: the argument on which the weights work.
+        kept: what W needs of the forward.
         weights: the weight, and the bias if one kernel computes both gradients.
         run: makes the call with weights that have no graph.
         nodes: the possible names of autograd's node for the call.
-        gradients: computes the weights' gradients from the gradient that reaches that node.
+        gradients: computes the weights' gradients from the gradient that reaches that node, and what was kept.
     """
 
     input: Tensor
+    kept: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     run: Callable[..., Tensor]
     nodes: frozenset[str]
-    gradients: Callable[[Tensor], Sequence[Tensor]]
+    gradients: Callable[..., Sequence[Tensor]]
 
 
 Form = Callable[..., DeferredCall | None]
@@ -47,27 +47,25 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
     """`F.linear`: a product with the transposed weight."""
     if other or weight.dim() != 2 or not _is_matrix(input):
         return None
-    x = _rows(input)
     by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # then its transpose is column-major
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        first = x.get()
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+        first = _rows(x)
         grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
         return (grad.t().mm(first) if by_rows else first.t().mm(grad).t(),)
 
-    return DeferredCall(input, (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
+    return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
 
 def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
     """`input @ weight`, including inputs of more than two dimensions, which torch folds into one product."""
     if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
-    x = _rows(input)
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        return (_of_second_matrix(grad, x.get(), other),)
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+        return (_of_second_matrix(grad, _rows(x), other),)
 
-    return DeferredCall(input, (other,), lambda w: torch.matmul(input, w), _MM, gradients)
+    return DeferredCall(input, (input,), (other,), lambda w: torch.matmul(input, w), _MM, gradients)
 
 
 def mm(input: Tensor, mat2: Tensor, **more: Any) -> DeferredCall | None:
@@ -79,27 +77,26 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredC
     """`torch.addmm(bias, input, weight)`, as in the Conv1D of `transformers`."""
     if any(scale != 1 for scale in scales.values()) or not _is_matrix(mat1):
         return None
-    x = SavedTensor.of(mat1)
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        return (_of_second_matrix(grad, x.get(), mat2),)
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+        return (_of_second_matrix(grad, x, mat2),)
 
-    return DeferredCall(mat1, (mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
+    return DeferredCall(mat1, (mat1,), (mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
 
 
 def grouped_mm(input: Tensor, mat2: Tensor, *, offs: Tensor | None = None, **more: Any) -> DeferredCall | None:
     """`torch._grouped_mm(input, weights, offs=...)`: each group of rows times its own matrix, as experts do."""
     if offs is None or any(value is not None for value in more.values()) or (input.dim(), mat2.dim()) != (2, 3):
         return None
-    x, ends = SavedTensor.of(input), SavedTensor.of(offs)
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        first, offs = x.get(), ends.get()
+    def gradients(grad: Tensor, first: Tensor, offs: Tensor) -> Sequence[Tensor]:
         if _is_column_major(mat2):
             return (torch._grouped_mm(grad.transpose(-2, -1), first, offs=offs).transpose(-2, -1),)
         return (torch._grouped_mm(first.transpose(-2, -1), grad, offs=offs),)
 
-    return DeferredCall(input, (mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients)
+    return DeferredCall(
+        input, (input, offs), (mat2,), lambda w: torch._grouped_mm(input, w, offs=offs), _GROUPED_MM, gradients
+    )
 
 
 def embedding(
@@ -114,16 +111,16 @@ def embedding(
     """`F.embedding` with a dense gradient."""
     if max_norm is not None or sparse:
         return None
-    ids, rows = SavedTensor.of(input), weight.shape[0]
+    rows = weight.shape[0]
     padding = -1 if padding_idx is None else padding_idx % rows
 
     def run(w: Tensor) -> Tensor:
         return F.embedding(input, w, padding_idx, None, norm_type, scale_grad_by_freq, False)
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        return (torch.ops.aten.embedding_dense_backward(grad, ids.get(), rows, padding, scale_grad_by_freq),)
+    def gradients(grad: Tensor, ids: Tensor) -> Sequence[Tensor]:
+        return (torch.ops.aten.embedding_dense_backward(grad, ids, rows, padding, scale_grad_by_freq),)
 
-    return DeferredCall(input, (weight,), run, _EMBEDDING, gradients)
+    return DeferredCall(input, (input,), (weight,), run, _EMBEDDING, gradients)
 
 
 class _Shifts(NamedTuple):
@@ -142,7 +139,6 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
         if any(isinstance(shift, str) for shift in shifts) or input.dim() != dims + 2:
             return None
         shifts = _Shifts(*(_each(shift, dims) for shift in shifts))
-        x, kernel = SavedTensor.of(input), SavedTensor.of(weight)
         with_bias = bias is not None and bias.requires_grad
         bias_sizes = None if bias is None else list(bias.shape)
 
@@ -151,15 +147,15 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
                 return call(input, w, b, shifts.stride, shifts.padding, shifts.output_padding, groups, shifts.dilation)
             return call(input, w, b, shifts.stride, shifts.padding, shifts.dilation, groups)
 
-        def gradients(grad: Tensor) -> Sequence[Tensor]:
+        def gradients(grad: Tensor, x: Tensor, kernel: Tensor) -> Sequence[Tensor]:
             _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-                grad, x.get(), kernel.get(), bias_sizes, shifts.stride, shifts.padding, shifts.dilation, transposed,
+                grad, x, kernel, bias_sizes, shifts.stride, shifts.padding, shifts.dilation, transposed,
                 shifts.output_padding, groups, [False, True, with_bias],
             )  # fmt: skip
             return (of_weight, of_bias) if with_bias else (of_weight,)
 
         weights = (weight, bias) if bias is not None and with_bias else (weight,)
-        return DeferredCall(input, weights, run, _CONVOLUTION, gradients)
+        return DeferredCall(input, (input, weight), weights, run, _CONVOLUTION, gradients)
 
     def convolution(
         input: Tensor, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
@@ -194,8 +190,9 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
     if low is None:
         return None
 
-    def gradients(grad: Tensor) -> Sequence[Tensor]:
-        return [term.to(weight.dtype) for weight, term in zip(call.weights, low.gradients(grad), strict=True)]
+    def gradients(grad: Tensor, *kept: Tensor) -> Sequence[Tensor]:
+        terms = zip(call.weights, low.gradients(grad, *kept), strict=True)
+        return [term.to(weight.dtype) for weight, term in terms]
 
     def run(*_: Tensor) -> Tensor:
         return low.run(*(weight.detach() for weight in low.weights))
@@ -217,10 +214,9 @@ def _is_matrix(x: Tensor) -> bool:
     return x.is_floating_point() and (x.dim() == 2 or (x.dim() > 2 and x.is_contiguous()))
 
 
-def _rows(x: Tensor) -> SavedTensor:
-    """What is kept of an input, in two dimensions."""
-    kept = x.detach()
-    return SavedTensor(kept if x.dim() == 2 else kept.view(x.shape[:-1].numel(), x.shape[-1]), x._version)
+def _rows(x: Tensor) -> Tensor:
+    """An input in two dimensions."""
+    return x if x.dim() == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:

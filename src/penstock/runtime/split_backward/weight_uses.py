@@ -17,17 +17,24 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from penstock.compat import saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
 from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, lowered
 
 
 class Waiting(NamedTuple):
-    """A call whose weight gradients wait: `gradients(grad)` computes them. (A `DeferredCall` would hold the graph.)"""
+    """A call whose weight gradients wait. (A `DeferredCall` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
-    gradients: Callable[[Tensor], Sequence[Tensor]]
+    gradients: Callable[..., Sequence[Tensor]]
+    kept: Sequence[Saved]
     grad: Tensor
+
+    def terms(self) -> Sequence[Tensor]:
+        """The gradients of the weights."""
+        return self.gradients(self.grad, *(saved.get() for saved in self.kept))
 
 
 _OURS = (Tensor, nn.Parameter)
@@ -36,13 +43,18 @@ _OURS = (Tensor, nn.Parameter)
 class WeightUses:
     """The uses of a stage's weights.
 
+    Args:
+        parameters: the weights.
+        keeper: keeps what is needed later, for autograd and for W, if not they themselves.
+
     Attributes:
         decided: whether it is known which weights can wait.
         can_wait: by id, the parameters whose gradient can wait, and whether they are used through views.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None) -> None:
         self.decided = False
+        self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
         self._candidates = {id(p): p for p in parameters if _is_ordinary(p)}
         self._watched = [p for p in self._candidates.values() if p.dim() > 1]
@@ -138,7 +150,7 @@ class WeightUses:
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         form = FORMS.get(func)
         plan = form(*args, **kwargs) if form is not None else None
-        if form is None or plan is None or not _is_recorded():
+        if form is None or plan is None or not self._is_recorded():
             return self._watch_views(func(*args, **kwargs))
         lowers = _is_lowered(func, plan)
         if self._waiting is not None and all(map(self._waits, plan.weights)):
@@ -177,6 +189,15 @@ class WeightUses:
         self._cached |= cached
         return lowered(FORMS[func], plan, args, kwargs)
 
+    def _is_recorded(self) -> bool:
+        """Whether autograd records the call in its present run, so that it will not run again.
+
+        It may, if hooks other than the keeper's take what autograd saves: a checkpoint's.
+        """
+        hooks = saved_tensors_hooks()
+        mine = hooks is None or (self._keeper is not None and hooks[0] == self._keeper.pack)
+        return torch.is_grad_enabled() and mine
+
     def _note_backward(self, _: object) -> None:
         self._went_back = self._went_back or self._seen is not None
 
@@ -191,8 +212,10 @@ class WeightUses:
 
     def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
         """The call's result; None if autograd did not record what was expected."""
+        save = SavedTensor.of if self._keeper is None else self._keeper.keep
+        kept = tuple(save(tensor) for tensor in plan.kept)
         result = plan.run(*(weight.detach() for weight in plan.weights))
-        keep = partial(self._keep, waiting, plan.weights, plan.gradients)
+        keep = partial(self._keep, waiting, partial(Waiting, plan.weights, plan.gradients, kept))
         if not result.requires_grad:  # none of the inputs takes a gradient
             box = [exact.on_memory_of(result, int(result.storage_offset()), tuple(result.shape), result.stride())]
             tapped: Tensor = _Tap.apply(self._anchor, box, keep)  # type: ignore[no-untyped-call]
@@ -203,13 +226,7 @@ class WeightUses:
         node.register_prehook(keep)
         return result
 
-    def _keep(
-        self,
-        waiting: list[Waiting],
-        weights: tuple[Tensor, ...],
-        gradients: Callable[[Tensor], Sequence[Tensor]],
-        grads: Sequence[Tensor | None],
-    ) -> None:
+    def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
         if self._waiting is waiting:  # the forward is not over
             raise PartitionError(
                 "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
@@ -217,7 +234,7 @@ class WeightUses:
                 "makes one"
             )
         if grads[0] is not None:
-            waiting.append(Waiting(weights, gradients, grads[0]))
+            waiting.append(call(grads[0]))
 
 
 def base_of(weight: Tensor) -> Tensor:
@@ -251,11 +268,6 @@ def _is_lowered(func: Any, call: DeferredCall) -> bool:
         and torch.is_autocast_enabled(call.input.device.type)
         and not any(tensor.dtype is torch.float64 for tensor in (call.input, *call.weights))
     )
-
-
-def _is_recorded() -> bool:
-    """Whether autograd records the call in its present run, so that it will not run again."""
-    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _casts_below(node: Node) -> Iterator[Node]:
