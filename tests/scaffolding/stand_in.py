@@ -3,8 +3,7 @@ refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` 
 
 It counts whatever makes the host wait for a device: values that are read, tensors that are copied to the host, events.
 
-Operators compute at once. What is copied without blocking, to pinned memory or on a stream of its own, is copied as late
-as a device may do so: see `scaffolding.stand_in_streams`.
+Operators compute at once. Copies that do not block are made as late as possible (`scaffolding.stand_in_streams`).
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ class StandIn(Tensor):
     values: Tensor
     streams: set[int]
     """Those that may use its memory, by `stream_id`."""
+    made_at: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -60,8 +60,11 @@ class StandIn(Tensor):
             dtype=values.dtype,
             device=torch.device(DEVICE, 0),
         )
-        made.values, made.streams = values, {streams.current().stream_id}
+        made.values, made.streams, made.made_at = values, {streams.current().stream_id}, next(streams.now)
         return made
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
 
     def __repr__(self, **_: Any) -> str:
         return f"StandIn({self.values})"

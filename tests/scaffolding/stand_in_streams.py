@@ -3,7 +3,7 @@
 A copy that does not block, to pinned memory or on a side stream, waits in its stream until the host waits for an event
 that was recorded after it, or the default stream does. Until then what it writes to holds garbage. If by then what it
 reads is gone, another tensor may have got the memory, so it copies garbage. A tensor of one stream's memory may be used
-on another only if it was told so (`record_stream`).
+on another only if it was told so (`record_stream`), and a side stream copies only what it has waited for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,14 @@ from torch import Tensor
 waits: Counter[str] = Counter()
 """How often the host has waited for the device."""
 
+GARBAGE = 77
+"""What is where nothing has been copied yet."""
+
 pinned: set[int] = set()
 """Where pinned memory begins."""
+
+now = itertools.count(1)
+"""Counts tensors as they are made, and waits."""
 
 _ids = itertools.count()
 _local = threading.local()
@@ -41,6 +47,8 @@ class Stream(torch.Stream):
     def __init__(self, device: Any = None) -> None:
         self._due: deque[Callable[[], None]] = deque()
         self.given = self._made = 0
+        self.seen = 0
+        """The time up to which it has waited for the default stream."""
 
     def give(self, copy: Callable[[], None]) -> None:
         self._due.append(copy)
@@ -65,6 +73,7 @@ class Stream(torch.Stream):
         event.make()
 
     def wait_stream(self, other: Stream) -> None:  # type: ignore[override]
+        self.seen = next(now)
         if self is DEFAULT:
             other.make()
 
@@ -125,17 +134,23 @@ def check_used_here(tensors: Iterable[Any]) -> None:
 def copies_later(target: Any, source: Any, non_blocking: bool = False) -> bool:
     """Leaves a copy to the current stream, if a device would."""
     stream, to_host = current(), target.device.type == "cpu"
-    later = target.untyped_storage().data_ptr() in pinned if to_host else stream is not DEFAULT
-    if not (non_blocking and later and target.numel()):
+    if to_host:
+        later = non_blocking and target.untyped_storage().data_ptr() in pinned
+    else:
+        later = stream is not DEFAULT and (non_blocking or source.device.type != "cpu")
+    if not (later and target.numel()):
         return False
+    foreign = source.device.type != "cpu" and stream is not DEFAULT and stream.stream_id not in source.streams
+    if foreign and source.made_at > stream.seen:
+        raise RuntimeError("a side stream reads what the default stream may not have computed yet")
     into: Tensor = target if to_host else target.values
     read: Callable[[], Any] = weakref.ref(source) if to_host else lambda: source
-    into.view(torch.uint8).fill_(255)
+    into.copy_(torch.full_like(into, GARBAGE))
 
     def copy() -> None:
         found = read()
         if found is not None:
-            into.copy_(found.values if to_host else found)
+            into.copy_(found if found.device.type == "cpu" else found.values)
 
     stream.give(copy)
     return True

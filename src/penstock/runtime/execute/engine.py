@@ -19,7 +19,7 @@ from penstock.runtime.execute.clock import clock_of
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Moment, Program, run, run_timed
 from penstock.runtime.execute.ranges import is_profiling, ranged
-from penstock.runtime.execute.transports import TransportChoice, transport_of
+from penstock.runtime.execute.transports import TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.front_end import Partition, Stage, check_alike
 from penstock.runtime.gradients.replicas import Average, Replicas
@@ -83,6 +83,7 @@ class Engine:
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience, group_options, staged=transport == "staged")
+        self._choice = transport
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
@@ -97,6 +98,13 @@ class Engine:
         self.replicas = None
         if groups is not None and len(world.replicas) > 1:
             self.replicas = Replicas(world, groups, self.control.staging)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how the ranks of other processes are reached."""
+        if self.control.staging is None:
+            return ()
+        return (staged_note(self._choice, self.control.staging.device),)
 
     @property
     def recorded_for(self) -> torch.device:

@@ -70,6 +70,17 @@ def transport_of(
     return found
 
 
+def staged_note(choice: TransportChoice, device: torch.device) -> str:
+    """What users should know of a staged transport."""
+    why = "since transport='staged' was given"
+    if choice != "staged":
+        why = (
+            f"since torch.distributed was initialised without NCCL for {device.type!r}; with "
+            "init_process_group('cpu:gloo,cuda:nccl'), GPUs exchange them directly"
+        )
+    return f"transport: staged: values and sums travel from {device} through the host's memory, {why}"
+
+
 def _name_of(choice: TransportChoice) -> str:
     """A name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
