@@ -20,7 +20,7 @@ from penstock.runtime.transport.shared_memory import Neighbours
 from penstock.testing import check_transport
 from scaffolding import stand_in
 from scaffolding.small import batch, mlp
-from scaffolding.stand_in import DEVICE
+from scaffolding.stand_in import DEVICE, StandIn
 
 STAGED: dict[str, Any] = {"devices": DEVICE, "transport": "staged"}
 
@@ -80,10 +80,15 @@ def conform(rank: int, neighbours: bool) -> tuple[str, list[str]]:
         engine = Engine(World(2, rank, (0, 1)), [device] * 2, 0, "staged")
     assert engine.control.groups is not None
     engine.control.groups.make((0, 1))  # as for a parameter that both hold
-    checked = check_transport({rank: engine.transports[rank]}, device)
+    with mock.patch.object(StandIn, "data_ptr", address):  # so that alignment can be seen
+        checked = check_transport({rank: engine.transports[rank]}, device)
     inner = type(engine.transports[rank].inner).__name__  # type: ignore[attr-defined]
     engine.close()
     return inner, checked
+
+
+def address(tensor: StandIn) -> int:
+    return tensor.values.data_ptr()
 
 
 def waits_in_a_steady_step(rank: int, options: dict[str, Any]) -> dict[str, int]:

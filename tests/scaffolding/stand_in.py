@@ -63,9 +63,6 @@ class StandIn(Tensor):
         made.values, made.streams, made.made_at = values, {streams.current().stream_id}, next(streams.now)
         return made
 
-    def data_ptr(self) -> int:
-        return self.values.data_ptr()
-
     def __repr__(self, **_: Any) -> str:
         return f"StandIn({self.values})"
 
