@@ -91,10 +91,12 @@ def test_schedule_that_was_run_before_can_be_given_again() -> None:
 
 def test_descending_order_is_noted_as_inexact() -> None:
     x, _ = batch()
-    order = generate("gpipe", 1, 3)
-    row = [Action(0, Op.F, k) for k in range(3)] + [Action(0, Op.B, k) for k in (2, 1, 0)]
+    order = generate("gpipe", 1, 4)
+    row = [Action(0, Op.F, k) for k in range(4)] + [Action(0, Op.B, k) for k in (3, 2, 1, 0)]
     with pipeline(mlp(), (x,), ranks=1, schedule=order.with_rows([row]), loss=squared_error) as pipe:
-        assert any("ascending" in note for note in pipe.notes)
+        (note,) = [note for note in pipe.notes if "ascending" in note]
+    assert note.startswith("rank 0 has 0B2 after 0B3: ")
+    assert note.endswith(" (and 2 more)")
 
 
 @pytest.mark.parametrize(

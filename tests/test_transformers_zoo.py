@@ -41,16 +41,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "BloomForCausalLM": {"n_layer": 4, "n_head": 4},
     "DebertaV2ForMaskedLM": {},
     "DeepseekV3ForCausalLM": DEEPSEEK,
-    "DistilBertForMaskedLM": {"dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4},
-    "FalconForCausalLM": {},
-    "GPTJForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
-    "GPTNeoXForCausalLM": {},
     "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8},
     "MambaForCausalLM": {},
-    "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "Phi3ForCausalLM": {},
-    "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
 }
+"""One of each family: shared layers, encoder and decoder, ALiBi, attention by distance, experts, windows, states."""
 """The class of each, and what its config takes besides SMALL."""
 
 MORE: dict[str, dict[str, Any]] = {
@@ -60,10 +54,14 @@ MORE: dict[str, dict[str, Any]] = {
     "CodeGenForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
     "Cohere2ForCausalLM": {},
     "CohereForCausalLM": {},
+    "DistilBertForMaskedLM": {"dim": 32, "hidden_dim": 48, "n_layers": 4, "n_heads": 4},
     "ElectraForMaskedLM": {"embedding_size": 32},
     "FNetForMaskedLM": {},
+    "FalconForCausalLM": {},
     "FalconH1ForCausalLM": {**GROUPED, **MAMBA, "mamba_d_ssm": 64, "head_dim": 8},
     "GPTBigCodeForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4},
+    "GPTJForCausalLM": {"n_embd": 32, "n_layer": 4, "n_head": 4, "rotary_dim": 4},
+    "GPTNeoXForCausalLM": {},
     "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8},
     "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
     "GlmForCausalLM": {**GROUPED, "head_dim": 8},
@@ -86,9 +84,12 @@ MORE: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": {},
     "OlmoForCausalLM": {},
     "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "PegasusForConditionalGeneration": {"d_model": 32, **BART, **HEADS, "decoder_start_token_id": 0},
+    "Phi3ForCausalLM": {},
     "PhiForCausalLM": {},
     "Qwen2ForCausalLM": GROUPED,
+    "Qwen3ForCausalLM": {**GROUPED, "head_dim": 8},
     "Qwen3MoeForCausalLM": {
         **GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     },
@@ -126,8 +127,13 @@ PICTURES: dict[str, dict[str, Any]] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
     },
 }  # fmt: skip
-ALIKE = ("BeitForImageClassification", "ConvNextV2ForImageClassification", "DeiTForImageClassification")
-"""Like others of them; in long runs only."""
+SHORT_PICTURES = (
+    "ConvNextForImageClassification",
+    "Dinov2ForImageClassification",
+    "ResNetForImageClassification",
+    "SwinForImageClassification",
+)
+"""One of each family: convolutions, patches, batch norm, windows. The others are like them; in long runs only."""
 WHISPER = {
     "d_model": 32, **BART, **HEADS, "vocab_size": 64, "num_mel_bins": 8, "max_source_positions": 16,
     "max_target_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
@@ -151,7 +157,7 @@ def classified(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in PICTURES]
+    "name", [pytest.param(name, marks=() if name in SHORT_PICTURES else pytest.mark.long) for name in PICTURES]
 )
 def test_pictures(name: str, ranks: int) -> None:
     torch.manual_seed(0)
@@ -180,11 +186,15 @@ HEADED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlamaForSequenceClassification": ({}, {"labels": CLASSES}),
     "RobertaForSequenceClassification": ({}, {"labels": CLASSES}),
 }
+SHORT_HEADED = ("BertForQuestionAnswering", "ElectraForTokenClassification", "LlamaForSequenceClassification")
+"""One of each task."""
 """Other heads than those for tokens: the config's, and what they take."""
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", HEADED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT_HEADED else pytest.mark.long) for name in HEADED]
+)
 def test_heads(name: str, ranks: int) -> None:
     torch.manual_seed(0)
     kind = getattr(transformers, name)
@@ -218,7 +228,9 @@ SEEING: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name.startswith("Blip2") else pytest.mark.long) for name in SEEING]
+)
 def test_language_models_that_see(name: str, ranks: int) -> None:
     """Four tokens stand for the picture; the language model inside makes a key-value cache unless it is told not to."""
     torch.manual_seed(0)
@@ -236,7 +248,7 @@ def matched(output: Any, target: Tensor) -> Tensor:
     return (output.logits_per_image - target).square().mean()
 
 
-@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+@pytest.mark.parametrize("name", ["CLIPModel", pytest.param("SiglipModel", marks=pytest.mark.long)])
 def test_two_towers(name: str) -> None:
     """Each microbatch is its own batch of pairs, as in gradient accumulation."""
     torch.manual_seed(0)

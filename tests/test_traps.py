@@ -18,6 +18,7 @@ from penstock import ArgumentError, pipeline, verify
 from penstock.schedule import Op
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE, ROWS, WIDTH, batch, gradients, mlp, tokens
 
 # -- 1 ----------------------------------------------------------------------------------------------------------------
@@ -57,8 +58,7 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda x: self.drop(self.layer(x)), x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize(("schedule", "ranks"), representatives(2, ONE_STAGE, [1, 2]))
 def test_trap_19_recomputation_draws_the_same_masks(schedule: str, ranks: int) -> None:
     """The block is used twice: backward runs its second call again first."""
     found = []
@@ -374,8 +374,7 @@ def test_trap_8_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None
 # -- 22: frozen stages ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", ["0", "1", "2", "01", "12", "02"])
-@pytest.mark.parametrize("schedule", ONE_STAGE)
+@pytest.mark.parametrize(("schedule", "frozen"), representatives(3, ONE_STAGE, ["0", "1", "2", "01", "12", "02"]))
 def test_trap_22_frozen_stages(schedule: str, frozen: str) -> None:
     model, (x, y) = mlp(3), batch()
     for layer in frozen:

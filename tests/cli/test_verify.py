@@ -333,29 +333,30 @@ def test_file_does_not_hide_a_module_of_its_name(folder: Path) -> None:
         load("random.py:case")
 
 
+OPTIONS = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "3")
+
+
+@pytest.mark.long  # the next test shows it over another transport
 @pytest.mark.distributed
+@pytest.mark.usefixtures("one_thread")  # as each process has: with another number, sums come in another order
 def test_processes_give_the_report_that_one_process_gives() -> None:
-    options = ("cases.py:good", "--json", "--ranks", "2", "--microbatches", "3")
-    done = in_process(*options, "--transport", "distributed")
+    done = in_process(*OPTIONS, "--transport", "distributed")
     assert done.returncode == 0, done.stderr
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each of the processes has: with another number, sums come in another order
-    try:
-        assert json.loads(done.stdout) == json.loads(verify(*options).stdout)
-    finally:
-        torch.set_num_threads(threads)
+    assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("one_thread")
 def test_processes_talk_over_a_transport_of_ones_own(folder: Path) -> None:
     shutil.copy(EXAMPLE, folder / "sockets.py")
     with (folder / "sockets.py").open("a") as file:
         file.write(
             "\n\ndef make(endpoint):\n    print(f'made for rank {endpoint.rank}')\n    return Sockets(endpoint)\n"
         )
-    done = in_process("cases.py:good", "--ranks", "2", "--microbatches", "3", "--transport", "sockets.py:make")
+    done = in_process(*OPTIONS, "--transport", "sockets.py:make")
     assert done.returncode == 0, done.stderr
     assert all(f"made for rank {rank}" in done.stdout + done.stderr for rank in (0, 1))
+    assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
 
 
 def test_what_runs_again_is_said() -> None:

@@ -203,6 +203,14 @@ def refused(rank: int, case: str) -> str:
             model, (x,), y, loss = GPT(), task.args, task.target, token_error
         case "copies":
             options["schedule"] = "chimera"
+        case "narrow window":
+            options |= {"schedule": "dualpipe-v", "microbatches": 4, "unshard_window": 1}
+        case "nothing to gather":
+            options["unshard_window"] = 1
+
+            def shard(stage: nn.Module) -> None:
+                """Shards nothing."""
+
         case "another module":
             shard = nn.Sequential
         case "a part of the mesh":

@@ -64,9 +64,9 @@ LONG = pytest.mark.long
         pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
         pytest.param("kill", True, {"transport": "tcp"}, id="kill-own-every", marks=LONG),
         pytest.param("stop", True, {"schedule": "zb-h1"}, id="stop-split"),
-        pytest.param("raise", True, {"schedule": "zb-h1"}, id="raise-split"),
+        pytest.param("raise", True, {"schedule": "zb-h1"}, id="raise-split", marks=LONG),
         pytest.param("kill", True, {"replicas": 2}, id="kill-mesh"),
-        pytest.param("raise", True, {"replicas": 2}, id="raise-mesh"),
+        pytest.param("raise", True, {"replicas": 2}, id="raise-mesh", marks=LONG),
     ],
 )
 def test_trap_11_the_others_end_and_name_the_rank_that_fell(

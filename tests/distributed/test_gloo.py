@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import jobs
@@ -21,6 +21,8 @@ pytestmark = pytest.mark.distributed
 
 TRANSPORTS = ["auto", "distributed"]
 CLASSIC = ["naive", "gpipe", "1f1b"]
+SHORT = [(4, "tied_gpt_with_dropout", "1f1b"), (3, "skips", "gpipe"), (2, "llama", "naive"), (4, "in_place", "1f1b")]
+"""Each number of ranks, model and schedule, the hardest together."""
 
 
 @pytest.fixture(params=[2, 3, 4])
@@ -34,7 +36,10 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.mark.parametrize(
     ("ranks", "name", "schedule"),
-    representatives(4, [2, 3, 4], ["tied_gpt_with_dropout", "skips", "llama", "in_place"], CLASSIC),
+    [
+        pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+        for case in product([2, 3, 4], ["tied_gpt_with_dropout", "skips", "llama", "in_place"], CLASSIC)
+    ],
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
@@ -60,18 +65,19 @@ def test_every_schedule_gives_the_bits_of_one_device(
     assert reports[0][0], reports[0][1]
 
 
-@pytest.mark.parametrize("name", ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"])
-def test_bits_of_one_device_for_other_models(ranks4: Ranks, name: str) -> None:
-    for transport in TRANSPORTS:
-        for ok, summary, _ in ranks4.run(jobs.verify, name, {"microbatches": 3, "transport": transport}):
-            assert ok, summary
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    representatives(2, ["dicts_between_stages", "convnet", "frozen_first_stage", "dropout"], TRANSPORTS),
+)
+def test_bits_of_one_device_for_other_models(ranks4: Ranks, name: str, transport: str) -> None:
+    for ok, summary, _ in ranks4.run(jobs.verify, name, {"microbatches": 3, "transport": transport}):
+        assert ok, summary
 
 
-@pytest.mark.parametrize("chunks", [2, 3])
-def test_several_stages_a_rank(ranks2: Ranks, chunks: int) -> None:
-    for name in ("skips", "tied_gpt_with_dropout", "in_place"):
-        for ok, summary, _ in ranks2.run(jobs.verify, name, {"chunks": chunks, "schedule": "gpipe", "microbatches": 3}):
-            assert ok, summary
+@pytest.mark.parametrize(("name", "chunks"), representatives(2, ["skips", "tied_gpt_with_dropout", "in_place"], [2, 3]))
+def test_several_stages_a_rank(ranks2: Ranks, name: str, chunks: int) -> None:
+    for ok, summary, _ in ranks2.run(jobs.verify, name, {"chunks": chunks, "schedule": "gpipe", "microbatches": 3}):
+        assert ok, summary
 
 
 def test_a_rank_without_parameters(ranks3: Ranks) -> None:
@@ -110,9 +116,20 @@ def train_by_hand(
     return dict(model.named_parameters()), dict(model.named_buffers()), losses
 
 
+SHORT_TRAINED = [
+    ("mlp", "1f1b", "distributed"),
+    ("skips", "gpipe", "distributed"),
+    ("convnet", "naive", "auto"),
+    ("frozen_first_stage", "1f1b", "auto"),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "transport"),
-    representatives(3, ["mlp", "skips", "convnet", "frozen_first_stage"], CLASSIC, TRANSPORTS),
+    [
+        pytest.param(*case, marks=() if case in SHORT_TRAINED else pytest.mark.long)
+        for case in product(["mlp", "skips", "convnet", "frozen_first_stage"], CLASSIC, TRANSPORTS)
+    ],
 )
 def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: str, transport: str) -> None:
     options = {"schedule": schedule, "microbatches": 5, "transport": transport}

@@ -21,7 +21,7 @@ FOUR = {"schedule": "1f1b"}
 @pytest.mark.parametrize(
     ("clip", "options"),
     [
-        (None, {}),
+        pytest.param(None, {}, marks=pytest.mark.long),
         pytest.param(0.5, {}, marks=pytest.mark.long),
         pytest.param(None, {"recompute": "always"}, marks=pytest.mark.long),
         (0.5, {"recompute": {0: "always", 1: 1, 2: "except_last"}, "offload": {3: True}, "deferred_batch_norm": True}),

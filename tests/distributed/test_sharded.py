@@ -94,8 +94,11 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
         assert mine <= stage / 2 + 8
 
 
-def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
-    plain, half = run(ranks4, DP, "", dropout=0.0), run(ranks4, DP, "half_precision", dropout=0.0)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_mixed_precision_of_fsdp(ranks4: Ranks, schedule: str) -> None:
+    """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
+    options = {"schedule": schedule, "dropout": 0.0, "microbatches": 4}
+    plain, half = run(ranks4, DP, "", **options), run(ranks4, DP, "half_precision", **options)
     expected = together(plain, "gradients")
     for name, gradient in together(half, "gradients").items():
         assert close(gradient, expected[name], 0.1), name
@@ -137,6 +140,8 @@ def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
         ("copies", "works on one copy of each stage"),
         ("another module", "parallelize returned a Sequential for stage"),
         ("a part of the mesh", "the batch is divided along 'dp_replicate' as well"),
+        ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; give at least 2"),
+        ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
         ("no names", "over a mesh without mesh_dim_names"),
     ],
 )

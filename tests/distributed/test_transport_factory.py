@@ -136,6 +136,7 @@ def test_one_process_needs_no_transport() -> None:
         pipeline(mlp(), (x,), ranks=2, transport=3)
 
 
+@pytest.mark.long  # its transport is verified here, and in processes of a command in cli/test_verify.py
 def test_the_example_trains_as_one_process_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

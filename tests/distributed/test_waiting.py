@@ -21,6 +21,8 @@ SAID = {
     "groups-kill-1": "rank 1 was lost, .*: its process is gone",
     "ties-sleep-2": "equal tied parameters from rank 2",
     "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
+    "device-hang-1": r"the device of rank 1 runs 1F1 \(\d+ s so far; it has finished 1RECV_F1; the host waits for "
+    r"1SEND_F1 from rank 2\)",
     "closing-sleep-1": r"rank 0 has reached the end of its program, and has waited \d+ s for rank 1 to close the",
 }
 """By phase, how a rank falls, and its number: what the others say."""
@@ -54,7 +56,7 @@ def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
     for case in cases:
         assert (folder / f"{case}.fell").exists(), case
         victim = int(case.split("-")[2])
-        if "sleep" not in case:
+        if case.split("-")[1] not in ("sleep", "hang"):
             others = {rank: status for rank, status in statuses[case].items() if int(rank) != victim}
             assert set(others.values()) == {1}, (case, statuses[case])
     return {

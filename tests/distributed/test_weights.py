@@ -19,6 +19,7 @@ from penstock import checkpoint
 from penstock.cli import app
 from scaffolding.models import TRANSFORMERS
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import representatives
 
 pytestmark = pytest.mark.distributed
 
@@ -72,8 +73,9 @@ def test_a_checkpoint_becomes_the_same_file(ranks2: Ranks, tmp_path: Path) -> No
         assert said in done.output
 
 
-@pytest.mark.parametrize("how", ["import", "meta"])
-@pytest.mark.parametrize("what", ["new/model.safetensors", "checkpoints", "sharded"])
+@pytest.mark.parametrize(
+    ("what", "how"), representatives(2, ["new/model.safetensors", "checkpoints", "sharded"], ["import", "meta"])
+)
 def test_each_rank_reads_its_own(ranks2: Ranks, tmp_path: Path, how: str, what: str) -> None:
     held = export(None, tmp_path)
     if what == "sharded":

@@ -22,14 +22,16 @@ import penstock
 from penstock import checkpoint
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.processes import groups, rendezvous
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scaffolding import warm
+from scaffolding import stand_in, warm
 from scaffolding.forked import forked, log_of
+from scaffolding.tcp import sockets
 
 RANKS = 3
 LIMIT_SECONDS = 90.0
@@ -52,8 +54,25 @@ class Model(nn.Module):
         return x @ self.embed.weight.T
 
 
+def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
+    """The victim's device hangs in the second forward of the second step."""
+    stand_in.install()
+    calls = iter(range(9))
+    before(StageRunner, "forward", lambda: act() if next(calls) == 3 else None)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
+    options = {"loss": nn.functional.mse_loss, "microbatches": 2, "schedule": "gpipe", "transport": sockets}
+    pipe = penstock.pipeline(layers, (x,), devices=stand_in.DEVICE, **options)
+    for _ in range(2):
+        pipe.step(x, target=x)
+
+
 def fall(how: str, mark: Path) -> None:
     mark.touch()
+    if how == "hang":
+        stand_in.hang()
+        return
     if how == "raise":
         raise ValueError("the disk is\nfull")
     if how == "sleep":
@@ -142,7 +161,10 @@ def work(folder: Path, case: str, rank: int) -> None:
     phase, how, victim = case.split("-")
     build.Patience = rendezvous.Patience = partial(Patience, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
-    train(rank, phase, folder, case, act)
+    if phase == "device":
+        train_on_device(rank, folder, case, act)
+    else:
+        train(rank, phase, folder, case, act)
 
 
 def over(folder: Path, case: str, left: set[int]) -> bool:
@@ -151,7 +173,7 @@ def over(folder: Path, case: str, left: set[int]) -> bool:
     others = left - {int(victim)}
     if not others:
         return True
-    fell = how == "sleep" and (folder / f"{case}.fell").exists()
+    fell = how in ("sleep", "hang") and (folder / f"{case}.fell").exists()
     return fell and all("has waited" in log_of(folder, case, rank).read_text() for rank in others)
 
 

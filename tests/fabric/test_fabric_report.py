@@ -30,6 +30,7 @@ from penstock.fabric.views.plots import _apart, _percent, _timeline, draw
 from penstock.fabric.views.style import blank, look, seconds_axis
 from penstock.fabric.views.text import live, show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
+from scaffolding.representatives import representatives
 
 
 def shown(run: Run, width: int = 80) -> str:
@@ -409,8 +410,7 @@ def test_labels_of_sizes_do_not_overlap(sizes: list[int]):
     assert all(np.diff(np.log(kept)) >= whole / 11 * 0.999)
 
 
-@pytest.mark.parametrize("low", [3e-6, 1.04e-3, 9.4e-2])
-@pytest.mark.parametrize("span", [1.05, 1.3, 3, 12, 150, 4e4])
+@pytest.mark.parametrize(("low", "span"), representatives(3, [3e-6, 1.04e-3, 9.4e-2], [1.05, 1.3, 3, 12, 150, 4e4]))
 def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
     agg = pytest.importorskip("matplotlib.backends.backend_agg")
     with look():
@@ -467,7 +467,7 @@ def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
     assert "send" in " ".join(texts(drawn["busbw"]))
 
 
-@pytest.mark.parametrize("trials", [1, 2, 3])
+@pytest.mark.parametrize("trials", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_few_trials_are_drawn(trials: int):
     run = made_run(trials, hosts=2)
     assert len(draw(run, results(run))) == 5

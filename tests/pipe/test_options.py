@@ -147,6 +147,13 @@ class Turned(nn.Module):
         return self.layers(x.t()).t()
 
 
+def shows_unshard_window() -> None:
+    """What it does is seen by sharded stages: tests/distributed/test_windows.py."""
+    for wrong in (0, True, "all"):
+        refused(ArgumentError, f"unshard_window={wrong!r}: expected how many of a rank's stages", unshard_window=wrong)
+    refused(ArgumentError, "unshard_window=2: it is for stages that parallelize= applies", unshard_window=2)
+
+
 def one_rank_mesh() -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -192,6 +199,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "parallelize": shows_parallelize,
+    "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.

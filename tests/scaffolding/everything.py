@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import count
 from typing import Any
 
 import torch
@@ -57,9 +58,12 @@ def inputs_alive(layers: int, ranks: int, **options: Any) -> list[int]:
     model, (x, y) = nn.Sequential(*(Layer(norm=False) for _ in range(layers))), batch()
     inputs: list[tuple[int, StorageWeakRef]] = []
     found: list[list[int]] = []
+    forwards = count(1)
 
     def look(_module: nn.Module, args: Any, _output: Any) -> None:
         if isinstance(args[0], FakeTensor):  # during recording
+            return
+        if next(forwards) != 4:
             return
         gc.collect()
         alive = [number for number, ref in inputs if not ref.expired()]
@@ -73,4 +77,4 @@ def inputs_alive(layers: int, ranks: int, **options: Any) -> list[int]:
             model[number].linear.register_forward_pre_hook(follow(number))
         model[-1].register_forward_hook(look)
         pipe.step(x, target=y)
-    return found[3]
+    return found[0]

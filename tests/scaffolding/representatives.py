@@ -12,14 +12,15 @@ import pytest
 def representatives(one_in: int, *axes: Sequence[Any]) -> list[Any]:
     """The product of the axes, for `parametrize`. All cases are long, except those on every `one_in`-th diagonal.
 
-    Each value of each axis is in a case that is not long; if it is in several, the values of the other axes differ.
+    With 0 in place of `one_in`, all are. Otherwise each value of each axis is in a case that is not long; if it is in
+    several, the values of the other axes differ.
     Raises ValueError if there are too few values for that.
     """
     places = list(product(*map(range, map(len, axes))))
-    short = [place for place in places if sum(place) % one_in == 0]
+    short = [place for place in places if one_in and sum(place) % one_in == 0]
     for axis, values in enumerate(axes):
         missing = set(range(len(values))) - {place[axis] for place in short}
-        if missing:
+        if one_in and missing:
             raise ValueError(f"one in {one_in} leaves out {[values[index] for index in sorted(missing)]}")
     return [
         pytest.param(

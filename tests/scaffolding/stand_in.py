@@ -3,12 +3,14 @@ refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` 
 
 It counts whatever makes the host wait for a device: values that are read, tensors that are copied to the host, events.
 
-Operators compute at once. Copies that do not block are made as late as possible (`scaffolding.stand_in_streams`).
+Operators compute at once. Copies that do not block are made as late as possible, and the device may hang: see
+`scaffolding.stand_in_streams`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +24,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from penstock.runtime.exact import rules
 from scaffolding import stand_in_streams as streams
+from scaffolding.stand_in_streams import Event as Event
+from scaffolding.stand_in_streams import calls as calls
+from scaffolding.stand_in_streams import go_on as go_on
+from scaffolding.stand_in_streams import hang as hang
+from scaffolding.stand_in_streams import wait
 from scaffolding.stand_in_streams import waits as waits  # by operator; "to host" for copies of tensors
 
 DEVICE = "standin"
@@ -84,15 +91,15 @@ class StandIn(Tensor):
         if func is aten.copy_.default and streams.copies_later(*args, **kwargs):
             return args[0]
         if func in READS:
-            waits[str(func)] += 1
+            wait(str(func))
         target = torch.device(kwargs.get("device") or DEVICE)
         here = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
         plain_args, plain_kwargs = tree_map_only(StandIn, lambda t: t.values, (args, here))
         if func is aten.copy_.default and not isinstance(args[0], StandIn):
-            waits["to host"] += 1
+            wait("to host")
         made = func(*plain_args, **plain_kwargs)
         if target.type != DEVICE:
-            waits["to host"] += 1
+            wait("to host")
             return tree_map_only(Tensor, torch.clone, made)
         return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, StandIn, made))
 
@@ -103,8 +110,11 @@ class _Module(backend_registration._DummyBackendModule):
 
     def set_device(self, device: Any) -> None: ...
 
+    def device(self, device: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def synchronize(self, device: Any = None) -> None:
-        waits["device"] += 1
+        wait("device")
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]

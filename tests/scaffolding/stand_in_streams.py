@@ -4,6 +4,9 @@ A copy that does not block, to pinned memory or on a side stream, waits in its s
 that was recorded after it, or the default stream does. Until then what it writes to holds garbage. If by then what it
 reads is gone, another tensor may have got the memory, so it copies garbage. A tensor of one stream's memory may be used
 on another only if it was told so (`record_stream`), and a side stream copies only what it has waited for.
+
+The device does what it is given, unless it hangs: from then on no event that is recorded is ever complete, and whatever
+makes the host wait for the device waits. The host can go on to give it work.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ import torch
 from torch import Tensor
 
 waits: Counter[str] = Counter()
-"""How often the host has waited for the device."""
+"""How often the host has waited for the device, by what for."""
+
+calls: Counter[str] = Counter()
+"""How often events were made and used."""
 
 GARBAGE = 77
 """What is where nothing has been copied yet."""
@@ -37,7 +43,14 @@ _local = threading.local()
 
 
 class Stream(torch.Stream):
-    """Copies that were given and not made yet."""
+    """Copies that were given and not made yet.
+
+    Attributes:
+        going: set, unless the device hangs.
+    """
+
+    going = threading.Event()
+    going.set()
 
     def __new__(cls, device: Any = None) -> Stream:
         private_use = torch._C._autograd.DeviceType.PrivateUse1
@@ -61,7 +74,7 @@ class Stream(torch.Stream):
             self._due.popleft()()
 
     def synchronize(self) -> None:
-        waits["stream"] += 1
+        wait("stream")
         self.make()
 
     def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
@@ -81,29 +94,52 @@ class Stream(torch.Stream):
 DEFAULT = Stream()
 
 
+def hang() -> None:
+    """The device does none of the work that it is given from now on."""
+    Stream.going = threading.Event()
+
+
+def go_on() -> None:
+    """The device does all that it has been given."""
+    Stream.going.set()
+
+
+def wait(what: str) -> None:
+    """The host waits for the device."""
+    waits[what] += 1
+    Stream.going.wait()
+
+
 class Event:
-    """The moment at which a stream has made all copies that it was given before."""
+    """The moment at which the work given before is done, and the copies given to a stream are made."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        calls["Event"] += 1
+        self._timed = enable_timing
+        self._done = Stream.going
         self._stream, self._count, self._at = DEFAULT, 0, 0
 
     def record(self, stream: Stream | None = None) -> None:
+        calls["record"] += 1
         self._stream = current() if stream is None else stream
-        self._count, self._at = self._stream.given, perf_counter_ns()
+        self._done, self._count, self._at = Stream.going, self._stream.given, perf_counter_ns()
 
     def make(self) -> None:
         self._stream.make(self._count)
 
     def query(self) -> bool:
-        self.make()
-        return True
+        calls["query"] += 1
+        return self._done.is_set()
 
     def synchronize(self) -> None:
-        waits["event"] += 1
+        wait("event")
         self.make()
 
     def elapsed_time(self, later: Event) -> float:
         """In milliseconds."""
+        calls["elapsed_time"] += 1
+        assert self._timed, "made without enable_timing=True"
+        assert later._timed, "made without enable_timing=True"
         return (later._at - self._at) / 1e6
 
 

@@ -18,6 +18,7 @@ from penstock.schedule import (
     peak_activations,
     reduce_ties,
     split_backward,
+    summary,
 )
 from scaffolding.some_schedules import arbitrary, generated
 
@@ -170,6 +171,17 @@ def test_an_input_gradient_without_weight_gradient_is_reported() -> None:
 
 def test_a_message_inside_a_rank_is_reported() -> None:
     assert kinds(parse("0 0", 1, "0F0 0SEND_F0 1RECV_F0 1F0")) == {"misplaced"}
+
+
+def test_many_violations_are_summed_up() -> None:
+    order = generate("gpipe", 4, 8)
+    found = check(order.with_rows(row[::-1] for row in order.rows))
+    assert len(found) == 60
+    first = "rank 0 has 0B7 before 0F7, which it waits for"
+    assert summary(found, 1) == f"{first} (and 59 more)"
+    assert summary(found) == f"{first}; {found[1].text}; {found[2].text} (and 57 more)"
+    assert summary(found[:1]) == first
+    assert summary([]) == ""
 
 
 def test_a_deadlock_across_ranks_names_the_cycle() -> None:

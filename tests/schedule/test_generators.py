@@ -18,6 +18,7 @@ from penstock.schedule import Op, Schedule, check, generate, generator, generato
 from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
+from scaffolding.representatives import representatives
 from scaffolding.some_schedules import NAMES, generated
 
 GENERATORS = generators()
@@ -34,9 +35,9 @@ def test_every_generator_is_legal_and_exact(schedule: Schedule) -> None:
     assert found == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 16])
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 7, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches"), representatives(3, NAMES, [1, 2, 3, 5, 8, 16], [1, 2, 3, 7, 16, 33, 64])
+)
 def test_every_generator_is_legal_at_the_corners(name: str, ranks: int, microbatches: int) -> None:
     entry = generator(name)
     if (rule := entry.broken(Numbers(ranks, microbatches, entry.chunks, entry.slices))) is not None:
@@ -70,11 +71,11 @@ def test_memory_is_what_the_registry_says(entry: Any, p: int, m: int) -> None:
         assert max(held) == max(exact) if bound else held == exact
 
 
-@pytest.mark.parametrize("entry", GENERATORS, ids=lambda entry: entry.name)
-@pytest.mark.parametrize(("p", "m"), REGULAR)
-@pytest.mark.parametrize("costs", [(1, 1, 1), (8, 8, 5), (10, 9, 7)])
-def test_idle_time_is_what_the_registry_says(entry: Any, p: int, m: int, costs: tuple[int, int, int]) -> None:
-    f, i, w = costs
+@pytest.mark.parametrize(
+    ("name", "numbers", "costs"), representatives(3, NAMES, REGULAR, [(1, 1, 1), (8, 8, 5), (10, 9, 7)])
+)
+def test_idle_time_is_what_the_registry_says(name: str, numbers: tuple[int, int], costs: tuple[int, int, int]) -> None:
+    entry, (p, m), (f, i, w) = generator(name), numbers, costs
     idle = None if entry.idle is None else eval(entry.idle, values(entry, p, m, F=f, I=i, W=w))
     scale, share = 12, 12 // (entry.chunks * entry.slices)  # whole numbers for each chunk and slice
     timeline = simulate(generate(entry.name, p, m), StageCost(share * f, share * i, share * w))

@@ -412,3 +412,7 @@ def test_parameters_may_be_gathered_and_let_go_several_times_but_in_turns() -> N
     assert str(found) == "repeated: rank 0 has 0UNSHARD twice in succession; 0RESHARD must come in between"
     (found,) = check(stage("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD"))
     assert (found.rank, str(found.action), found.kind, found.fatal) == (0, "0RESHARD", "repeated", True)
+    for row in ("0UNSHARD 0F0 0RESHARD 0B0", "0F0 0UNSHARD 0B0 0RESHARD"):
+        (found,) = check(stage(row))
+        assert str(found.action) in str(found)
+        assert "while its parameters are not gathered; 0UNSHARD must come before" in str(found)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -103,6 +104,40 @@ def test_a_schedule_has_a_row_for_each_rank() -> None:
         Schedule("x", Placement.loop(2), 1, [[]])
     with pytest.raises(ArgumentError, match="one line"):
         Schedule("x\ny", Placement.loop(1), 1, [[]])
+
+
+ROW = Row.parse("0F0 0B0")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"rows": ["0F0 0B0"]}, r"row '0F0 0B0': expected actions; Row.parse reads a row from text"),
+        ({"rows": [["0F0", "0B0"]]}, r"action '0F0': expected an Action, .*; Row.parse reads a row from text"),
+        (
+            {"rows": "rank 0: 0F0 0B0"},
+            "rows='rank .*': expected one row .*; Schedule.parse reads a schedule",
+        ),
+        ({"rows": None}, "rows=None: expected one row of actions for each rank"),
+        ({"rows": [None]}, "row None: expected actions"),
+        ({"rows": list(ROW)}, r"row Action\(stage=0.*: expected actions"),
+        ({"rows": [[Action(0, "F", 0)]]}, r"action Action\(stage=0, op='F'.*: expected an Action"),
+        ({"rows": [[(0, "F", 0)]]}, r"action \(0, 'F', 0\): expected an Action, as in Action\(0, Op.F, 0\)"),
+        ({"rows": [[Action(0, Op.F, 1 << 40)]]}, "action .*1099511627776.*: expected an Action"),
+        ({"placement": 1}, r"placement=1: expected a Placement, as in Placement.loop\(4\)"),
+        ({"microbatches": "1"}, "microbatches='1': a schedule needs a whole number, at least 1"),
+        ({"microbatches": 1.0}, "microbatches=1.0: a schedule needs a whole number"),
+        ({"microbatches": 0}, "microbatches=0: a schedule needs a whole number"),
+        ({"slices": None}, "slices=None: a microbatch is cut into a whole number"),
+        ({"slices": 0}, "slices=0: a microbatch is cut into a whole number"),
+        ({"name": None}, "name=None: a schedule's name is one line of text"),
+    ],
+)
+def test_what_a_schedule_is_not_made_of_is_said(wrong: dict[str, Any], says: str) -> None:
+    right: dict[str, Any] = {"name": "x", "placement": Placement.loop(1), "microbatches": 1, "rows": [ROW]}
+    assert Schedule(**right).microbatches == 1
+    with pytest.raises(ArgumentError, match=says):
+        Schedule(**{**right, **wrong})
 
 
 def loaded_by(*modules: str) -> set[str]:

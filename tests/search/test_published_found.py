@@ -30,14 +30,15 @@ OPTIMA = [
 ]
 
 
-LONG = [(4, 5), (4, 6)]
-"""Ranks and limits of the rows that take long; there are others for as many ranks."""
+LONG = [(4, "v1", 5), (4, "v1", 6), (2, "V", 2), (2, "V", 3)]
+"""Ranks, placements and limits of the rows that take long; others have as many ranks, or the same placement."""
 
 
 def is_long(row: dict[str, Any], objective: str) -> bool:
     """Of the others, each is asked for one of the two, in turn; without a span, for the makespan."""
     turn = ("makespan", "span")[row["memory_limit"] % 2]
-    return (row["ranks"], row["memory_limit"]) in LONG or (row["span"] is not None and objective != turn)
+    key = (row["ranks"], row["placement"], row["memory_limit"])
+    return key in LONG or (row["span"] is not None and objective != turn)
 
 
 @pytest.mark.parametrize(

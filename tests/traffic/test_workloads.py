@@ -18,6 +18,7 @@ from penstock.fabric.workload import Workload
 from penstock.schedule import Op, generate
 from penstock.traffic import DDP_BUCKET_BYTES, from_model, layers, pipeline
 from scaffolding import models
+from scaffolding.representatives import representatives
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe"]
 
@@ -256,15 +257,13 @@ def test_stages_are_averaged_in_buckets():
     assert sizes == [4 * 56, 4 * 56]  # a weight of 196 bytes and its bias of 28, twice
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("microbatches", [4, 6])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "microbatches", "replicas"), representatives(3, SCHEDULES, [4, 6], [1, 2]))
 def test_each_rank_finds_its_transfers_in_the_order_of_its_row(name, microbatches, replicas):
     case = models.gpt()
     order = generate(name, 2, microbatches)
     workload = of(case, hosts=2 * replicas, ranks=2, traffic="pipeline", schedule=order)
     recorded = layers.record(case.model, case.args, case.kwargs, order.placement.depth)
-    row_of = pipeline.lowered(pipeline.Job(recorded.partition, order, 2 * replicas, False, DDP_BUCKET_BYTES)).rows
+    row_of = pipeline.lowered(pipeline.Pipelines(recorded.partition, order, 2 * replicas, False, DDP_BUCKET_BYTES)).rows
     place = {t.name: number for number, t in enumerate(workload.transfers)}
     for replica in range(replicas):
         suffix = f" of replica {replica}" if replicas > 1 else ""
@@ -333,9 +332,13 @@ def test_a_bucket_is_sent_when_its_last_gradient_is_there():
 
 
 @pytest.mark.parametrize(
-    "options", [{"hosts": 2}, {"hosts": 2, "sharded": True}, {"hosts": 2, "ranks": 2, "traffic": "pipeline"}]
+    ("name", "options"),
+    representatives(
+        3,
+        ["convnet", "gpt", "in_place", "dicts"],
+        [{"hosts": 2}, {"hosts": 2, "sharded": True}, {"hosts": 2, "ranks": 2, "traffic": "pipeline"}],
+    ),
 )
-@pytest.mark.parametrize("name", ["convnet", "gpt", "in_place", "dicts"])
 def test_measured_seconds(name, options):
     case = models.CASES[name]()
     before = copy.deepcopy(case.model.state_dict())

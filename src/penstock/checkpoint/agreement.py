@@ -31,7 +31,7 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
     """
     with pipe.session.working(OWN_PART):
         future = attempt(act)
-    for said in pipe.gather(_said(future.exception(), pipe.world.name)):
+    for said in pipe.gather(_said(future.exception(), pipe.world.number)):
         if said is not None:
             is_argument, text = said
             error = ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")

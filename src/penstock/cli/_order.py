@@ -22,6 +22,7 @@ from penstock.schedule import (
     generate,
     generator,
     generators,
+    summary,
 )
 from penstock.schedule.generators import Numbers
 
@@ -152,8 +153,7 @@ def read(path: Path) -> Schedule:
         raise ScheduleError(f"{path}: {error}") from None
     wrong = [violation for violation in check(schedule) if violation.fatal]
     if wrong:
-        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        raise ScheduleError(f"{path} holds no legal schedule: {wrong[0]}{more}")
+        raise ScheduleError(f"{path} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
     return schedule
 
 

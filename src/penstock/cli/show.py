@@ -66,14 +66,8 @@ def show(
     width = console.width if width is None else width
     _check(schedule, width, zoom, has_costs=has_costs)
     if has_costs:
-        known = costs.read()
-        timeline = Outcome.of(schedule, known).timeline
-        picture = proportional(schedule, timeline, width, zoom or 1, palette)
-        whole = format_of([timeline.makespan_seconds])(timeline.makespan_seconds)
-        assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
-        each = chunks(schedule)
-        whose = f"Costs are per stage; a rank has {each} stages.\n" if each > 1 and known.are_alike else ""
-        note = f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
+        outcome = Outcome.of(schedule, costs.read())
+        picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")
@@ -81,6 +75,16 @@ def show(
     console.print(legend(schedule, palette, fills=has_costs))
     if note:
         console.print(note, style="dim")
+
+
+def _note(schedule: Schedule, outcome: Outcome) -> str:
+    """What is said of the costs of a timeline, and how long the whole takes."""
+    known, makespan_seconds = outcome.costs, outcome.timeline.makespan_seconds
+    whole = format_of([makespan_seconds])(makespan_seconds)
+    assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
+    each = chunks(schedule)
+    whose = f"Costs are per stage; a rank has {each} stages.\n" if each > 1 and known.are_alike else ""
+    return f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
 
 
 def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool) -> None:

@@ -149,16 +149,11 @@ def verify(
         transport=None if transport in (None, "local", "distributed") else transport,
     )
     _choice(case.transport)  # raises before any process starts
-    alone = transport == "local" or (transport is None and replicas == 1)
-    if replicas < 1 or (alone and replicas > 1):
-        raise ArgumentError(
-            f"--replicas {replicas}: "
-            + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
-        )
+    in_one_process = _is_local(transport, replicas)
     count = MICROBATCHES if microbatches is None else microbatches
     generate(schedule, ranks, count, chunks)  # raises before anything is loaded
     try:
-        report = prove(case) if alone else prove_distributed(case)
+        report = prove(case) if in_one_process else prove_distributed(case)
     except KeyboardInterrupt:
         print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
         raise typer.Exit(128 + signal.SIGINT) from None
@@ -168,6 +163,17 @@ def verify(
         show(report, Console(highlight=False), show_all=show_all)
     if not report["ok"]:
         raise VerificationError(report["summary"])
+
+
+def _is_local(transport: str | None, replicas: int) -> bool:
+    """Whether one process drives all ranks. Raises ArgumentError if it cannot."""
+    local = transport == "local" or (transport is None and replicas == 1)
+    if replicas < 1 or (local and replicas > 1):
+        raise ArgumentError(
+            f"--replicas {replicas}: "
+            + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
+        )
+    return local
 
 
 def prove(case: Case) -> dict[str, Any]:

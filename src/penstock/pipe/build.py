@@ -69,6 +69,7 @@ def pipeline(
     transport: TransportChoice = "auto",
     materialize: Materialize | None = None,
     parallelize: Parallelize | None = None,
+    unshard_window: int | None = None,
     seed: int | None = None,
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
@@ -127,6 +128,9 @@ def pipeline(
             None: its `reset_parameters()`.
         parallelize: called with each of this process's stages, a module that holds the model's own modules under their
             names, to shard it in place: `fully_shard` over `mesh["dp"]`, `parallelize_module` over `mesh["tp"]`.
+        unshard_window: how many of a rank's stages that `fully_shard` was applied to are gathered at once: each is
+            gathered one action before it is needed, and freed when another takes its place. None: all, each from its
+            first action to its last.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
             "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
@@ -168,6 +172,7 @@ def pipeline(
         transport=transport,
         materialize=materialize,
         parallelize=parallelize,
+        unshard_window=unshard_window,
         seed=seed,
         recompute=recompute,
         offload=offload,

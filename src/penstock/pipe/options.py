@@ -51,6 +51,7 @@ class Options:
     transport: TransportChoice = "auto"
     materialize: Materialize | None = None
     parallelize: Parallelize | None = None
+    unshard_window: int | None = None
     seed: int | None = None
     recompute: RecomputeChoice = "never"
     offload: OffloadChoice = False
@@ -89,11 +90,22 @@ class Options:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
             raise ArgumentError(f"seed={self.seed!r}: expected a whole number, or None")
+        window = self.unshard_window
+        if not (window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)):
+            raise ArgumentError(
+                f"unshard_window={window!r}: expected how many of a rank's stages may be gathered at "
+                "once, 1 or more, or None"
+            )
         for name in ("lost_after", "group_timeout"):
             if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
 
     def _check_together(self) -> None:
+        if self.unshard_window is not None and self.parallelize is None:
+            raise ArgumentError(
+                f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
+                "give parallelize= too, or leave it out"
+            )
         if arguments_of(self.compile) is not None and self.check_finite:
             raise ArgumentError(
                 "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "

@@ -20,7 +20,7 @@ from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.step.outputs import Wanted
-from penstock.schedule import check
+from penstock.schedule import check, summary
 from penstock.stages import StageMeta
 from penstock.words import counted
 
@@ -192,14 +192,15 @@ class Pipeline:
     def notes(self) -> tuple[str, ...]:
         """Notes from the recording, what runs again in backward, what schedule, compile and offload cost, and a staged
         transport."""
-        inexact = [violation.text for violation in check(self.schedule) if not violation.fatal]
+        inexact = [violation for violation in check(self.schedule) if not violation.fatal]
+        order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
         compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         moved = per_stage.notes(offload_by_stage(options.offload, order.placement.depth), order)
-        return (*partition.notes, *inexact, *compiling, *again, *moved, *self.session.engine.notes)
+        return (*partition.notes, *order_notes, *compiling, *again, *moved, *self.session.engine.notes)
 
     @property
     def split_share(self) -> dict[int, float]:

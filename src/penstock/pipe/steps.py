@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.errors import ArgumentError
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import SharedLoss, StepResult
@@ -33,7 +33,7 @@ from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.schedule import Schedule, first_microbatches
-from penstock.schedule.lowering import lower_evaluation, lower_training
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
 
@@ -66,7 +66,9 @@ class Steps:
         self._options = options
         self._norms = norms
         with engine.control.agreed():
-            self._of_training = _of_training(options, order.placement.depth)
+            self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
+            self._offload = offload_by_stage(options.offload, order.placement.depth)
+            self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -208,25 +210,27 @@ class Steps:
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         metas = [stage.meta for stage in partitions[0].stages]
+        like = self._order if self.world.data_parallel > 1 else None
         with self._engine.agreed_at_first():
             if training:
-                like = self._order if self.world.data_parallel > 1 else None
                 ties = [group.stages for group in split.tie_groups]
-                order = lower_training(order, metas, ties, split.sharded_stages, like)
+                order = lower_training(order, metas, ties, self._sharded, like)
                 if self._norms is not None:
                     refuse_unseen(partitions[0], split.model)
             else:
-                order = lower_evaluation(order, metas, split.sharded_stages)
+                order = lower_evaluation(order, metas, self._sharded, like)
             binding = Binding(
                 partitions,
                 order,
                 self._loss,
                 training,
+                recompute=self._recompute,
+                offload=self._offload,
+                norms=self._norms if training else None,
                 sharded=split.sharded,
                 compile=arguments_of(self._options.compile),
+                check_finite=self._options.check_finite,
             )
-            if training:
-                binding = replace(binding, norms=self._norms, **self._of_training)
         return self._engine.bind(binding)
 
     def _ranks_of(self, end: Callable[[int], bool]) -> set[int]:
@@ -356,13 +360,14 @@ class Steps:
         return shared
 
 
-def _of_training(options: Options, stages: int) -> dict[str, Any]:
-    """The user's choices for stages whose backward runs, by the names of `Binding`. Raises ArgumentError."""
-    return {
-        "recompute": recompute_by_stage(options.recompute, stages, RECOMPUTE),
-        "offload": offload_by_stage(options.offload, stages),
-        "check_finite": options.check_finite,
-    }
+def _sharded(split: SplitModel, options: Options) -> Sharded:
+    """The sharded stages, as the user wants them gathered. Raises ArgumentError if there are none to gather."""
+    if options.unshard_window is not None and not split.sharded_stages:
+        raise ArgumentError(
+            f"unshard_window={options.unshard_window}: parallelize= applied fully_shard to no stage; leave "
+            "unshard_window out, or shard the stages"
+        )
+    return Sharded(split.sharded_stages, options.unshard_window)
 
 
 def _has_target(target: Any, divided: Sequence[Microbatch] | None) -> bool:

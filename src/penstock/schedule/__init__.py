@@ -1,7 +1,7 @@
 """What runs where, and in which order. Pure values and functions; standard library only."""
 
 from penstock.schedule.action import Action, Op, Overlap
-from penstock.schedule.check import Violation, check, peak_activations
+from penstock.schedule.check import Violation, check, peak_activations, summary
 from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
@@ -9,7 +9,6 @@ from penstock.schedule.generators import CHUNKS, MICROBATCHES, Generator, genera
 from penstock.schedule.grid import grid
 from penstock.schedule.order import linearize
 from penstock.schedule.passes import (
-    add_sharding,
     drop_backward,
     drop_communication,
     first_microbatches,
@@ -18,11 +17,11 @@ from penstock.schedule.passes import (
     reduce_replicas,
     reduce_ties,
     split_backward,
-    whole_last_backward,
 )
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.sharding import add_sharding, whole_last_backward
 
 __all__ = [
     "CHUNKS",
@@ -58,6 +57,7 @@ __all__ = [
     "reduce_ties",
     "split_backward",
     "stages_with_backward",
+    "summary",
     "to_csv",
     "whole_last_backward",
     "write_csv",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import graphlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.schedule.action import OPS, Action, Op
@@ -85,6 +85,15 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
     return found
 
 
+def summary(violations: Sequence[Violation], most: int = 3) -> str:
+    """The texts of the first few, then how many more there are; empty if there are none.
+
+    A single slip in a schedule may be wrong once for each microbatch.
+    """
+    more = f" (and {len(violations) - most} more)" if len(violations) > most else ""
+    return "; ".join(violation.text for violation in violations[:most]) + more
+
+
 def peak_activations(schedule: Schedule) -> list[int]:
     """For each rank, the most activations that it holds at once.
 
@@ -150,11 +159,12 @@ def _repeated(dependencies: Dependencies) -> Iterator[Violation]:
 
 
 def _sharding(schedule: Schedule) -> Iterator[Violation]:
-    """Stages whose parameters are gathered, or released, twice in a row: the two must alternate."""
+    """Stages whose parameters are gathered, or freed, twice in a row, or that compute while they are not gathered."""
     codes = {op.code for op in _SHARDING}
     for rank, row in enumerate(schedule.rows):
         if codes.isdisjoint(row.op):
             continue
+        sharded = {stage for stage, op in zip(row.stage, row.op, strict=True) if op in codes}
         latest: dict[int, Op] = {}
         for action in row:
             if action.op in _SHARDING:
@@ -163,6 +173,10 @@ def _sharding(schedule: Schedule) -> Iterator[Violation]:
                     text = f"rank {rank} has {action} twice in succession; {between} must come in between"
                     yield Violation(rank, action, "repeated", text)
                 latest[action.stage] = action.op
+            elif action.op.is_compute and action.stage in sharded and latest.get(action.stage) is not Op.UNSHARD:
+                gather = Action(action.stage, Op.UNSHARD)
+                text = f"rank {rank} has {action} while its parameters are not gathered; {gather} must come before"
+                yield Violation(rank, action, "order", text)
 
 
 def _missing(schedule: Schedule, dependencies: Dependencies) -> Iterator[Violation]:

@@ -117,7 +117,7 @@ def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Sche
         text: one line per rank.
         name: the schedule's name.
         drop: ops to leave out, none of them a computation. Torch's own `compute_comms` has `UNSHARD` and `RESHARD`,
-            which mean nothing without sharded stages; if a stage has several of them, `check` reports them as repeated.
+            which mean nothing without sharded stages; a pipeline places its own.
 
     Raises:
         ScheduleError: it is not a schedule; names row and column, counted from 1, and the cell's text.

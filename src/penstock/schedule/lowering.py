@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     MICROBATCHES,
-    Action,
     Op,
-    Overlap,
     Schedule,
     add_communication,
     add_sharding,
     check,
     drop_backward,
-    drop_communication,
+    first_microbatches,
     forward_only,
     generate,
     reduce_replicas,
     reduce_ties,
     stages_with_backward,
+    summary,
     whole_last_backward,
 )
 from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
 from penstock.words import counted
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """The stages that `fully_shard` was applied to, and how many of a rank's may be gathered at once (None: all)."""
+
+    stages: Set[int] = frozenset()
+    window: int | None = None
+
+    def gathering(self, order: Schedule, like: Schedule | None, kept: Callable[[Schedule], Schedule]) -> Schedule:
+        """The computations that are `kept` of the order, with gathers, which `like`'s order determines.
+
+        A stage is gathered as often as `like` says, and reduces its gradients in the same place between gathers: its
+        last backward is that of the same microbatch. So replicas with fewer microbatches do the same collectives in
+        the same order.
+        """
+
+        def gathered(schedule: Schedule) -> Schedule:
+            return add_sharding(kept(whole_last_backward(schedule, self.stages)), self.stages, self.window)
+
+        if like is None or self.window is None or like.microbatches == order.microbatches:
+            return gathered(order)
+        full = gathered(like)
+        return first_microbatches(full, order.microbatches, self._last_reduced(full))
+
+    def _last_reduced(self, schedule: Schedule) -> set[int]:
+        """The microbatches in whose backward a stage reduces its gradients."""
+        last = {a.stage: a.microbatch for row in schedule.rows for a in row if a.op is Op.B and a.stage in self.stages}
+        return {number for number in last.values() if number is not None}
+
+
+UNSHARDED = Sharded()
+"""For stages of which each replica holds the whole."""
 
 
 def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chunks: int | None) -> Schedule:
@@ -63,20 +96,15 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
 
 
 def _compute_only(schedule: Schedule) -> Schedule:
-    """The schedule without what is added for a model: messages and the reductions of ties."""
-    order = drop_communication(schedule)
-    return order.with_rows([[item for item in row.items() if not _reduces(item)] for row in order.rows])
-
-
-def _reduces(item: Action | Overlap) -> bool:
-    return isinstance(item, Action) and item.op is Op.REDUCE_GRAD
+    """The schedule without what is added for a model: messages, reductions, and gathers of sharded parameters."""
+    return schedule.with_rows([[item for item in row.items() if item.parts[0].op.is_compute] for row in schedule.rows])
 
 
 def lower_training(
     order: Schedule,
     metas: Sequence[StageMeta],
     ties: Sequence[Sequence[int]],
-    sharded: Set[int],
+    sharded: Sharded,
     replicas_like: Schedule | None,
 ) -> Schedule:
     """The schedule of a training step.
@@ -86,26 +114,30 @@ def lower_training(
         metas: of all stages.
         ties: the stages of each group of tied parameters.
         sharded: the stages that `fully_shard` was applied to.
-        replicas_like: the schedule in whose order replicas reduce; None: there are no replicas.
+        replicas_like: the schedule in whose order replicas reduce and gather, of which `order` is the first
+            microbatches; None: there are no replicas.
 
     Raises:
+        ArgumentError: the window of `sharded` is too narrow for what the schedule runs at once.
         ScheduleError: it is illegal, or has no backward for a stage that must be trained.
     """
-    order = whole_last_backward(order, sharded)
-    order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
+    idle = [meta.index for meta in metas if not needs_backward(meta)]
+    order = sharded.gathering(order, replicas_like, lambda each: drop_backward(each, idle))
     order = add_communication(order, forward_links(metas), backward_links(metas))
     order = reduce_ties(order, ties)
     if replicas_like is not None:
         order = reduce_replicas(order, {meta.index for meta in metas if meta.trainable}, replicas_like)
     _refuse_untrained(order, metas)
-    order = add_sharding(order, sharded)
     refuse_illegal(order)
     return order
 
 
-def lower_evaluation(order: Schedule, metas: Sequence[StageMeta], sharded: Set[int]) -> Schedule:
-    """The schedule of an evaluation: forwards only. Raises ScheduleError if it is illegal."""
-    order = add_sharding(add_communication(forward_only(order), forward_links(metas), ()), sharded)
+def lower_evaluation(
+    order: Schedule, metas: Sequence[StageMeta], sharded: Sharded, replicas_like: Schedule | None
+) -> Schedule:
+    """The schedule of an evaluation: forwards only. Arguments and errors as for `lower_training`."""
+    order = sharded.gathering(order, replicas_like, forward_only)
+    order = add_communication(order, forward_links(metas), ())
     refuse_illegal(order)
     return order
 
@@ -124,4 +156,4 @@ def refuse_illegal(order: Schedule) -> None:
     """Raises ScheduleError for a schedule that cannot be run."""
     wrong = [violation for violation in check(order) if violation.fatal]
     if wrong:
-        raise ScheduleError(f"schedule {order.name!r} cannot be run: " + "; ".join(v.text for v in wrong[:3]))
+        raise ScheduleError(f"schedule {order.name!r} cannot be run: {summary(wrong)}")

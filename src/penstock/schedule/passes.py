@@ -1,6 +1,6 @@
-"""Passes over schedules: split or merge backwards, leave some out, reduce gradients, gather sharded parameters.
+"""Passes over schedules: split or merge backwards, leave some out, reduce gradients.
 
-`add_communication` has its own file, `communication.py`.
+Two have files of their own: `communication.py` adds messages, `sharding.py` gathers sharded parameters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def drop_backward(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return _replace(schedule, keep)
 
 
-def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+def first_microbatches(schedule: Schedule, microbatches: int, ends: Set[int] = frozenset()) -> Schedule:
     """The schedule for a smaller batch: only its first microbatches, in the same order, renumbered.
 
     Nothing waits for what is left out, so a legal schedule stays legal, and within its memory. If there are several
@@ -71,26 +71,36 @@ def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
     Args:
         schedule: without messages.
         microbatches: how many to keep; at most all, at least one for each pipeline.
+        ends: microbatches to keep in any case, rather than the last of the first ones.
 
     Raises:
         ArgumentError: there are fewer microbatches, or too few would be kept.
     """
-    if not schedule.placement.pipelines <= microbatches <= schedule.microbatches:
+    placement, slices = schedule.placement, schedule.slices
+    if not placement.pipelines <= microbatches <= schedule.microbatches:
         raise ArgumentError(
             f"microbatches={microbatches}: schedule {schedule.name!r} has {schedule.microbatches}, of which at least "
-            f"{schedule.placement.pipelines} must stay"
+            f"{placement.pipelines} must stay"
         )
-    made = Schedule(schedule.name, schedule.placement, microbatches, [()] * schedule.ranks, schedule.slices)
-    numbers = [(schedule.numbers_on(stage), made.numbers_on(stage)) for stage in range(schedule.stages)]
+    numbers: dict[int, int] = {}
+    for stage in range(0, placement.stages, placement.depth):
+        before, after = (placement.microbatches_of(stage, count) for count in (schedule.microbatches, microbatches))
+        others = [number for number in before if number not in ends]
+        kept = [*others[: max(0, len(after) - len(before) + len(others))], *(ends & set(before))]
+        if len(kept) > len(after):
+            raise ArgumentError(
+                f"microbatches={microbatches}: {len(kept)} must stay of schedule {schedule.name!r}: {sorted(kept)}"
+            )
+        numbers.update(zip(sorted(kept), after, strict=True))
 
     def renumbered(action: Action) -> tuple[Action, ...]:
         if action.microbatch is None or action.op is Op.REDUCE_GRAD:  # its number is that of a group
             return (action,)
-        before, after = numbers[action.stage]
-        number = action.microbatch - before.start
-        return (replace(action, microbatch=after[number]),) if number < len(after) else ()
+        number, piece = divmod(action.microbatch, slices)
+        return (replace(action, microbatch=numbers[number] * slices + piece),) if number in numbers else ()
 
-    return made.with_rows(_replace(schedule, renumbered).rows)
+    rows = _replace(schedule, renumbered).rows
+    return Schedule(schedule.name, placement, microbatches, rows, slices)
 
 
 def reduce_ties(schedule: Schedule, groups: Sequence[Sequence[int]]) -> Schedule:
@@ -158,55 +168,6 @@ def _last_weight_gradients(row: Row) -> dict[int, int]:
     """For each stage, the index of its last B or W among the row's items."""
     items = enumerate(row.items())
     return {part.stage: index for index, item in items for part in item.parts if part.op in (Op.B, Op.W)}
-
-
-def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Makes the last backward of each of these stages whole, after all the stage's other weight gradients.
-
-    For stages whose gradients are reduced within their last backward (`fully_shard`).
-    """
-
-    def changed(row: Row) -> Iterable[Action | Overlap]:
-        items = list(row.items())
-        for stage in stages:
-            ends = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
-            whole = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
-            if ends and (not whole or ends[-1] > whole[-1]):
-                items = _ending_whole(items, stage, ends[-1])
-        return items
-
-    return schedule.with_rows([changed(row) for row in schedule.rows])
-
-
-def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
-    """The items with the stage's I at `last` made whole; the Ws that followed, except its own, move before it."""
-    (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
-    waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
-    whole = Action(stage, Op.B, number)
-    item = items[last]
-    end = Overlap(item.forward, whole) if isinstance(item, Overlap) else whole
-    before = [w for w in waiting if w.microbatch != number]
-    return [*items[:last], *before, end, *(i for i in items[last + 1 :] if i not in waiting)]
-
-
-def add_sharding(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Adds `UNSHARD` before the first computation of each of these stages, and `RESHARD` after its last action.
-
-    Messages are ignored for `UNSHARD`: how far ahead they are posted depends on the number of microbatches, and
-    replicas must gather in the same order though one may have fewer.
-    """
-
-    def changed(row: Row) -> Iterator[Action | Overlap]:
-        items = list(row.items())
-        parts = [(i, part) for i, item in enumerate(items) for part in item.parts if part.stage in stages]
-        first = {part.stage: i for i, part in reversed(parts) if part.op.is_compute}
-        last = {part.stage: i for i, part in parts if part.stage in first}
-        for index, item in enumerate(items):
-            yield from (Action(s, Op.UNSHARD) for s in sorted(first) if first[s] == index)
-            yield item
-            yield from (Action(s, Op.RESHARD) for s in sorted(last) if last[s] == index)
-
-    return schedule.with_rows([changed(row) for row in schedule.rows])
 
 
 def _with_reductions(row: Row, groups: dict[int, list[int]]) -> list[Action | Overlap]:

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
+from penstock.errors import ArgumentError
 from penstock.schedule.action import OPS, Action, Op, Overlap, parse_item
 
 _NONE = -1
@@ -20,6 +21,9 @@ class Row(Sequence[Action]):
     Attributes:
         stage, op, microbatch, peer: one entry per action; -1 stands for None, and `op` holds `Op.code`.
         joined: 1 if an action overlaps with the next one.
+
+    Raises:
+        ArgumentError: something is not an action.
     """
 
     __slots__ = ("joined", "microbatch", "op", "peer", "stage")
@@ -27,13 +31,18 @@ class Row(Sequence[Action]):
     def __init__(self, items: Iterable[Action | Overlap] = ()) -> None:
         self.stage, self.op = array("i"), array("b")
         self.microbatch, self.peer, self.joined = array("i"), array("i"), array("b")
+        if not is_list(items):
+            raise _not_a("row", items, "actions")
         for item in items:
-            for part in item.parts:
-                self.stage.append(part.stage)
-                self.op.append(part.op.code)
-                self.microbatch.append(_NONE if part.microbatch is None else part.microbatch)
-                self.peer.append(_NONE if part.peer is None else part.peer)
-                self.joined.append(isinstance(item, Overlap) and part is item.parts[0])
+            try:
+                for part in item.parts:
+                    self.stage.append(part.stage)
+                    self.op.append(part.op.code)
+                    self.microbatch.append(_NONE if part.microbatch is None else part.microbatch)
+                    self.peer.append(_NONE if part.peer is None else part.peer)
+                    self.joined.append(isinstance(item, Overlap) and part is item.parts[0])
+            except (AttributeError, TypeError, OverflowError):
+                raise _not_a("action", item, "an Action, as in Action(0, Op.F, 0), or an Overlap of two") from None
 
     def items(self) -> Iterator[Action | Overlap]:
         """The actions, with two that overlap as one `Overlap`. `Row(row.items()) == row`."""
@@ -124,3 +133,13 @@ class Row(Sequence[Action]):
     def parse(cls, text: str) -> Row:
         """The row that `str` wrote: items separated by spaces. Raises ScheduleError."""
         return cls(map(parse_item, text.split()))
+
+
+def is_list(given: object) -> bool:
+    """Whether something has items; text does not count."""
+    return isinstance(given, Iterable) and not isinstance(given, str)
+
+
+def _not_a(kind: str, given: object, expected: str) -> ArgumentError:
+    text = "; Row.parse reads a row from text, as in Row.parse('0F0 0B0')" if isinstance(given, str) else ""
+    return ArgumentError(f"{kind} {given!r:.80}: expected {expected}{text}")

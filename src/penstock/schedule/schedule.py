@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
+from typing import SupportsIndex
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Overlap
 from penstock.schedule.placement import Placement
-from penstock.schedule.row import Row
+from penstock.schedule.row import Row, is_list
 
 _HEADER = re.compile(r"(.+): ([0-9]+) microbatch(?:es)?(?: of ([0-9]+) slices)?, stages on ranks ([0-9 |]+)")
 _ROW = re.compile(r"rank ([0-9]+):(.*)")
@@ -32,7 +34,7 @@ class Schedule:
             slice j of microbatch k has number k * slices + j.
 
     Raises:
-        ArgumentError: not one row for each rank, no microbatch, no slice, or a name that is not one line.
+        ArgumentError: not one row of actions for each rank, no microbatch, no slice, or a name that is not one line.
     """
 
     name: str
@@ -49,15 +51,20 @@ class Schedule:
         rows: Iterable[Iterable[Action | Overlap]],
         slices: int = 1,
     ) -> None:
+        if not isinstance(placement, Placement):
+            raise ArgumentError(f"placement={placement!r}: expected a Placement, as in Placement.loop(4)")
+        if not is_list(rows):
+            hint = "Schedule.parse reads a schedule from text"
+            raise ArgumentError(f"rows={rows!r:.80}: expected one row of actions for each rank; {hint}")
         made = tuple(row if isinstance(row, Row) else Row(row) for row in rows)
         if len(made) != placement.ranks:
             raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; give one row of actions for each rank")
-        if microbatches < 1:
-            raise ArgumentError(f"microbatches={microbatches}: a schedule needs at least 1")
-        if slices < 1:
-            raise ArgumentError(f"slices={slices}: a microbatch is cut into at least 1")
-        if len(name.splitlines()) != 1:
-            raise ArgumentError(f"name={name!r}: a schedule's name is one line")
+        if not isinstance(microbatches, SupportsIndex) or index(microbatches) < 1:
+            raise ArgumentError(f"microbatches={microbatches!r}: a schedule needs a whole number, at least 1")
+        if not isinstance(slices, SupportsIndex) or index(slices) < 1:
+            raise ArgumentError(f"slices={slices!r}: a microbatch is cut into a whole number, at least 1")
+        if not isinstance(name, str) or len(name.splitlines()) != 1:
+            raise ArgumentError(f"name={name!r}: a schedule's name is one line of text")
         for field, value in zip(self.__slots__, (name, placement, microbatches, made, slices), strict=True):
             object.__setattr__(self, field, value)
 

@@ -106,9 +106,9 @@ def from_model(
     options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
     if traffic == "pipeline":
-        job = pipeline.Job(recorded.partition, order, hosts, sharded, bucket_bytes or DDP_BUCKET_BYTES)
+        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, bucket_bytes or DDP_BUCKET_BYTES)
         seconds = _stage_seconds(compute, whole, args, kwargs or {}, order.placement.depth, options)
-        made, after = pipeline.transfers(job, seconds)
+        made, after = pipeline.transfers(pipelines, seconds)
     else:
         replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes)
         made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0

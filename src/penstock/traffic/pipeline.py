@@ -20,7 +20,7 @@ from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
-from penstock.schedule.lowering import lower_training
+from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
 from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward_links, shifted, ties, ties_across_ranks
 from penstock.traffic.layers import bytes_of, sharded_bytes, type_name
@@ -30,7 +30,7 @@ Seconds = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Job:
+class Pipelines:
     """A pipeline and its replicas.
 
     Attributes:
@@ -70,25 +70,26 @@ class Job:
         return tuple(range(rank, self.hosts, self.ranks))
 
 
-def lowered(job: Job) -> Schedule:
+def lowered(pipelines: Pipelines) -> Schedule:
     """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
-    sharded = set(range(job.order.stages)) if job.sharded else set()
-    return lower_training(job.order, job.metas, _tie_groups(job), sharded, job.order if job.replicas > 1 else None)
+    order, ties_between = pipelines.order, _tie_groups(pipelines)
+    sharded = Sharded(set(range(order.stages))) if pipelines.sharded else UNSHARDED
+    return lower_training(order, pipelines.metas, ties_between, sharded, order if pipelines.replicas > 1 else None)
 
 
-def _tie_groups(job: Job) -> list[tuple[int, ...]]:
+def _tie_groups(pipelines: Pipelines) -> list[tuple[int, ...]]:
     """The sets of stages on several ranks that share parameters."""
-    return list(ties_across_ranks(ties(job.metas), job.order.placement.rank_of))
+    return list(ties_across_ranks(ties(pipelines.metas), pipelines.order.placement.rank_of))
 
 
-def transfers(job: Job, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
+def transfers(pipelines: Pipelines, seconds: Sequence[Seconds] | None) -> tuple[list[Transfer], float]:
     """What a step sends, and the seconds of computation after the last transfer.
 
     Args:
         seconds: for each stage of the model; None: computation takes no time, and backward counts as twice as long as
             forward if the order depends on it.
     """
-    return _Walk(job, seconds).run()
+    return _Walk(pipelines, seconds).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +105,17 @@ class _Sent:
 class _Walk:
     """Walks through the actions of all ranks in the order in which they end, and adds up what each rank computes."""
 
-    def __init__(self, job: Job, seconds: Sequence[Seconds] | None) -> None:
-        self._job = job
-        self._order = lowered(job)
+    def __init__(self, pipelines: Pipelines, seconds: Sequence[Seconds] | None) -> None:
+        self._pipelines = pipelines
+        self._order = lowered(pipelines)
         self._times = seconds
-        self._computed = [0.0] * job.ranks
+        self._computed = [0.0] * pipelines.ranks
         self._made: list[Transfer] = []
         self._reached: dict[int, set[int]] = {}
-        metas = job.metas
+        metas = pipelines.metas
         self._tied = ties(metas)
-        self._groups = _tie_groups(job)
-        self._rank_of = job.order.placement.rank_of
+        self._groups = _tie_groups(pipelines)
+        self._rank_of = pipelines.order.placement.rank_of
         self._kinds = {(link.source, link.target): _kind(link, metas) for link in forward_links(metas)}
         self._bytes = {
             **{(Op.SEND_F, link.source, link.target): _link_bytes(link, metas) for link in forward_links(metas)},
@@ -129,7 +130,7 @@ class _Walk:
             action = actions[node]
             if action.op.is_compute:
                 self._computed[rank_of[node]] += self._seconds(action)
-                if self._job.sharded and last.get(action.stage) == node:
+                if self._pipelines.sharded and last.get(action.stage) == node:
                     self._scatter(action.stage)
             elif action.op.is_send:
                 self._send(action)
@@ -161,14 +162,14 @@ class _Walk:
         self._add_each(_Sent(name, size, "send", kind), (self._rank_of[action.stage], self._rank_of[action.peer]))
 
     def _gather(self, stage: int) -> None:
-        size = sharded_bytes(self._divided(stage), self._job.replicas)
+        size = sharded_bytes(self._divided(stage), self._pipelines.replicas)
         sent = _Sent(f"parameters of stage {stage}", size, "all_gather", "parameters")
         self._add_all(sent, self._rank_of[stage])
 
     def _scatter(self, stage: int) -> None:
         trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
         for suffix, some in _by_dtype(trained):
-            size = sharded_bytes(some, self._job.replicas)
+            size = sharded_bytes(some, self._pipelines.replicas)
             sent = _Sent(f"gradients of stage {stage}{suffix}", size, "reduce_scatter", "gradient")
             self._add_all(sent, self._rank_of[stage])
 
@@ -177,7 +178,7 @@ class _Walk:
         pieces = [
             (suffix, bucket)
             for suffix, some in _by_dtype(parameters)
-            for bucket in _pieces(some, self._job.bucket_bytes)
+            for bucket in _pieces(some, self._pipelines.bucket_bytes)
         ]
         for number, (suffix, bucket) in enumerate(pieces):
             place = f", bucket {number}" if len(pieces) > 1 else ""
@@ -193,7 +194,7 @@ class _Walk:
         reached.add(rank)
         if reached < members:
             return
-        held = self._job.parameters(stages[0])
+        held = self._pipelines.parameters(stages[0])
         tied = [held[name] for name, on in self._tied.items() if on == stages and held[name].requires_grad]
         of = f"stages {', '.join(map(str, stages))}"
         for suffix, some in _by_dtype(tied):
@@ -202,9 +203,9 @@ class _Walk:
 
     def _average_tied(self) -> None:
         """Averages tied parameters over replicas, once the sums over stages are there."""
-        for rank in range(self._job.ranks) if self._job.replicas > 1 else ():
+        for rank in range(self._pipelines.ranks) if self._pipelines.replicas > 1 else ():
             held = chain.from_iterable(
-                self._job.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
+                self._pipelines.parameters(stage).items() for stage in self._order.placement.stages_on(rank)
             )
             shared = {id(p): p for name, p in held if name in self._tied and p.requires_grad}
             self._average(rank, list(shared.values()), f"tied parameters of rank {rank}")
@@ -213,29 +214,29 @@ class _Walk:
 
     def _own(self, stage: int) -> list[nn.Parameter]:
         """The parameters that only this stage holds, and that it trains and does not divide."""
-        if self._job.sharded:
+        if self._pipelines.sharded:
             return []
-        held = self._job.parameters(stage)
+        held = self._pipelines.parameters(stage)
         return [one for name, one in held.items() if one.requires_grad and name not in self._tied]
 
     def _divided(self, stage: int) -> list[nn.Parameter]:
         """The parameters that replicas divide; tied ones stay whole."""
-        return [one for name, one in self._job.parameters(stage).items() if name not in self._tied]
+        return [one for name, one in self._pipelines.parameters(stage).items() if name not in self._tied]
 
     def _add_each(self, sent: _Sent, ranks: tuple[int, ...]) -> None:
         """Adds one transfer for each replica, among some of its ranks."""
         if not sent.bytes:
             return
         seconds = tuple(self._take(rank) for rank in ranks)
-        for replica in range(self._job.replicas):
-            name = sent.name + (f" of replica {replica}" if self._job.replicas > 1 else "")
-            hosts = tuple(replica * self._job.ranks + rank for rank in ranks)
+        for replica in range(self._pipelines.replicas):
+            name = sent.name + (f" of replica {replica}" if self._pipelines.replicas > 1 else "")
+            hosts = tuple(replica * self._pipelines.ranks + rank for rank in ranks)
             self._made.append(Transfer(name, sent.bytes, sent.collective, hosts, max(seconds), sent.kind, seconds))
 
     def _add_all(self, sent: _Sent, rank: int) -> None:
         """Adds one transfer among the same rank of all replicas."""
         if sent.bytes:
-            hosts = self._job.same_rank(rank)
+            hosts = self._pipelines.same_rank(rank)
             seconds = self._take(rank)
             self._made.append(Transfer(sent.name, sent.bytes, sent.collective, hosts, seconds, sent.kind))
 

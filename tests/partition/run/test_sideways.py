@@ -143,7 +143,7 @@ def prove(model: nn.Module, **options: Any) -> None:
     assert report.ok, report.summary()
 
 
-@pytest.mark.parametrize(("make", "ranks", "schedule"), representatives(2, KINDS, [2, 4], ["gpipe", "1f1b"]))
+@pytest.mark.parametrize(("make", "ranks", "schedule"), representatives(3, KINDS, [2, 4], ["gpipe", "1f1b"]))
 def test_blocks_that_talk(make: Callable[[], nn.Module], ranks: int, schedule: str) -> None:
     prove(make(), ranks=ranks, schedule=schedule)
 

@@ -15,19 +15,17 @@ from penstock.runtime.features import offload
 from penstock.runtime.features.offload import Away, Offload
 from scaffolding.everything import WIDTH, everything, inputs_alive
 from scaffolding.models import ConvNet, squared_error
+from scaffolding.representatives import representatives
 from scaffolding.small import batch, mlp, training_runners
 
 SCHEDULES = [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 4, 1), ("zb-v", 2, 2)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "chunks", "recompute"),
-    [
-        *((*schedule, "never") for schedule in SCHEDULES),
-        *((*schedule, policy) for schedule in (SCHEDULES[0], SCHEDULES[4]) for policy in ("except_last", "always", 2)),
-    ],
+    ("order", "recompute"), representatives(3, SCHEDULES, ["never", "except_last", "always", 2]), ids=str
 )
-def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int, recompute: Any) -> None:
+def test_the_result_is_that_of_one_device(order: tuple[str, int, int], recompute: Any) -> None:
+    schedule, ranks, chunks = order
     model, x, y = everything()
     report = verify(
         model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=5,

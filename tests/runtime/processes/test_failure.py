@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
 from penstock.runtime.processes.board_server import BoardServer, Connection, join
-from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
 from penstock.runtime.processes.joining import Meeting, Missing, place_of
 from penstock.runtime.processes.watchdog import Watchdog
 
@@ -662,3 +662,59 @@ def test_slow_rank_and_early_end_of_rank_0_are_no_failure(nursery: Nursery, tmp_
     for rank in range(3):
         assert (tmp_path / f"{rank}.1").read_text() == f"rank {rank} is done\n"
         assert (tmp_path / f"{rank}.2").read_text() == ""
+
+
+def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
+    """All hosts wait for the loss, which the device of rank 1 holds up."""
+    hosts = Position("the loss", (2,))
+    sightings = [
+        Sighting(hosts, 31, device=Behind(Position("0RECV_B0", (1,)), "0F3")),
+        Sighting(hosts, 40, device=Behind(Position("1F2"), "1F1")),
+        Sighting(OUTSIDE, 35, device=Behind(Position("2RECV_F2", (1,)))),
+    ]
+    last = "the device of rank 1 runs 1F2 (40 s so far; it has finished 1F1; the host waits for the loss from rank 2)"
+    assert wait_chain(2, sightings) == (
+        1,
+        f"the device of rank 2 has waited 35 s for 2RECV_F2 from rank 1 (the host is outside of a step); {last}",
+    )
+    assert wait_chain(0, sightings)[1].endswith(f"from rank 1 (it has finished 0F3; the host {hosts}); {last}")
+
+
+@pytest.mark.parametrize("device", [None, Behind(Position("1RECV_F2", (0,)), "1F1"), Behind(Position("1F0"))])
+def test_sighting_travels_as_json(device: Behind | None) -> None:
+    sighting = Sighting(Position("the loss", (0, 2)), 1.5, False, device)
+    assert Sighting.from_list(json.loads(json.dumps(sighting.to_list()))) == sighting
+
+
+def test_what_a_device_waits_for_can_be_lost() -> None:
+    """Its host may be far ahead, and wait for no one."""
+    board = Board(2, Patience(), clock := Clock(), lambda process: "gone")
+    for rank in range(2):
+        board.join(rank, Process("m", rank, "1"))
+    board.beat(1, Sighting(Position("1B0"), device=Behind(Position("1F0"), "")))
+    board.hang_up(1)
+    for _ in range(4):
+        clock.now += 0.5
+        board.beat(0, Sighting(Position("0F3"), 3.0, device=Behind(Position("0RECV_B0", (1,)), "0F1")))
+        board.judge()
+    assert board.failure == Failure(1, "1F0", "its process is gone", "lost")
+
+
+def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.dog.device = lambda: Behind(Position("1RECV_F0", (0,)), "1F3")
+    bench.beats(31)
+    assert "penstock: the device of rank 1 has waited 30 s for 1RECV_F0 from rank 0" in capsys.readouterr().err
+    bench.dog._take({"failure": BOOM.to_json()})
+    bench.beats(4.5)
+    assert bench.statuses == [], "the host may notice by itself"
+    bench.beats(1)
+    assert bench.statuses[0] == 1
+    assert f"{STOPS}; its device waits for 1RECV_F0 from rank 0, after 1F3" in capsys.readouterr().err
+
+
+def test_a_device_that_moves_on_is_not_stuck(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = iter(range(1000))
+    bench.dog.device = lambda: Behind(Position(f"1F{next(steps)}"))
+    bench.dog.position = RECEIVE
+    bench.beats(100)
+    assert capsys.readouterr().err == ""

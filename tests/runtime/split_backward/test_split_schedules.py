@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
 MICROBATCHES = 3
+SHORT = [("zb-h1", 2), ("zb-v", 4), ("v-min", 2)]
+"""`test_verify_matrix.py` always runs the others, too."""
 
 
 def with_late_weights(schedule: Schedule, late: int | None) -> Schedule:
@@ -92,7 +95,11 @@ def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) 
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks"), representatives(2, [name for name in names() if name.startswith(("zb", "v-"))], [2, 4])
+    ("schedule", "ranks"),
+    [
+        pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+        for case in product([name for name in names() if name.startswith(("zb", "v-"))], [2, 4])
+    ],
 )
 def test_generated_schedules(schedule: str, ranks: int) -> None:
     order = generate(schedule, ranks, 4)

@@ -58,21 +58,21 @@ class Control:
         self.staging: Staging | None = None
         self._sums: deque[Pending] = deque()
         self._agreed = False
-        self.line = tuple(name for name in world.names if name != world.name)
-        self.others = tuple(number for number in range(len(world.everyone)) if number != world.name)
+        self.line = tuple(number for number in world.numbers if number != world.number)
+        self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
         if world.rank is None:
             self.watchdog = Watchdog.connect(0, 1)
             return
         place = place_of(default_store(), world.everyone)
-        self.watchdog = Watchdog.connect(world.name, len(world.everyone), place, patience)
+        self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
                 self.groups = Groups(world, backend, group_options)
                 said = self.gather((device.type, backend))
             with self.agreed():
-                check_types([said[name][0] for name in world.names])
-                check_backends([said[name][1] for name in world.names])
+                check_types([said[number][0] for number in world.numbers])
+                check_backends([said[number][1] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open()
@@ -97,14 +97,14 @@ class Control:
         """Gives all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
             numbers = [self.world.everyone.index(rank) for rank in self.world.column]
-            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.name)):
+            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.number)):
                 copy_from_first(tensors, self.groups.column, self.staging)
 
     def give(self, value: T, source_rank: int = 0) -> T:
         """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
         if self.groups is None:
             return value
-        peers = self.line if self.world.rank == source_rank else (self.world.names[source_rank],)
+        peers = self.line if self.world.rank == source_rank else (self.world.numbers[source_rank],)
         give = exchange(self.groups.control, source_rank)
         with self.waiting_for("broadcast", peers):
             given: T = give(value)
@@ -117,7 +117,7 @@ class Control:
         group, here = self.groups.control, self.world.rank
         targets = [rank for rank in target_ranks if rank != source_rank]
         waited = targets if here == source_rank else [source_rank]
-        with self.waiting_for("the outputs", tuple(self.world.names[rank] for rank in waited)):
+        with self.waiting_for("the outputs", tuple(self.world.numbers[rank] for rank in waited)):
             if here != source_rank:
                 dist.recv(buffer, group=group, group_src=source_rank)
             else:
@@ -170,14 +170,14 @@ class Control:
             yield
         except kind as error:
             own = error
-        failures = self.gather(None if own is None else Failure.of(self.world.name, None, own), "agreement")
+        failures = self.gather(None if own is None else Failure.of(self.world.number, None, own), "agreement")
         first = next((failure for failure in failures if failure is not None), None)
         if first is None:
             return
         self._agreed = True
         if own is None:
-            raise PipelineFailure(f"rank {self.world.name} stops: {first}")
-        own.add_note(f"penstock: on rank {self.world.name}")
+            raise PipelineFailure(f"rank {self.world.number} stops: {first}")
+        own.add_note(f"penstock: on rank {self.world.number}")
         raise own
 
     @contextmanager
@@ -270,7 +270,12 @@ class Control:
             patience = None if position.peers else _OWN_ERROR_SECONDS
             if self.watchdog.cause(patience) is not None:
                 return _failure_of(self.watchdog, error)
-        error.add_note(f"penstock: on rank {self.world.name}" + (f", in {position.action}" if position.action else ""))
+        where = [
+            f"on rank {self.world.number}",
+            f"in {position.action}" if position.action else "",
+            self.watchdog.behind,
+        ]
+        error.add_note(f"penstock: {', '.join(str(part) for part in where if part)}")
         self.watchdog.report(position.action or None, error)
         return error
 

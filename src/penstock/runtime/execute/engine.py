@@ -18,6 +18,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import clock_of
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Moment, Program, run, run_timed
+from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
@@ -27,7 +28,7 @@ from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.board import Patience
-from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
@@ -84,6 +85,8 @@ class Engine:
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience, group_options, staged=transport == "staged")
         self._choice = transport
+        dog = self.control.watchdog
+        self._watched: Watched = Progress(device, dog) if not world.is_local and has_events(device) else dog
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
@@ -125,8 +128,8 @@ class Engine:
             for rank in self.ranks:
                 if rank in group.ranks:
                     held = [parameter(name) for name in group.names]
-                    transport, names = self.transports[rank], self.world.names
-                    self._reducers[rank][index] = TieReducer(index, group, held, transport, names)
+                    transport, numbers = self.transports[rank], self.world.numbers
+                    self._reducers[rank][index] = TieReducer(index, group, held, transport, numbers)
         reducers = [reducer for rank in self.ranks for reducer in self._reducers[rank].values()]
         for act in (TieReducer.start_equal, TieReducer.end_equal):
             for reducer in reducers:
@@ -186,7 +189,7 @@ class Engine:
                 self._reducers[rank],
                 self.streams if draws else None,
                 self.devices[rank],
-                self.world.names,
+                self.world.numbers,
                 averages,
             )
             for rank in self.ranks
@@ -228,11 +231,11 @@ class Engine:
         if self._bound == 1:
             differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
         else:
-            line = zip(self.world.names, self.control.gather_line(mine), strict=True)
+            line = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
             differing = [rank for rank, other in line if other != mine]
         if differing:
             raise PartitionError(
-                f"rank {self.world.name} has other stages or another schedule than rank {differing[0]}: "
+                f"rank {self.world.number} has other stages or another schedule than rank {differing[0]}: "
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
@@ -258,7 +261,7 @@ class Engine:
             for rank in self.ranks:
                 if rank in (source, target):
                     peer = target if rank == source else source
-                    with self.control.waiting_for("a connection", (self.world.names[peer],)):
+                    with self.control.waiting_for("a connection", (self.world.numbers[peer],)):
                         self.transports[rank].connect(source, target)
 
     def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
@@ -274,9 +277,9 @@ class Engine:
             actions = ranged(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 if timed:
-                    moments = run_timed(actions, self.control.watchdog, self._clocks)
+                    moments = run_timed(actions, self._watched, self._clocks)
                 else:
-                    moments = run(actions, self.control.watchdog)
+                    moments = run(actions, self._watched)
             self._end(bound)
         return moments
 
@@ -306,14 +309,14 @@ class Engine:
     def _end(self, bound: BoundSchedule) -> None:
         """Runs after a step's last action: waits for sums, and until everything sent has arrived."""
         for reducer in self._reducers_of(bound):
-            self.control.watchdog.position = reducer.position
+            self._watched.position = reducer.position
             reducer.end_step()
         if bound.averages and self.replicas is not None:
-            self.replicas.end_step(bound.averages, bound.updated, self.control.watchdog)
-        self.control.watchdog.position = self._sending
+            self.replicas.end_step(bound.averages, bound.updated, self._watched)
+        self._watched.position = self._sending
         for transport in self.transports.values():
             transport.end_step()
-        self.control.watchdog.position = OUTSIDE
+        self._watched.position = OUTSIDE
 
     def _reducers_of(self, bound: BoundSchedule) -> list[TieReducer]:
         """The reducers that sum tied gradients in a step of this bound schedule."""
@@ -333,7 +336,7 @@ class Engine:
 
     def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
         """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
-        source = () if source_rank in self.ranks else (self.world.names[source_rank],)
+        source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
         with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
 

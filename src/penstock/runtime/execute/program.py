@@ -7,8 +7,8 @@ of all of them, in an order that respects dependencies; otherwise those of its o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import Route, RouteBuilder, route_of
 from penstock.schedule import Action, Op
 from penstock.stages import MODEL_INPUT, StageMeta
+
+if TYPE_CHECKING:
+    from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
 Moment = tuple[Action, int, int, int]
 """An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
@@ -115,7 +118,7 @@ class Program:
         number: tells programs of one pipeline apart; the same on every rank.
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
-        names: what messages call the ranks.
+        numbers: the ranks' numbers in messages.
         averages: averages over replicas, by stage.
     """
 
@@ -128,7 +131,7 @@ class Program:
         reducers: Mapping[int, TieReducer],
         streams: Streams | None,
         device: torch.device,
-        names: Sequence[int],
+        numbers: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -140,14 +143,23 @@ class Program:
         for index in placement.stages_on(rank):
             stages = [partition.stages[index] for partition in partitions]
             own_head = head if placement.is_last(index) else None
-            context = StageContext(binding, names[rank], index, stages, row, device, own_head, streams)
+            context = StageContext(binding, numbers[rank], index, stages, row, device, own_head, streams)
             self.runners[index] = assemble(context, builder)
         self._reducers = reducers
         self._averages = averages
         self._sharded = binding.sharded
-        self._names = names
+        self._numbers = numbers
         self._placement = placement
-        self.actions = [self._bind(rank, action) for action in row]
+        arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
+        self.actions: list[BoundAction] = []
+        for action in row:
+            bound = self._bind(rank, action)
+            if action.op is Op.UNSHARD:
+                arriving.add(action.stage)
+            elif action.op.is_compute and action.stage in arriving:
+                arriving.remove(action.stage)
+                bound = _gathered(bound, binding.sharded[action.stage])
+            self.actions.append(bound)
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
@@ -181,7 +193,7 @@ class Program:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
-                blocked = Position(text, (self._names[self._placement.rank_of[route.stage]],))
+                blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
                 return BoundAction(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
@@ -197,8 +209,21 @@ class Program:
         return self._reducers[action.microbatch].start
 
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
-        peers = sorted({self._names[self._placement.rank_of[route.stage]] for route in routes if route.remote})
+        peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
+    """The first computation after a gather, which waits for the parameters too."""
+    receive = bound.wait
+
+    def wait(microbatch: int) -> Any:
+        sharded.wait()
+        return None if receive is None else receive(microbatch)
+
+    gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
+    return replace(bound, wait=wait, waiting=position)
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

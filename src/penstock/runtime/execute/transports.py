@@ -54,12 +54,12 @@ def transport_of(
         (_name_of(choice), possible, accelerator_of(device)), "its transport"
     )
     with control.agreed():
-        _check_same([name for name, _, _ in said], control.world.name)
+        _check_same([name for name, _, _ in said], control.world.number)
         if not (callable(choice) or choice == "staged"):
             check_apart([where for _, _, where in said])
     plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
     neighbours = None
-    if all(said[name][1] for name in control.world.names):
+    if all(said[number][1] for number in control.world.numbers):
         with control.waiting_for("a connection", control.line):
             neighbours = Neighbours(rank, control.gather_line)
     found: Transport = SharedMemoryTransport(plain, neighbours) if neighbours and neighbours.ranks else plain
@@ -78,7 +78,8 @@ def staged_note(choice: TransportChoice, device: torch.device) -> str:
             f"since torch.distributed was initialised without NCCL for {device.type!r}; with "
             "init_process_group('cpu:gloo,cuda:nccl'), GPUs exchange them directly"
         )
-    return f"transport: staged: values and sums travel from {device} through the host's memory, {why}"
+    what = "sums travel" if callable(choice) else "values and sums travel"
+    return f"transport: staged: {what} from {device} through the host's memory, {why}"
 
 
 def _name_of(choice: TransportChoice) -> str:
@@ -131,7 +132,7 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
 
     def gather(value: Any) -> list[Any]:
         everyone = control.gather(value)
-        return [everyone[name] for name in world.names]
+        return [everyone[number] for number in world.numbers]
 
     made: PointToPoint | None = None
     try:

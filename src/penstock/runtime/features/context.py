@@ -29,12 +29,12 @@ class Binding:
         partitions: one per microbatch; they differ only in shapes.
         schedule: includes communication.
         training: whether backward runs too.
-        recompute: in training, one choice per stage of one copy of the model.
+        recompute: one choice per stage of one copy of the model, for training.
         offload: the same for offload: whether what backward needs waits in the host's memory.
         norms: batch norms whose statistics are deferred, in training.
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
-        check_finite: raise if a value, the loss or a gradient is NaN or Inf.
+        check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
     """
 
     partitions: Sequence[Partition]
@@ -54,7 +54,7 @@ class StageContext:
     """One stage of one rank's program.
 
     Attributes:
-        rank: the rank's number in messages.
+        number: the rank's, in messages.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
         head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
@@ -62,7 +62,7 @@ class StageContext:
     """
 
     binding: Binding
-    rank: int
+    number: int
     index: int
     stages: Sequence[Stage]
     row: Sequence[Action]

@@ -38,7 +38,7 @@ class FiniteStage(Feature):
     def of(cls, stage: StageContext) -> FiniteStage | None:
         """If `check_finite=True` asks for it."""
         wanted = stage.training and stage.binding.check_finite
-        return cls(stage.rank, stage.partition, stage.index, stage.head) if wanted else None
+        return cls(stage.number, stage.partition, stage.index, stage.head) if wanted else None
 
     def __init__(self, rank: int, partition: Partition, index: int, head: LossHead | None) -> None:
         stage = partition.stages[index]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from penstock.errors import ArgumentError
 from penstock.runtime.features.recorded_code import recorded_code
@@ -49,29 +49,38 @@ class Frame(nn.Module):
 class Sharded:
     """The parts of one stage that `fully_shard` was applied to, controlled by a schedule.
 
-    `unshard` gathers parameters and `reshard` frees them. Gradients stay whole until the stage's last backward, which
-    runs within `reducing`. All of this uses FSDP's public API, as its documentation requires with microbatches.
+    `unshard` starts to gather parameters, `wait` waits for them, and `reshard` frees them. Gradients stay whole until
+    the stage's last backward, which runs within `reducing`, however often the parameters are freed in between. All of
+    this uses FSDP's public API, as its documentation requires with microbatches.
     """
 
     def __init__(self, frame: nn.Module) -> None:
         self.frame = frame
         self._parts = [module for module in frame.modules() if isinstance(module, FSDPModule)]
+        self._arriving: list[UnshardHandle] = []
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
         self._reduce(False)
 
     def unshard(self) -> None:
-        """Gathers the parameters."""
-        for part in self._parts:
-            part.unshard()
+        """Starts to gather the parameters."""
+        handles = [part.unshard(async_op=True) for part in self._parts]
+        self._arriving = [handle for handle in handles if handle is not None]
+
+    def wait(self) -> None:
+        """Waits until the parameters are there, before the first computation that uses them."""
+        for handle in self._arriving:
+            handle.wait()
+        self._arriving.clear()
 
     def reshard(self) -> None:
         """Frees the gathered parameters."""
+        self.wait()  # a replica with fewer microbatches may have had no use for them
         for part in self._parts:
             part.reshard()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that a forward uses: the whole ones between `unshard` and `reshard`."""
+        """The parameters that a forward uses: the whole ones between `wait` and `reshard`."""
         return dict(self.frame.named_parameters())
 
     @contextmanager

@@ -93,7 +93,7 @@ class Replicas:
         self._count = len(world.replicas)
         self._divided = world.divided
         numbers = (world.everyone.index(rank) for rank in world.replicas)
-        self.others = tuple(number for number in numbers if number != world.name)
+        self.others = tuple(number for number in numbers if number != world.number)
         self.behind = False
         self._owed: dict[int, nn.Parameter] = {}
 

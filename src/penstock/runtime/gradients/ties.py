@@ -38,7 +38,7 @@ class TieReducer:
     """One rank's part in the reduction of a group.
 
     Args:
-        names: what messages call the ranks.
+        numbers: the ranks' numbers in messages.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TieReducer:
         group: TieGroup,
         parameters: Sequence[nn.Parameter],
         transport: Transport,
-        names: Sequence[int],
+        numbers: Sequence[int],
     ) -> None:
         self.parameters = tuple(parameters)
         self._rank = transport.rank
@@ -56,7 +56,7 @@ class TieReducer:
         self._sum = GradientSum(parameters, self._reduce)
         self._pending: Pending | None = None
 
-        peers = tuple(names[rank] for rank in group.ranks if rank != transport.rank)
+        peers = tuple(numbers[rank] for rank in group.ranks if rank != transport.rank)
         self.position = Position(f"REDUCE_GRAD{index}", peers)
         """The rank's position while it waits for the sum."""
 

@@ -36,7 +36,7 @@ def materialize(
     """
     made: dict[int, Tensor] = {}
     for name, module in modules.items():
-        if not any(tensor.is_meta for _, tensor in _own_tensors(module)):
+        if not any(tensor.is_meta for _, tensor in own_tensors(module)):
             continue
         # A tied parameter keeps the values that its first module gave it.
         tied = [made[id(p)] for p in module.parameters(recurse=False) if id(p) in made]
@@ -89,6 +89,7 @@ def _allocate(module: nn.Module, device: torch.device, made: dict[int, Tensor]) 
             setattr(module, name, made[id(tensor)])
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers, without those of its children."""
     yield from module.named_parameters(recurse=False)
     yield from module.named_buffers(recurse=False)

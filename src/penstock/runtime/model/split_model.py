@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +20,10 @@ from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.model.copies import with_copies
-from penstock.runtime.model.elsewhere import elsewhere
-from penstock.runtime.model.materialize import Materialize, materialize
-from penstock.runtime.model.moving import move
+from penstock.runtime.model.materialize import Materialize
+from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
+from penstock.runtime.model.taking_over import move_together, take_over
 from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -60,8 +59,7 @@ class SplitModel:
         self._placement = placement
         self._partitioner = partitioner
         self.model = partitioner.model
-        self._named = list(self.model.named_modules())
-        self._modules = [module for _, module in self._named]
+        self._modules = list(self.model.modules())
         # A forward may branch on values, so all ranks must record the same ones.
         example = engine.control.give(example)
         self._example = example
@@ -69,7 +67,7 @@ class SplitModel:
         self._placed: dict[int, tuple[Partition, Partition]] = {}
         self._known_parameters: set[str] = set()  # the example's, and those already warned about
         with engine.control.agreed():
-            self._move_together()
+            move_together(self.model, engine)
             with engine.control.working("the recording of the model"):
                 self._record(training=True)
         self._cut_alike()
@@ -79,21 +77,20 @@ class SplitModel:
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, shared, parallelize)
             with engine.control.working("the making of its weights"):
-                self._take_over(rule)
+                if take_over(self.model, stages, placement.rank_of, engine, rule):
+                    self._copied.clear()
+                    self._partitioner.forget()
         engine.control.start_equal(self._held_tensors())
         if parallelize is not None:
             with engine.control.agreed(PenstockError):  # because the user's function may wait for other processes
                 with engine.control.working("parallelize="):
                     self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
-        self._parameters = list(self.model.parameters())
-        self._names = [name for name, _ in self.model.named_parameters()]
         self._stages = self.partitions(training=True)[0].stages
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
-        self._followed = self._buffers_to_follow()
-        self._buffers = self._current_buffers()
+        self._originals = Originals(self.model, partitioner.opened_modules())
         self._touched = Touched(self._modules)
 
     @property
@@ -122,34 +119,15 @@ class SplitModel:
         and the plain attributes of modules whose forwards were recorded call by call."""
         return (
             tuple(module.training for module in self._modules),
-            tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple(parameter.requires_grad for parameter in self._originals.parameters),
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
 
     def refuse_other_parameters(self) -> None:
         """Raises ArgumentError if the model no longer holds the parameters that the pipeline was made with."""
-        if self._frames is not None:  # sharding replaces the parameters
-            return
-        for (name, _, _), before, buffer in zip(self._followed, self._buffers, self._current_buffers(), strict=True):
-            if buffer is not before:
-                raise ArgumentError(
-                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
-                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
-                )
-        now = list(self.model.parameters())
-        if len(now) == len(self._parameters) and all(map(is_, now, self._parameters)):
-            return
-        known, left = {id(p) for p in self._parameters}, {id(p) for p in now}
-        new = [name for name, parameter in self.model.named_parameters() if id(parameter) not in known]
-        gone = [name for name, p in zip(self._names, self._parameters, strict=True) if id(p) not in left]
-        if new or gone:
-            raise ArgumentError(
-                "the model no longer holds the parameters that the pipeline was made with: "
-                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. A module or parameter "
-                "that is put in place later belongs to no stage, and no optimizer made from pipe.parameters() has it: "
-                "make a new pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
-            )
+        if self._frames is None:  # sharding replaces the parameters
+            self._originals.refuse_others()
 
     def changes(self) -> int:
         """How often the model's modules were found changed between two steps."""
@@ -167,19 +145,7 @@ class SplitModel:
             raise
         self._partitioner.settle(before)
         self._touched.settle()
-        self._refuse_replaced()
-        self._buffers = self._current_buffers()  # a forward may replace a buffer of constants that it computes
-
-    def _refuse_replaced(self) -> None:
-        """Raises PartitionError if the step's forwards replaced a buffer that state dicts hold."""
-        for (name, module, key), before in zip(self._followed, self._buffers, strict=True):
-            now = module._buffers.get(key)
-            if now is not before and before is not None and key not in module._non_persistent_buffers_set:
-                raise PartitionError(
-                    f"the forward replaced buffer {name!r} by a new tensor, which a recording did not show: stages and "
-                    f"state dicts hold the one from before. Update it in place: self.{key}.copy_(...); if it is a "
-                    "cache of constants, register it with persistent=False"
-                )
+        self._originals.settle()
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
@@ -234,19 +200,6 @@ class SplitModel:
     def sharded(self) -> Mapping[int, Sharded]:
         """The stages of this process that `fully_shard` was applied to."""
         return {} if self._frames is None else self._frames.sharded
-
-    def _buffers_to_follow(self) -> list[tuple[str, nn.Module, str]]:
-        """Names and places of buffers, except tables that blocks compute: non-persistent buffers in blocks."""
-        opened = self._partitioner.opened_modules()
-        return [
-            (f"{name}.{key}".lstrip("."), module, key)
-            for name, module in self._named
-            for key in module._buffers
-            if id(module) in opened or key not in module._non_persistent_buffers_set
-        ]
-
-    def _current_buffers(self) -> list[Tensor | None]:
-        return [module._buffers.get(key) for _, module, key in self._followed]
 
     def _parallelize(self, function: Parallelize, shared: Mapping[str, Sequence[int]]) -> None:
         """Applies the user's function to this process's stages. Earlier recordings are discarded and made again."""
@@ -377,67 +330,6 @@ class SplitModel:
                     "under torchrun, where copies are kept equal"
                 )
 
-    def _move_together(self) -> None:
-        """Moves the whole model if one device holds it; otherwise the cuts decide what goes where (`_take_over`)."""
-        devices = set(self._engine.devices)
-        if self._engine.world.is_local and len(devices) == 1:
-            tensors = (*self.model.parameters(), *self.model.buffers())
-            move(self.model, dict.fromkeys((id(t) for t in tensors if not t.is_meta), *devices))
-
-    def _take_over(self, rule: Materialize | None) -> None:
-        """Allocates the tensors of this process's stages, and frees those of the others."""
-        stages = self._record(training=True)[0].stages
-        engine, rank_of = self._engine, self._placement.rank_of
-        kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
-        for stage in stages:
-            kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
-        every = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
-        kept[0] |= every - set().union(*kept.values())  # tensors that no stage uses still belong in a checkpoint
-        del stages
-        named = list(self.model.named_modules())
-        if not engine.world.is_local:
-            here = set().union(*(kept[rank] for rank in engine.ranks))
-            released: dict[int, Tensor] = {}
-            for path, module in named:
-                _release(module, f"{path}." if path else "", here, released)
-        for rank in engine.ranks:
-            if engine.devices[rank].type == "meta":
-                continue  # nothing runs there
-            modules = {
-                name: module
-                for name, module in named
-                if any(t.is_meta and id(t) in kept[rank] for t in _own_tensors(module))
-            }
-            materialize(modules, engine.devices[rank], engine.streams.seed, rule)
-        moved = move(
-            self.model,
-            {
-                id(tensor): engine.devices[rank]
-                for rank in engine.ranks
-                for tensor in (*self.model.parameters(), *self.model.buffers())
-                if id(tensor) in kept[rank] and not tensor.is_meta
-            },
-        )
-        if moved or not engine.world.is_local:
-            self._copied.clear()
-            self._partitioner.forget()  # recordings made so far hold on to other ranks' parameters, and to old buffers
-
 
 def _names(stage: Stage) -> tuple[str, ...]:
     return (*stage.meta.parameters, *stage.meta.buffers)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
-    """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
-    for names in (module._parameters, module._buffers):
-        for name, tensor in list(names.items()):
-            if tensor is None or id(tensor) in kept:
-                continue
-            if id(tensor) not in released:
-                released[id(tensor)] = elsewhere(tensor, path + name)
-            setattr(module, name, released[id(tensor)])

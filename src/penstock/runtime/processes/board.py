@@ -156,8 +156,8 @@ class Board:
 
     def beat(self, rank: int, sighting: Sighting) -> None:
         """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
-        if not all(0 <= peer < len(self._seats) for peer in sighting.position.peers):
-            raise ValueError(f"rank {rank} {sighting.position}, but the ranks are 0 to {len(self._seats) - 1}")
+        if not all(0 <= peer < len(self._seats) for peer in sighting.peers):
+            raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._seats) - 1}")
         seat = self._seats[rank]
         if seat.left is not None:
             return
@@ -189,28 +189,28 @@ class Board:
             self._accuse_first_gone()
         for waiter, seat in enumerate(self._seats):
             if seat.left is None and seat.gone is None:
-                for peer in seat.sighting.position.peers:
+                for peer in seat.sighting.peers:
                     self._try(waiter, peer)
 
     def _try(self, waiter: int, peer: int) -> None:
         wait, seat = self._seats[waiter], self._seats[peer]
-        position = seat.sighting.position
         closed = seat.left if seat.left is not None else seat.gone
         if closed is not None:  # its last message may still be in transit, so the wait must outlast it
             outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
             if seat.left is None and outlasted >= self._patience.beat_seconds:
                 self._accuse_first_gone()
             elif outlasted >= self._patience.stall_seconds:
-                ended = f"its program ended while rank {waiter} {wait.sighting.position}"
+                waits = next(position for position in wait.sighting.positions if peer in position.peers)
+                ended = f"its program ended while rank {waiter} {waits}"
                 self.accuse(Failure(peer, None, ended, "left"))
         elif (what := self._lost(seat)) is not None:
-            self.accuse(Failure(peer, position.action or None, what, "lost"))
+            self.accuse(Failure(peer, seat.sighting.doing.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
         """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
         gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
         first = min(gone, key=gone.__getitem__)
-        action = self._seats[first].sighting.position.action or None
+        action = self._seats[first].sighting.doing.action or None
         self.accuse(Failure(first, action, "its process is gone", "lost"))
 
     def _lost(self, seat: _Seat) -> str | None:

@@ -61,11 +61,12 @@ class Failure:
     kind: Kind = "raised"
 
     @classmethod
-    def of(cls, rank: int, action: str | None, error: BaseException) -> Failure:
-        """The failure of a rank that raised `error`."""
+    def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
+        """The failure of a rank that raised `error`, and where its device was."""
         message = " ".join(str(error).split())
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-        return cls(rank, action or None, text[:_MOST_CHARACTERS], "raised")
+        where = "" if device is None else f"; {device}"
+        return cls(rank, action or None, text[:_MOST_CHARACTERS] + where, "raised")
 
     def __str__(self) -> str:
         where = f"at {self.action}" if self.action else "outside of a step"
@@ -91,29 +92,81 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """A device that has not caught up with its host.
+
+    Attributes:
+        position: what it runs, or which message it waits for.
+        finished: the last action that it finished; empty if that is not known.
+    """
+
+    position: Position
+    finished: str = ""
+
+    def __str__(self) -> str:
+        return f"its device {self.position}" + (f", after {self.finished}" if self.finished else "")
+
+
+@dataclass(frozen=True, slots=True)
 class Sighting:
-    """A rank as its last beat showed it: its position, for how many seconds it has held it, and whether it has left."""
+    """A rank as its last beat showed it.
+
+    Attributes:
+        position: where its host is.
+        seconds: for how long neither its host nor its device has moved on.
+        left: whether it has left.
+        device: where its device is; None if that has caught up with the host, or is the host.
+    """
 
     position: Position = OUTSIDE
     seconds: float = 0.0
     left: bool = False
+    device: Behind | None = None
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Where its device is, if that is behind, and its host."""
+        return (self.position,) if self.device is None else (self.device.position, self.position)
+
+    @property
+    def doing(self) -> Position:
+        """What it does first: what the host does or waits for comes after what its device has yet to do."""
+        return self.positions[0]
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """All ranks that it waits for, on its host or its device."""
+        return tuple(peer for position in self.positions for peer in position.peers)
 
     def to_list(self) -> list[Any]:
-        return [self.position.action, list(self.position.peers), self.seconds, self.left]
+        device = self.device and [*_plain(self.device.position), self.device.finished]
+        return [*_plain(self.position), self.seconds, self.left, device]
 
     @classmethod
     def from_list(cls, read: Sequence[Any]) -> Sighting:
         """Reads what `to_list` wrote. Raises ValueError or TypeError for anything else."""
-        action, peers, seconds, left = read
-        return cls(Position(str(action), tuple(int(peer) for peer in peers)), float(seconds), bool(left))
+        action, peers, seconds, left, device = read
+        behind = None
+        if device is not None:
+            *where, finished = device
+            behind = Behind(_position(*where), str(finished))
+        return cls(_position(action, peers), float(seconds), bool(left), behind)
+
+
+def _plain(position: Position) -> list[Any]:
+    return [position.action, list(position.peers)]
+
+
+def _position(action: Any, peers: Any) -> Position:
+    return Position(str(action), tuple(int(peer) for peer in peers))
 
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
     """Follows waits from `rank` to the rank at their end.
 
     Returns that rank and the chain in words: "rank 2 has waited 31 s for 1RECV_F0 from rank 1; rank 1 is outside of a
-    step". Of several peers it follows the first one that is not waiting itself, and also names others that
-    are not. A cycle of waits ends where it closes.
+    step". A rank whose device is behind is where its device is. Of several peers it follows the first one that is not
+    waiting itself, and also names others that are not. A cycle of waits ends where it closes.
     """
     words: list[str] = []
     seen: set[int] = set()
@@ -121,11 +174,12 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
     while rank not in seen:
         seen.add(rank)
         now = sightings[rank]
-        if now.position.peers and not now.left:
-            waited = f"rank {rank} has waited {now.seconds:.0f} s for {now.position.action}"
-            words.append(f"{waited} from {name_ranks(now.position.peers)}")
-            idle = [peer for peer in now.position.peers if not sightings[peer].position.peers]
-            rank = idle[0] if idle else now.position.peers[0]
+        peers = now.doing.peers
+        if peers and not now.left:
+            waited = f"{_subject(rank, now)} has waited {now.seconds:.0f} s for {now.doing.action}"
+            words.append(f"{waited} from {name_ranks(peers)}{_aside(now)}")
+            idle = [peer for peer in peers if not sightings[peer].doing.peers]
+            rank = idle[0] if idle else peers[0]
             continue
         words += [_told(peer, sightings[peer]) for peer in (rank, *idle[1:_MOST_TOLD])]
         if len(idle) > _MOST_TOLD:
@@ -137,7 +191,20 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
 def _told(rank: int, sighting: Sighting) -> str:
     if sighting.left:
         return f"rank {rank} has left the run"
-    return f"rank {rank} {sighting.position} ({sighting.seconds:.0f} s so far)"
+    return f"{_subject(rank, sighting)} {sighting.doing}{_aside(sighting, f'{sighting.seconds:.0f} s so far')}"
+
+
+def _subject(rank: int, sighting: Sighting) -> str:
+    return f"rank {rank}" if sighting.device is None else f"the device of rank {rank}"
+
+
+def _aside(sighting: Sighting, *more: str) -> str:
+    """In parentheses: `more`, what a device that is behind has finished last, and where its host is."""
+    notes = [*more]
+    if sighting.device is not None:
+        notes += [f"it has finished {sighting.device.finished}"] if sighting.device.finished else []
+        notes += [f"the host {sighting.position}"] if sighting.position != sighting.doing else []
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -21,7 +21,7 @@ from penstock.errors import PipelineFailure
 from penstock.runtime.processes import board_server
 from penstock.runtime.processes.board import Patience, Process, silence
 from penstock.runtime.processes.board_server import Address, BoardServer, Connection
-from penstock.runtime.processes.failure import OUTSIDE, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, name_ranks, wait_chain
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 
 _REPORT_SECONDS = 2.0
@@ -42,6 +42,8 @@ class Watchdog:
 
     Attributes:
         failure: why the pipeline failed, once known; a cheap test before `check`.
+        device: tells where this rank's device is, if it has not caught up with the host. Asked every beat.
+        behind: what it said last.
         sightings: each rank as its last beat showed it, at most a beat or two old.
     """
 
@@ -58,6 +60,8 @@ class Watchdog:
     ) -> None:
         self.position: Position = OUTSIDE
         self.step = 0
+        self.device: Callable[[], Behind | None] = _caught_up
+        self.behind: Behind | None = None
         self.failure: Failure | None = None
         self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
         self._clock, self._leave = clock, leave
@@ -68,7 +72,7 @@ class Watchdog:
         self._known = threading.Event()
         self._raising = self._interrupted = False
         self._failed: float | None = None
-        self._held: tuple[int, Position] = (0, OUTSIDE)
+        self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
         self._ticked = self._since = self._answered = clock()
         self._down: float | None = None
         self._asked = False
@@ -119,7 +123,7 @@ class Watchdog:
         """
         self._raising = True
         self._interrupted = isinstance(error, KeyboardInterrupt)
-        mine = Failure.of(self._rank, action, error)
+        mine = Failure.of(self._rank, action, error, self.behind)
         if self._send(failure=mine.to_json()):
             self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
             self._await_others()
@@ -171,8 +175,9 @@ class Watchdog:
             self._connection.close()
 
     def _tick(self) -> None:
-        """Notes what the main thread is doing, and whether this process was asleep."""
-        now, held = self._clock(), (self.step, self.position)
+        """Notes what the main thread and its device are doing, and whether this process was asleep."""
+        self.behind = self.device()
+        now, held = self._clock(), (self.step, self.position, self.behind)
         asleep = self._patience.overslept(now - self._ticked)
         self._ticked = now
         if asleep:
@@ -189,7 +194,7 @@ class Watchdog:
                 assert self._address is not None
                 self._connection, self._asked = board_server.connect(self._address, self._rank, self._patience), False
             if not self._asked:
-                self._asked = self._send(beat=Sighting(self._held[1], self._clock() - self._since).to_list())
+                self._asked = self._send(beat=self._sighting().to_list())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(left)
                 for message in self._connection.receive():
@@ -215,18 +220,26 @@ class Watchdog:
     def _decide(self) -> None:
         """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
-        if self.failure is None and waits and (self.step, self.position) == self._held:
+        device_waits = self.behind is not None and bool(self.behind.position.peers)
+        if self.failure is None and (waits or device_waits) and (self.step, self.position) == self._held[:2]:
             self._suspect(now)
         if self.failure is not None and not self._closed.is_set():
             self._failed = now if self._failed is None else self._failed
-            if (waits and not self._raising) or now - self._failed >= self._patience.grace_seconds:
+            seconds = now - self._failed
+            stops = waits or (device_waits and seconds >= self._patience.stall_seconds)  # the host may notice it first
+            if (stops and not self._raising) or seconds >= self._patience.grace_seconds:
                 self._stop(self.failure)
 
+    def _sighting(self) -> Sighting:
+        """This rank as others may see it."""
+        _, position, behind = self._held
+        return Sighting(position, self._clock() - self._since, device=behind)
+
     def _suspect(self, now: float) -> None:
-        """While the main thread waits: checks whether rank 0, which would know of a lost rank, is lost itself, and
-        whether the wait is too long.
+        """While the main thread or its device waits: checks whether rank 0, which would know of a lost rank, is lost
+        itself, and whether the wait is too long.
         """
-        action, lost = self.sightings[0].position.action or None, None
+        action, lost = self.sightings[0].doing.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
             lost = "its process is gone"
         elif now - self._answered >= self._patience.stall_seconds:
@@ -239,10 +252,10 @@ class Watchdog:
         if seconds < self._warned_seconds + self._patience.warn_seconds and seconds < self._patience.timeout_seconds:
             return
         sightings = list(self.sightings)
-        sightings[self._rank] = Sighting(self._held[1], seconds)
+        sightings[self._rank] = self._sighting()
         root, chain = wait_chain(self._rank, sightings)
         if seconds >= self._patience.timeout_seconds:
-            self._record(Failure(root, sightings[root].position.action or None, chain, "stalled"))
+            self._record(Failure(root, sightings[root].doing.action or None, chain, "stalled"))
         else:
             self._warned_seconds = seconds
             say(chain)
@@ -286,7 +299,7 @@ class Watchdog:
         if self.position.peers and failure.rank != self._rank:
             peers = name_ranks(self.position.peers)
             words += f"; rank {self._rank} was waiting for {self.position.action} from {peers}"
-        return words
+        return words if self.behind is None else f"{words}; {self.behind}"
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:
@@ -309,6 +322,10 @@ class Watchdog:
                     f"rank {self._rank} has reached the end of its program, and has waited {now - began:.0f} s for "
                     f"{name_ranks(ranks)} to close the pipeline"
                 )
+
+
+def _caught_up() -> None:
+    """Where a device is that never falls behind, since it is the host."""
 
 
 def _flush() -> None:

@@ -73,17 +73,17 @@ class World:
     @property
     def is_first(self) -> bool:
         """Whether this process does what is done only once, such as making a folder."""
-        return self.rank is None or self.name == 0
+        return self.rank is None or self.number == 0
 
     @property
-    def names(self) -> tuple[int, ...]:
+    def numbers(self) -> tuple[int, ...]:
         """The number in the whole mesh of each of the pipeline's ranks, as messages use it."""
         return tuple(self.everyone.index(member) for member in self.members) or tuple(range(self.ranks))
 
     @property
-    def name(self) -> int:
+    def number(self) -> int:
         """This process's number in the whole mesh."""
-        return 0 if self.rank is None else self.names[self.rank]
+        return 0 if self.rank is None else self.numbers[self.rank]
 
     @property
     def data_parallel(self) -> int:

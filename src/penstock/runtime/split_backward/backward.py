@@ -127,7 +127,8 @@ class SplitBackward:
         if self._in_order:
             before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]
             yield
-            found = {id(p) for p, grad, version in before if p.grad is not grad or _version(p.grad) != version}
+            after = ((p, grad, version) for p, grad, version in before if p.grad is not None)  # FSDP may take it away
+            found = {id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version}
         else:
             with self._kept_until_w(early):
                 yield

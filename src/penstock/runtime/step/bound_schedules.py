@@ -73,7 +73,7 @@ class BoundSchedules:
         self._split = split
         self._bind = bind
         self._source = source_rank
-        self._announcer = engine.world.names[source_rank]
+        self._announcer = engine.world.numbers[source_rank]
         self._announces = source_rank in engine.ranks
         self._cached: OrderedDict[int, Cached] = OrderedDict()
         self._digest: tuple[Hashable, int] = (None, 0)
@@ -149,7 +149,7 @@ class BoundSchedules:
             return [partition.arrange(piece.leaves) for partition, piece in pairs]
         if cut.sizes != cached.sizes:
             raise ShapeError(
-                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.name}, and of "
+                f"the inputs are microbatches of {list(cut.sizes)} rows on rank {self._engine.world.number}, and of "
                 f"{list(cached.sizes)} on rank {self._announcer}; give both the same batch"
             )
         return [partition.take(piece) for partition, piece in zip(cached.bound.partitions, cut.pieces, strict=True)]
@@ -169,8 +169,8 @@ class BoundSchedules:
         differing = next(index for index, pair in enumerate(zip(mine, said, strict=True)) if len(set(pair)) > 1)
         theirs, own = (_WORDS[differing](values[differing]) for values in (said, mine))
         raise ArgumentError(
-            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.name}) {own}; every rank must make "
-            "the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
+            f"rank {self._announcer} runs {theirs}, this rank ({self._engine.world.number}) {own}; every rank must "
+            "make the same calls, with the same outputs= and timeline=, and set train(), eval(), requires_grad_() and "
             "autocast alike"
         )
 

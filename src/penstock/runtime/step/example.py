@@ -44,7 +44,7 @@ def shared(control: Control, example: Example) -> Example:
             )
         return example  # it has no tensors: a function of the user's makes them
     first = has.index(True)
-    outlines = control.gather(Outline.of_example(example) if control.world.name == first else None, "its example")
+    outlines = control.gather(Outline.of_example(example) if control.world.number == first else None, "its example")
     problem = None if is_whole(example) else _difference(example, outlines[first].examples[0], first)
     for text in control.gather(problem, "its example"):  # all raise, so that none waits for one that did
         if text is not None:

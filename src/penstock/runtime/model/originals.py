@@ -1,0 +1,74 @@
+"""The parameters and buffers that a pipeline was made with. Stages and state dicts have these, so whatever takes their
+place is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import is_
+
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError, PartitionError
+
+
+class Originals:
+    """The tensors of one model.
+
+    Args:
+        model: the model.
+        opened: by id, the modules that are no blocks. Tables that blocks compute (non-persistent buffers in them) may
+            be replaced.
+
+    Attributes:
+        parameters: every parameter, once.
+    """
+
+    def __init__(self, model: nn.Module, opened: Collection[int]) -> None:
+        self._model = model
+        self.parameters = list(model.parameters())
+        self._names = [name for name, _ in model.named_parameters()]
+        self._places = [
+            (f"{name}.{key}".lstrip("."), module, key)
+            for name, module in model.named_modules()
+            for key in module._buffers
+            if id(module) in opened or key not in module._non_persistent_buffers_set
+        ]
+        self._buffers = self._current_buffers()
+
+    def refuse_others(self) -> None:
+        """Before a step: raises ArgumentError if the model no longer holds these parameters and buffers."""
+        for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
+            if buffer is not before:
+                raise ArgumentError(
+                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
+                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
+                )
+        now = list(self._model.parameters())
+        if len(now) == len(self.parameters) and all(map(is_, now, self.parameters)):
+            return
+        known, left = {id(p) for p in self.parameters}, {id(p) for p in now}
+        new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
+        gone = [name for name, p in zip(self._names, self.parameters, strict=True) if id(p) not in left]
+        if new or gone:
+            raise ArgumentError(
+                "the model no longer holds the parameters that the pipeline was made with: "
+                f"{f'{new[0]!r} is new' if new else f'{gone[0]!r} is gone'}. A module or parameter "
+                "that is put in place later belongs to no stage, and no optimizer made from pipe.parameters() has it: "
+                "make a new pipeline, and a new optimizer. Values can be changed in place (load_state_dict, copy_)"
+            )
+
+    def settle(self) -> None:
+        """After a step: raises PartitionError if its forwards replaced a buffer that state dicts hold."""
+        now = self._current_buffers()
+        for (name, module, key), before, buffer in zip(self._places, self._buffers, now, strict=True):
+            if buffer is not before and before is not None and key not in module._non_persistent_buffers_set:
+                raise PartitionError(
+                    f"the forward replaced buffer {name!r} by a new tensor, which a recording did not show: stages and "
+                    f"state dicts hold the one from before. Update it in place: self.{key}.copy_(...); if it is a "
+                    "cache of constants, register it with persistent=False"
+                )
+        self._buffers = now  # a forward may replace a buffer of constants that it computes
+
+    def _current_buffers(self) -> list[Tensor | None]:
+        return [module._buffers.get(key) for _, module, key in self._places]

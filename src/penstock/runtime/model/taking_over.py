@@ -1,0 +1,86 @@
+"""Takes a model over for a pipeline: the tensors of this process's stages move to their devices, those of other
+processes' stages are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from penstock.runtime.execute.engine import Engine
+from penstock.runtime.front_end import Stage
+from penstock.runtime.model.elsewhere import elsewhere
+from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
+from penstock.runtime.model.moving import move
+
+
+def move_together(model: nn.Module, engine: Engine) -> None:
+    """Moves the whole model if one device holds it; otherwise the cuts decide what goes where (`take_over`)."""
+    devices = set(engine.devices)
+    if engine.world.is_local and len(devices) == 1:
+        move(model, dict.fromkeys((id(t) for t in _tensors(model) if not t.is_meta), *devices))
+
+
+def take_over(
+    model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int], engine: Engine, rule: Materialize | None
+) -> bool:
+    """Allocates the tensors of this process's stages, and frees those of the others.
+
+    Args:
+        rank_of: the rank of each stage.
+        rule: see `materialize`.
+
+    Returns:
+        whether recordings made so far hold on to other ranks' parameters, or to old buffers.
+    """
+    kept = _kept_by_rank(model, stages, rank_of, engine)
+    named = list(model.named_modules())
+    if not engine.world.is_local:
+        here = set().union(*(kept[rank] for rank in engine.ranks))
+        released: dict[int, Tensor] = {}
+        for path, module in named:
+            _release(module, f"{path}." if path else "", here, released)
+    for rank in engine.ranks:
+        if engine.devices[rank].type == "meta":
+            continue  # nothing runs there
+        modules = {
+            name: module
+            for name, module in named
+            if any(t.is_meta and id(t) in kept[rank] for _, t in own_tensors(module))
+        }
+        materialize(modules, engine.devices[rank], engine.streams.seed, rule)
+    device_of = {
+        id(tensor): engine.devices[rank]
+        for rank in engine.ranks
+        for tensor in _tensors(model)
+        if id(tensor) in kept[rank] and not tensor.is_meta
+    }
+    return move(model, device_of) or not engine.world.is_local
+
+
+def _kept_by_rank(
+    model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int], engine: Engine
+) -> dict[int, set[int]]:
+    """For each rank, which tensors it holds, by id."""
+    kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
+    for stage in stages:
+        kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
+    every = {id(tensor) for tensor in _tensors(model)}
+    kept[0] |= every - set().union(*kept.values())  # tensors that no stage uses still belong in a checkpoint
+    return kept
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, Tensor]) -> None:
+    """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
+    for names in (module._parameters, module._buffers):
+        for name, tensor in list(names.items()):
+            if tensor is None or id(tensor) in kept:
+                continue
+            if id(tensor) not in released:
+                released[id(tensor)] = elsewhere(tensor, path + name)
+            setattr(module, name, released[id(tensor)])

@@ -1,0 +1,154 @@
+"""Passes for stages whose parameters are sharded over replicas (`fully_shard`): when they are gathered, and freed.
+
+`UNSHARD` starts to gather a stage's parameters, and the stage's next computation waits for them; `RESHARD` frees them.
+Without a window a stage stays gathered from its first computation to its last:
+
+    0UNSHARD 0F0 0F1 2UNSHARD 2F0 2F1 2B0 2B1 2RESHARD 0B0 0B1 0RESHARD
+
+With a window of one, it makes room for the other in between:
+
+    0UNSHARD 0F0 0F1 0RESHARD 2UNSHARD 2F0 2F1 2B0 2B1 2RESHARD 0UNSHARD 0B0 0B1 0RESHARD
+
+Where the window has room, a stage is gathered one action ahead, so that its parameters travel while the rank computes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+from penstock.errors import ArgumentError
+from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.row import Row
+from penstock.schedule.schedule import Schedule
+
+SHARDING = (Op.UNSHARD, Op.RESHARD)
+
+
+def whole_last_backward(schedule: Schedule, stages: Set[int]) -> Schedule:
+    """Makes the last backward of each of these stages whole, after all the stage's other weight gradients.
+
+    For stages whose gradients are reduced within their last backward (`fully_shard`).
+    """
+
+    def changed(row: Row) -> Iterable[Action | Overlap]:
+        items = list(row.items())
+        for stage in stages:
+            ends = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.I for p in item.parts)]
+            whole = [i for i, item in enumerate(items) if any(p.stage == stage and p.op is Op.B for p in item.parts)]
+            if ends and (not whole or ends[-1] > whole[-1]):
+                items = _ending_whole(items, stage, ends[-1])
+        return items
+
+    return schedule.with_rows([changed(row) for row in schedule.rows])
+
+
+def _ending_whole(items: list[Action | Overlap], stage: int, last: int) -> list[Action | Overlap]:
+    """The items with the stage's I at `last` made whole; the Ws that followed, except its own, move before it."""
+    (number,) = [part.microbatch for part in items[last].parts if part.stage == stage and part.op is Op.I]
+    waiting = [i for i in items[last:] if isinstance(i, Action) and i.stage == stage and i.op is Op.W]
+    whole = Action(stage, Op.B, number)
+    item = items[last]
+    end = Overlap(item.forward, whole) if isinstance(item, Overlap) else whole
+    before = [w for w in waiting if w.microbatch != number]
+    return [*items[:last], *before, end, *(i for i in items[last + 1 :] if i not in waiting)]
+
+
+def add_sharding(schedule: Schedule, stages: Set[int], window: int | None = None) -> Schedule:
+    """Adds `UNSHARD` and `RESHARD` for each of these stages; any that it has already are placed anew.
+
+    `UNSHARD` comes before the first computation that needs the stage, one computation earlier if the window has room;
+    `RESHARD` comes after the last, and after the stage's sends. If another stage needs the room, the one that is needed
+    again last is freed. Messages are ignored for `UNSHARD`: how far ahead they are posted depends on the number of
+    microbatches, and replicas must gather in the same order though one may have fewer.
+
+    >>> from penstock.schedule import generate
+    >>> print(add_sharding(generate("gpipe", ranks=1, microbatches=1, chunks=3), {0, 1, 2}, window=2))
+    gpipe: 1 microbatch, stages on ranks 0 0 0
+    rank 0: 0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD
+
+    Args:
+        schedule: with or without messages.
+        stages: the stages that are sharded.
+        window: how many of a rank's stages may be gathered at once, including any whose parameters are still under
+            way. None, or as many as a rank has: each stays gathered from its first computation to its last.
+
+    Raises:
+        ArgumentError: the window is less than 1, or less than what two overlapping actions need.
+    """
+    if window is not None and window < 1:
+        raise ArgumentError(f"unshard_window={window}: expected how many stages may be gathered at once, 1 or more")
+    return schedule.with_rows([_with_gathers(rank, row, stages, window) for rank, row in enumerate(schedule.rows)])
+
+
+class _Step(NamedTuple):
+    """A computation: its place among the items of the row, and the sharded stages that it needs."""
+
+    place: int
+    stages: frozenset[int]
+
+
+def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> Iterator[Action | Overlap]:
+    items = [item for item in row.items() if not (item.parts[0].op in SHARDING and item.parts[0].stage in stages)]
+    steps = [
+        _Step(place, frozenset(part.stage for part in item.parts) & stages)
+        for place, item in enumerate(items)
+        if item.parts[0].op.is_compute
+    ]
+    held = len(frozenset().union(*(step.stages for step in steps)))
+    room = held if window is None else window
+    short = next((step for step in steps if len(step.stages) > room), None)
+    if short is not None:
+        raise ArgumentError(
+            f"unshard_window={window}: rank {rank} has {items[short.place]}, which needs {len(short.stages)} stages at "
+            f"once; give at least {len(short.stages)}"
+        )
+    before, behind = defaultdict(list), defaultdict(list)
+    gathers, releases = _turns([step.stages for step in steps], room, ahead=room < held)
+    for stage, at in gathers:
+        before[steps[at].place].append(Action(stage, Op.UNSHARD))
+    own = defaultdict(list)
+    for index, item in enumerate(items):
+        for part in item.parts:
+            own[part.stage].append(index)
+    for stage, until in releases:
+        end = bisect_left(own[stage], steps[until].place) if until < len(steps) else len(own[stage])
+        behind[own[stage][end - 1]].append(Action(stage, Op.RESHARD))
+    for index, item in enumerate(items):
+        yield from before[index]
+        yield item
+        yield from behind[index]
+
+
+def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Which stages are gathered before which step, and which are freed before which step; both in order.
+
+    Args:
+        needs: the stages that each step needs.
+        room: how many may be gathered at once.
+        ahead: whether to gather one step ahead.
+    """
+    steps_of: defaultdict[int, list[int]] = defaultdict(list)
+    for step, needed in enumerate(needs):
+        for stage in needed:
+            steps_of[stage].append(step)
+    gathers, releases = [], []
+    gathered: set[int] = set()
+    for step, needed in enumerate(needs):
+        for wanted in needs[step : step + 2] if ahead else (needed,):
+            for stage in sorted(wanted - gathered):
+                if len(gathered) == room:
+                    spare = gathered - needed - wanted
+                    if not spare:
+                        break  # nothing can be freed before this step has run
+                    freed = max(spare, key=lambda stage: steps_of[stage][bisect_right(steps_of[stage], step)])
+                    gathered.remove(freed)
+                    releases.append((freed, step))
+                gathered.add(stage)
+                gathers.append((stage, step))
+        for stage in sorted(stage for stage in needed if steps_of[stage][-1] == step):
+            gathered.remove(stage)
+            releases.append((stage, len(needs)))
+    return gathers, releases

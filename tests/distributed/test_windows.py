@@ -1,0 +1,120 @@
+"""Sharded stages that are gathered within a window, in real processes: the same bits, less memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import window_jobs
+from window_jobs import Seen
+
+from penstock.schedule import Action, Op, Schedule
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+PLAIN: dict[str, list[Seen]] = {}
+"""What several tests compare with, by what was asked for."""
+
+
+def run(ranks: Ranks, window: int | None, rows: Sequence[int] = (6, 6), **options: Any) -> list[Seen]:
+    asked = str((rows, sorted(options.items())))
+    if window is None and asked in PLAIN:
+        return PLAIN[asked]
+    seen = ranks.run(window_jobs.train, window, 2, rows, options)
+    if window is None:
+        PLAIN[asked] = seen
+    return seen
+
+
+def case(schedule: str, chunks: int, window: int, microbatches: int = 3, **more: Any) -> Any:
+    options = {"schedule": schedule, "chunks": chunks, "layers": 2 * chunks, "microbatches": microbatches, **more}
+    return pytest.param(options, window, id=f"{schedule}-{chunks}-{window}-{'-'.join(more)}")
+
+
+def same_bits(one: Seen, other: Seen) -> None:
+    assert [float(loss) for loss in other.losses] == [float(loss) for loss in one.losses]
+    assert other.gradients.keys() == one.gradients.keys()
+    assert all(torch.equal(gradient, one.gradients[name]) for name, gradient in other.gradients.items())
+    assert torch.equal(other.evaluated, one.evaluated)
+    assert other.share == one.share
+
+
+LONG = [
+    case("interleaved-1f1b", 2, 1, 6),
+    case("interleaved-1f1b", 3, 1),
+    case("zb-h1", 1, 1),
+    case("1f1b", 1, 2),
+    case("gpipe", 3, 2),
+    case("dualpipe-v", 2, 2, 6),
+    case("interleaved-1f1b", 3, 2, recompute="always"),
+    case("interleaved-1f1b", 3, 2, recompute=1),
+    case("interleaved-1f1b", 3, 2, offload=True),
+    case("zb-v", 2, 1, recompute="always"),
+    case("zb-v", 2, 1, 4, half=True),
+    case("interleaved-1f1b", 3, 2, compiled=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        case("interleaved-1f1b", 3, 2),
+        case("zb-v", 2, 1, 4),
+        *(pytest.param(*each.values, id=each.id, marks=pytest.mark.long) for each in LONG),
+    ],
+)
+def test_a_window_changes_no_bit_and_bounds_what_is_gathered(
+    ranks4: Ranks, options: dict[str, Any], window: int
+) -> None:
+    plain, windowed = run(ranks4, None, **options), run(ranks4, window, **options)
+    for one, other in zip(plain, windowed, strict=True):
+        same_bits(one, other)
+        assert all(stage in there and len(there) <= window for stage, there in other.gathered)
+        assert other.left == one.left == frozenset()
+        chunks = options["chunks"]
+        assert max(len(there) for _, there in one.gathered) == chunks, "without a window they stay"
+        counts = [_gathers(each, Schedule.parse(each.schedule)) for each in (one, other)]
+        assert counts[0] == chunks
+        assert (counts[1] > chunks) == (window < chunks)
+
+
+def _gathers(seen: Seen, schedule: Schedule) -> int:
+    """How often a rank gathered in the step, as its schedule says."""
+    assert seen.timeline is not None
+    per_rank = []
+    for row, track in zip(schedule.rows, seen.timeline.tracks, strict=True):
+        ran = [action for action in track.actions if action.op is Op.UNSHARD]
+        assert ran == [action for action in row if action.op is Op.UNSHARD]
+        per_rank.append(len(ran))
+    return max(per_rank)
+
+
+def test_a_gather_is_on_its_way_while_the_action_before_runs(ranks4: Ranks) -> None:
+    """The action before the stage's first one finds it gathered by the schedule, but not yet in its place."""
+    seen = run(ranks4, 2, schedule="interleaved-1f1b", chunks=3, layers=6, microbatches=3)[0]
+    assert seen.timeline is not None
+    row = list(seen.timeline.tracks[0].actions)
+    ahead = row.index(Action(2, Op.UNSHARD))
+    computing = [action for action in row[ahead:] if action.op.is_compute]
+    assert [str(action) for action in computing[:2]] == ["0F2", "2F0"]
+    assert seen.gathered[2:4] == [(0, frozenset({0})), (1, frozenset({1}))], "by the rank's own numbers: 0 and 2"
+
+
+@pytest.mark.parametrize(
+    ("options", "window"),
+    [
+        case("interleaved-1f1b", 3, 2),
+        pytest.param(*case("zb-v", 2, 1).values, id="zb-v", marks=pytest.mark.long),
+        pytest.param(*case("interleaved-1f1b", 2, 1).values, id="interleaved-1f1b", marks=pytest.mark.long),
+    ],
+)
+def test_replicas_with_fewer_rows_gather_alike(ranks4: Ranks, options: dict[str, Any], window: int) -> None:
+    for one, other in zip(run(ranks4, None, (6, 2), **options), run(ranks4, window, (6, 2), **options), strict=True):
+        same_bits(one, other)
+        assert all(stage in there and len(there) <= window for stage, there in other.gathered)
+    assert other.timeline is not None
+    ran = {action.microbatch for track in other.timeline.tracks for action in track.actions if action.op.is_compute}
+    assert ran == {0, 1}, "two rows make two microbatches, where the other replica has three"

@@ -1,0 +1,232 @@
+"""When sharded stages are gathered and freed: properties over all generators, and rows by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import ArgumentError
+from penstock.schedule import (
+    Action,
+    Op,
+    Schedule,
+    add_communication,
+    add_sharding,
+    check,
+    drop_communication,
+    first_microbatches,
+    from_csv,
+    generate,
+    to_csv,
+)
+from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training, order_of
+from penstock.schedule.sharding import SHARDING
+from penstock.stages import StageMeta
+from scaffolding.some_schedules import arbitrary, generated
+
+
+def stages_of(schedule: Schedule) -> set[int]:
+    return set(range(schedule.stages))
+
+
+def chunks_of(schedule: Schedule) -> int:
+    return max(map(len, schedule.placement.by_rank))
+
+
+def at_once(schedule: Schedule) -> int:
+    """The most stages that an item of any row needs."""
+    return max(len({part.stage for part in item.parts}) for row in schedule.rows for item in row.items())
+
+
+def gathered_at(row: list[Action]) -> Iterator[tuple[Action, frozenset[int]]]:
+    """Each action, with the stages that are gathered while it runs, including those still under way."""
+    held: set[int] = set()
+    for action in row:
+        if action.op is Op.RESHARD:
+            held.remove(action.stage)
+        yield action, frozenset(held)
+        if action.op is Op.UNSHARD:
+            assert action.stage not in held
+            held.add(action.stage)
+
+
+@st.composite
+def windowed(draw: st.DrawFn) -> tuple[Schedule, int]:
+    schedule = draw(st.one_of(generated(max_ranks=4, max_microbatches=8), arbitrary()))
+    return schedule, draw(st.integers(at_once(schedule), chunks_of(schedule) + 1))
+
+
+@given(windowed(), st.booleans())
+def test_what_runs_is_gathered_and_never_more_than_the_window(given: tuple[Schedule, int], messages: bool) -> None:
+    schedule, window = given
+    plain = add_communication(schedule) if messages else schedule
+    done = add_sharding(plain, stages_of(schedule), window)
+    assert [v for v in check(done) if v.fatal] == []
+    for row, before in zip(done.rows, plain.rows, strict=True):
+        assert [item for item in row.items() if item.parts[0].op not in SHARDING] == list(before.items())
+        held: frozenset[int] = frozenset()
+        for action, held in gathered_at(list(row)):
+            assert not action.op.is_compute or action.stage in held
+            assert len(held | ({action.stage} if action.op is Op.UNSHARD else set())) <= window
+        assert held == frozenset(), "all are freed in the end"
+        gathers, releases = ([a.stage for a in row if a.op is op] for op in SHARDING)
+        assert sorted(gathers) == sorted(releases)
+
+
+@given(windowed(), st.booleans())
+def test_placing_them_again_changes_nothing(given: tuple[Schedule, int], messages: bool) -> None:
+    schedule, window = given
+    once = add_sharding(add_communication(schedule) if messages else schedule, stages_of(schedule), window)
+    assert add_sharding(once, stages_of(schedule), window) == once
+    back = add_sharding(once, stages_of(schedule))
+    assert back == add_sharding(add_communication(schedule) if messages else schedule, stages_of(schedule))
+
+
+@given(windowed())
+def test_with_room_for_all_each_is_gathered_once(given: tuple[Schedule, int]) -> None:
+    schedule, _ = given
+    for row in add_sharding(schedule, stages_of(schedule), chunks_of(schedule)).rows:
+        actions = list(row)
+        used = dict.fromkeys(action.stage for action in actions if action.op.is_compute)
+        assert {a.stage for a in row if a.op is Op.UNSHARD} == used.keys()
+        assert len([a for a in row if a.op is Op.UNSHARD]) == len(used)
+    assert add_sharding(schedule, stages_of(schedule), chunks_of(schedule)) == add_sharding(
+        schedule, stages_of(schedule)
+    )
+
+
+@given(windowed())
+def test_a_gather_begins_one_action_ahead_where_there_is_room(given: tuple[Schedule, int]) -> None:
+    """Otherwise right before its own; never earlier, and never for something that is there already."""
+    schedule, window = given
+    for row in add_sharding(schedule, stages_of(schedule), window).rows:
+        distinct = {action.stage for action in row}
+        items = [item.parts for item in row.items()]
+        computing = [(i, {p.stage for p in parts}) for i, parts in enumerate(items) if parts[0].op.is_compute]
+        for i, (part, *_) in enumerate(items):
+            if part.op is not Op.UNSHARD:
+                continue
+            (_, now), *later = [entry for entry in computing if entry[0] > i]
+            ahead = part.stage not in now
+            if ahead:
+                assert window < len(distinct)
+                assert part.stage in later[0][1]
+            elif window < len(distinct):
+                previous = [stages for place, stages in computing if place < i][-1:]
+                needed = now.union(*previous)
+                assert not previous or len(needed) > window, "the action before left no room"
+
+
+@given(windowed())
+def test_what_is_needed_again_first_stays(given: tuple[Schedule, int]) -> None:
+    """A stage is freed before its next use only where the window's other places go to stages that are needed sooner."""
+    schedule, window = given
+    for row in add_sharding(schedule, stages_of(schedule), window).rows:
+        actions = list(row)
+        for i, action in enumerate(actions):
+            if action.op is Op.RESHARD:
+                between = [a.stage for a in actions[i:] if a.op.is_compute]
+                if action.stage in between:
+                    others = set(between[: between.index(action.stage)])
+                    assert len(others) >= window
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "window", "row"),
+    [
+        (
+            "gpipe",
+            3,
+            1,
+            "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1RESHARD 2UNSHARD 2F0 2B0 2RESHARD 1UNSHARD 1B0 1RESHARD 0UNSHARD 0B0 "
+            "0RESHARD",
+        ),
+        (
+            "gpipe",
+            3,
+            2,
+            "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2RESHARD 0UNSHARD 1B0 1RESHARD 0B0 0RESHARD",
+        ),
+        (
+            "gpipe",
+            4,
+            3,
+            "0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 3UNSHARD 2F0 3F0 3B0 3RESHARD 2B0 2RESHARD 0UNSHARD 1B0 "
+            "1RESHARD 0B0 0RESHARD",
+        ),
+        ("gpipe", 3, 3, "0UNSHARD 0F0 1UNSHARD 1F0 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD 0B0 0RESHARD"),
+    ],
+)
+def test_rows_by_hand(schedule: str, chunks: int, window: int, row: str) -> None:
+    order = generate(schedule, 1, 1, chunks)
+    assert str(add_sharding(order, stages_of(order), window).rows[0]) == row
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_window_without_room_is_refused(window: int) -> None:
+    with pytest.raises(ArgumentError, match=f"unshard_window={window}: expected how many stages .* 1 or more"):
+        add_sharding(generate("gpipe", 1, 1), {0}, window)
+
+
+def test_a_window_too_narrow_for_an_overlap_is_refused() -> None:
+    order = generate("dualpipe-v", 2, 8)
+    with pytest.raises(ArgumentError, match=r"unshard_window=1: rank \d has \(.*\)OVERLAP_F_B, which needs 2"):
+        add_sharding(order, stages_of(order), 1)
+    assert check(add_sharding(order, stages_of(order), 2)) == []
+
+
+@given(windowed())
+def test_the_text_of_a_windowed_schedule_goes_both_ways(given: tuple[Schedule, int]) -> None:
+    schedule, window = given
+    done = add_sharding(schedule, stages_of(schedule), window)
+    assert Schedule.parse(str(done)) == done
+
+
+@given(st.sampled_from(["interleaved-1f1b", "1f1b", "zb-v", "gpipe", "dualpipe-v"]), st.integers(2, 3))
+def test_torch_s_file_of_a_windowed_schedule_goes_both_ways(name: str, window: int) -> None:
+    order = generate(name, 2, 8)
+    done = add_sharding(order, stages_of(order), window)
+    read = from_csv(to_csv(done, "compute_comms"), name)
+    gathers = [[[a for a in row if a.op in SHARDING or a.op.is_compute] for row in each.rows] for each in (read, done)]
+    assert gathers[0] == gathers[1]
+    assert [v for v in check(read) if v.fatal] == []
+
+
+def test_a_pipeline_places_its_own() -> None:
+    """What a schedule has already is left out, like its messages."""
+    order = generate("interleaved-1f1b", 2, 4)
+    assert order_of(add_communication(add_sharding(order, {0, 2}, 1)), 2, None, None) == order
+
+
+def collectives(schedule: Schedule) -> list[list[str]]:
+    """What each rank does together with its replicas, in order: gathers, and reductions within the last backward."""
+    rows = []
+    for row in schedule.rows:
+        last = {a.stage: i for i, a in enumerate(row) if a.op is Op.B}
+        rows.append(
+            [
+                str(action) if action.op is Op.UNSHARD else f"{action.stage} reduces"
+                for i, action in enumerate(row)
+                if action.op in (Op.UNSHARD, Op.REDUCE_GRAD) or last.get(action.stage) == i
+            ]
+        )
+    return rows
+
+
+@given(st.data())
+def test_replicas_with_fewer_microbatches_gather_and_reduce_in_the_same_order(data: st.DataObject) -> None:
+    schedule = data.draw(generated(max_ranks=4, max_microbatches=8).filter(lambda s: s.placement.pipelines == 1))
+    if schedule.slices > 1:
+        return
+    metas = [StageMeta(index, (), ()) for index in range(schedule.stages)]
+    window = data.draw(st.integers(at_once(schedule), chunks_of(schedule)))
+    sharded = Sharded(stages_of(schedule), window)
+    fewer = first_microbatches(schedule, data.draw(st.integers(1, schedule.microbatches)))
+    full, less = (lower_training(order, metas, (), sharded, schedule) for order in (schedule, fewer))
+    assert collectives(less) == collectives(full)
+    assert drop_communication(less).microbatches == fewer.microbatches
+    evaluated, little = (lower_evaluation(order, metas, sharded, schedule) for order in (schedule, fewer))
+    assert collectives(little) == collectives(evaluated)
