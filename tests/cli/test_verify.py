@@ -41,6 +41,10 @@ def uneven():
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(widths)))
     return layers, (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 
+def half():
+    layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4))).bfloat16()
+    return layers, (torch.randn(12, 5).bfloat16(),), torch.randint(5, (12,)), loss_of
+
 def odd():
     return mlp(), (torch.randn(11, 5),), torch.randint(4, (11,)), loss_of
 
@@ -179,6 +183,14 @@ def test_recompute(policy: str) -> None:
     wrong = verify("cases.py:good", "--ranks", "2", "--microbatches", "4", "--recompute", "sometimes")
     assert wrong.exit_code == 2
     assert "--recompute sometimes: expected 'never'" in last_line(wrong.stderr)
+
+
+def test_gradients_in_another_dtype() -> None:
+    options = ("cases.py:half", "--ranks", "2", "--microbatches", "4", "--exact")
+    assert verify(*options, "--gradient-dtype", "float32").exit_code == 0
+    wrong = verify(*options, "--gradient-dtype", "bfloat16")
+    assert wrong.exit_code == 2
+    assert "--gradient-dtype bfloat16: expected one of float32, float64" in wrong.stderr
 
 
 def test_difference_exits_1_and_the_last_line_says_where() -> None:

@@ -24,6 +24,8 @@ from penstock.runtime.processes import groups
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.receive_order import ReceiveOrder
+from penstock.schedule import Action, Op
+from penstock.schedule.timeline import Timeline
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
 from scaffolding.by_hand import step_by_hand
@@ -146,10 +148,30 @@ def steps(cell: Cell, **options: Any) -> list[str]:
                 assert (result.timeline is not None) is timed
                 if timed and result.timeline is not None:
                     assert result.timeline.makespan_seconds > 0
+                    if cell.transport == "distributed":
+                        found += impossible_messages(result.timeline)
                 expected = step_by_hand(reference, [x], y, squared_error, MICROBATCHES).total
                 found += [
                     f"{rows} rows, step {step}: {what}" for what in differences(pipe, reference, expected, result)
                 ]
+    return found
+
+
+def impossible_messages(timeline: Timeline) -> list[str]:
+    """Messages that arrive before they could leave, or after what needs them has started."""
+    spans = {span.action: span for span in timeline}
+    users = {Op.RECV_F: (Op.F,), Op.RECV_B: (Op.B, Op.I)}
+    found = []
+    for action, span in spans.items():
+        if action.op.is_send:
+            arrived = spans[action.other_end].end_seconds
+            found += (
+                [f"{action} arrives {arrived}, leaves {span.start_seconds}"] if arrived < span.start_seconds else []
+            )
+        for op in users.get(action.op, ()):
+            user = spans.get(Action(action.stage, op, action.microbatch))
+            if user is not None and user.start_seconds < span.end_seconds:
+                found.append(f"{user.action} starts {user.start_seconds}, {action} ends {span.end_seconds}")
     return found
 
 
@@ -262,7 +284,7 @@ def what_waits_holds_up_what_is_behind_it(rank: int) -> None:
         assert not works[0].is_completed()
     dist.barrier()
     # Both communicators now begin with a receive: NCCL would hang. So the test makes room, past the rules.
-    with mock.patch.object(nccl.Courier, "issue", lambda _, run: threading.Thread(target=run).start()):
+    with mock.patch.object(nccl.Communicator, "issue", lambda _, run: threading.Thread(target=run).start()):
         if rank == 1:
             dist.isend(torch.ones(1), 0)
     for work in works:

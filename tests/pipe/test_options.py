@@ -107,6 +107,14 @@ def shows_check_finite() -> None:
     refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
 
 
+def shows_gradient_dtype() -> None:
+    model = mlp().bfloat16()
+    with made(model=model, args=(X.bfloat16(),), gradient_dtype=torch.float32) as pipe:
+        pipe.step(X.bfloat16(), target=Y)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    refused(ArgumentError, "gradient_dtype='float32': expected torch.float32", gradient_dtype="float32")
+
+
 def shows_parallelize() -> None:
     given: list[set[str]] = []
 
@@ -198,6 +206,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     ),
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
+    "gradient_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.

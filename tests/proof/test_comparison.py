@@ -236,6 +236,20 @@ def test_bits_are_compared_and_not_numbers() -> None:
     assert verdict(torch.ones(3, 2).t(), torch.ones(2, 3)) == "equal"
 
 
+def test_what_was_computed_in_lower_precision_than_it_was_added_in() -> None:
+    """Its terms are that far from each other. Whatever is the same terms in another order is held to the sum's."""
+    other = torch.tensor([0.5, -1.0])
+
+    def found(factor: float, exact: bool = False, why: str = "") -> Verdict:
+        return compare("gradient", "x", (0,), other * factor, other, exact, why, computed_in=torch.bfloat16).verdict
+
+    assert found(1 + 1.5e-2) == "close"
+    assert found(1 + 1.8e-2) == "different"
+    assert found(1 + 1.5e-2, exact=True) == "different"
+    assert found(1 + 1.5e-2, exact=True, why=TIED) == "different"
+    assert found(1 + 0.9e-6, exact=True, why=TIED) == "close"
+
+
 def report(*rows: Comparison, whole: WholeBatch | None = None) -> Report:
     return Report(rows, "gpipe", 2, 2, 4, 0.0, True, whole_batch=whole)
 

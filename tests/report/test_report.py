@@ -64,6 +64,14 @@ def test_perfetto_shows_communication_apart() -> None:
     assert (event["tid"], event["name"], event["args"]["action"]) == (1, "SEND_F0", "0SEND_F0>2")
 
 
+def test_perfetto_shows_messages_that_travel_at_the_same_time_in_threads_of_their_own() -> None:
+    times = {"0SEND_F0": (1.0, 3.0), "0F1": (1.0, 4.0), "0RECV_B0": (2.0, 5.0), "0SEND_F1": (3.0, 4.0)}
+    row = [Span(0, Action.parse(text), *time) for text, time in times.items()]
+    events = to_perfetto(Timeline.merge([row]))["traceEvents"]
+    assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 0, 2, 1]
+    assert [e["args"]["name"] for e in events if e["name"] == "thread_name"][1:] == ["communication", "communication 2"]
+
+
 def test_the_file_is_the_trace_as_json(timeline: Timeline, tmp_path: Path) -> None:
     write_perfetto(timeline, tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text()) == to_perfetto(timeline)

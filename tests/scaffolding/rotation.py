@@ -40,6 +40,7 @@ CPU_SECONDS = {
     "tests/cli/test_demo.py": 20,
     "tests/distributed/test_layout_ranks.py": 20,
     "tests/fabric/test_emulation.py": 20,
+    "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/partition/run/test_sideways.py": 20,
     "tests/runtime/features/test_carried_later.py": 20,
     "tests/runtime/features/test_recompute.py": 20,

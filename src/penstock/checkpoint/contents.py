@@ -178,6 +178,19 @@ def load_optimizer(
             numbered[count] = own.get(names.get(id(parameter), ""), {})
             count += 1
     optimizer.load_state_dict({"state": {n: state for n, state in numbered.items() if state}, "param_groups": groups})
+    _restore_dtypes(optimizer, {parameter: own.get(name, {}) for name, parameter in pipe.named_parameters()})
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
+    """Gives each tensor of the optimizer's state the dtype it was saved in: torch casts it to its parameter's.
+
+    What follows a gradient in float32 (a momentum, say) would lose digits if its parameter is in bfloat16.
+    """
+    for parameter, state in saved.items():
+        for key, value in state.items():
+            loaded = optimizer.state.get(parameter, {}).get(key)
+            if isinstance(loaded, Tensor) and isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _optimizer_entries(paths: Iterable[str]) -> Iterator[tuple[str, str, str]]:

@@ -58,6 +58,10 @@ ReductionName = Literal["mean", "sum"]
 """How the loss is reduced over the batch."""
 
 
+GradientDtype = Literal["float32", "float64"]
+"""The dtype in which gradients accumulate, by torch's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What to verify.
@@ -81,6 +85,7 @@ class Case:
     balance: BalanceName = "flops"
     replicas: int = 1
     transport: str | None = None
+    gradient_dtype: GradientDtype | None = None
 
 
 def verify(
@@ -99,6 +104,10 @@ def verify(
     opens: Opens = None,
     balance: BalanceOption = "flops",
     recompute: Recompute = "never",
+    gradient_dtype: Annotated[
+        GradientDtype | None,
+        typer.Option(help="What gradients of parameters in lower precision accumulate in; default: in the same."),
+    ] = None,
     replicas: Annotated[
         int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1,
@@ -146,6 +155,7 @@ def verify(
         whole_batch=whole_batch,
         balance=balance,
         replicas=replicas,
+        gradient_dtype=gradient_dtype,
         transport=None if transport in (None, "local", "distributed") else transport,
     )
     _choice(case.transport)  # raises before any process starts
@@ -183,6 +193,8 @@ def prove(case: Case) -> dict[str, Any]:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised an error.
     """
+    import torch
+
     from penstock.proof.verify import verify as compare
     from penstock.runtime.batch.cutting import Microbatch
 
@@ -213,6 +225,7 @@ def prove(case: Case) -> dict[str, Any]:
             opens=case.opens,
             balance=case.balance,
             recompute=case.recompute,
+            gradient_dtype=case.gradient_dtype and getattr(torch, case.gradient_dtype),
             leaves=case.leaves,
             whole_batch=case.whole_batch,
             transport=_choice(case.transport),

@@ -27,6 +27,7 @@ from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import MakeFrontEnd
+from penstock.runtime.gradients.dtypes import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
@@ -76,6 +77,7 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: Compile = False,
     check_finite: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     lost_after: float | None = None,
     group_timeout: float | None = None,
     pg_options: Any = None,
@@ -141,6 +143,9 @@ def pipeline(
         deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.
+        gradient_dtype: torch.float32: gradients of parameters in bfloat16 or float16 accumulate, and are summed over
+            ranks, in float32, and `.grad` is in float32: sets `Tensor.grad_dtype`, which stays after `close`. None: in
+            the parameter's own dtype, or whatever you set there.
         lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
             more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
             same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.
@@ -179,6 +184,7 @@ def pipeline(
         deferred_batch_norm=deferred_batch_norm,
         compile=compile,
         check_finite=check_finite,
+        gradient_dtype=gradient_dtype,
         lost_after=lost_after,
         group_timeout=group_timeout,
         pg_options=pg_options,
@@ -224,7 +230,7 @@ def build(
     with engine.control.reporting(close=engine.close):
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)
-        _check_alike(engine, given.sizes)
+        _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
                 make = front_end or partial(_recorder, options, sees_saved)
@@ -239,6 +245,9 @@ def build(
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
+        if options.gradient_dtype is not None:
+            with engine.control.agreed():
+                accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
         built = Pipeline(Session(engine, split, order, given, options))
         engine.control.watchdog.position = OUTSIDE
         return built
@@ -281,9 +290,14 @@ def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutti
     return cut
 
 
-def _check_alike(engine: Engine, sizes: tuple[int, ...]) -> None:
-    rows = [sum(others) for others in engine.control.gather(sizes, "its example")]
+def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:
+    given = engine.control.gather((sizes, options.gradient_dtype), "its example")
+    rows, dtypes = [sum(others) for others, _ in given], [str(dtype) for _, dtype in given]
     with engine.control.agreed():
+        if len(set(dtypes)) > 1:
+            raise ArgumentError(
+                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must give the same"
+            )
         if len(set(rows)) > 1:
             raise ArgumentError(
                 f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "

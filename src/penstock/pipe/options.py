@@ -17,6 +17,7 @@ from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.gradients.dtypes import checked_dtype
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
@@ -58,6 +59,7 @@ class Options:
     deferred_batch_norm: bool = False
     compile: Compile = False
     check_finite: bool = False
+    gradient_dtype: torch.dtype | None = None
     lost_after: float | None = None
     group_timeout: float | None = None
     pg_options: Any = None
@@ -71,6 +73,7 @@ class Options:
         self._check_together()
 
     def _check_kinds(self) -> None:
+        checked_dtype(self.gradient_dtype)
         if not callable(self.reduction) and self.reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={self.reduction!r}: expected 'mean', 'sum' or a function of the target")
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():

@@ -19,6 +19,7 @@ from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_s
 from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
+from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.step.outputs import Wanted
 from penstock.schedule import check, summary
 from penstock.stages import StageMeta
@@ -200,7 +201,8 @@ class Pipeline:
         compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         moved = per_stage.notes(offload_by_stage(options.offload, order.placement.depth), order)
-        return (*partition.notes, *order_notes, *compiling, *again, *moved, *self.session.engine.notes)
+        adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
+        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding, *self.session.engine.notes)
 
     @property
     def split_share(self) -> dict[int, float]:

@@ -174,6 +174,7 @@ def _reference(
             materialize=options.get("materialize"),
             seed=pipe.seed,
             deferred_batch_norm=options.get("deferred_batch_norm", False),
+            gradient_dtype=options.get("gradient_dtype"),
         ),
     )
     with alone:
@@ -316,6 +317,7 @@ def _compare(
                 exact,
                 reordered.get(name, ""),
                 expected.terms.get(name),
+                parameter.dtype,
             )
         )
     for name, buffer in pipe.named_buffers():

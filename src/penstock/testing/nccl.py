@@ -24,10 +24,13 @@ These rules show neither time nor a device's limits, such as how many kernels it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -36,7 +39,6 @@ from torch import Tensor
 
 from penstock.compat import bound_to, is_bound
 from penstock.runtime.execute import clock
-from penstock.runtime.transport.courier import Courier, Operation
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -49,13 +51,72 @@ _MEETING, _SIZES, _PAYLOAD = 901, 902, 903
 """Tags of the messages that go over gloo."""
 
 
+@dataclass(slots=True)
+class Operation:
+    """A send or receive that was issued, as `isend` and `irecv` return it."""
+
+    run: Callable[[], None]
+    waiting: ClassVar[list[Stream]] = []
+    """The streams that are current; by default the CPU's own."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    ended_at: int = 0
+    error: BaseException | None = None
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Waits until the operation has run. Raises what it raised."""
+        if self.waiting:
+            self.waiting[-1].waits.append(self)
+            return True
+        self.ended.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended.is_set()
+
+
+class Communicator:
+    """Runs operations one after another, in the order in which they were issued."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
+        self._last: Operation | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="nccl-rules")
+        self._thread.start()
+
+    def issue(self, run: Callable[[], None]) -> Operation:
+        """Queues an operation."""
+        self._last = Operation(run)
+        self._queue.put(self._last)
+        return self._last
+
+    def synchronize(self) -> None:
+        """Waits for everything that was issued."""
+        if self._last is not None:
+            self._last.wait()
+
+    def end(self) -> None:
+        """Ends the thread once everything has run."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            try:
+                operation.run()
+            except BaseException as error:  # `wait` raises it
+                operation.error = error
+            operation.ended_at = perf_counter_ns()
+            operation.ended.set()
+
+
 class NcclRules:
     """`isend`, `irecv` and the synchronization of a device under NCCL's rules."""
 
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
-        self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
 
@@ -138,7 +199,7 @@ class NcclRules:
         if key not in self._communicators:
             if not self._eager:
                 self._meet(group, peer)
-            self._communicators[key] = Courier("nccl-rules")
+            self._communicators[key] = Communicator()
         return self._communicators[key].issue(run)
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
@@ -167,9 +228,7 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
         mock.patch.object(dist, "isend", rules.isend),
         mock.patch.object(dist, "irecv", rules.irecv),
         mock.patch.object(torch.cuda, "synchronize", rules.synchronize),
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "current_stream", return_value=None),
-        mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"))),
+        mock.patch.object(clock, "HostClock", return_value=clock.StreamClock(torch.device("cpu"), Device())),
         bound_to(torch.device("cuda", 0)) if eager else nullcontext(),
         mock.patch.object(dist, "new_group", rules.new_group),
         mock.patch.object(dist, "barrier", rules.barrier),
@@ -178,21 +237,60 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
     rules.end()
 
 
+class Stream:
+    """A CPU's own stream, which has done all that it was given; or one on the side, which waits for operations."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.waits: list[Operation] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        """Waits for what another stream waits for."""
+        for operation in other.waits:
+            operation.ended.wait()
+
+
 class Event:
-    """`torch.cuda.Event` for a CPU that is its own stream: everything before `record` has been done."""
+    """An event of such a stream."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at = 0
+        self._after: list[Operation] = []
 
-    def record(self, stream: Any = None) -> None:
-        self._at = perf_counter_ns()
+    def record(self, stream: Stream) -> None:
+        self._at, self._after = perf_counter_ns(), [*stream.waits]
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Waits for the operations that the stream waited for."""
+        for operation in self._after:
+            operation.ended.wait()
 
     def elapsed_time(self, later: Event) -> float:
         """The time until a later event, in milliseconds as in torch."""
-        return (later._at - self._at) / 1e6
+        return (later._done_at() - self._done_at()) / 1e6
+
+    def _done_at(self) -> int:
+        assert all(operation.is_completed() for operation in self._after), "an event that is not complete has no time"
+        return max([self._at, *(operation.ended_at for operation in self._after)])
+
+
+class Device:
+    """What `torch.cuda` has of streams and events, for a CPU."""
+
+    def __init__(self) -> None:
+        self.Stream, self.Event = Stream, Event
+        self._own = Stream()
+
+    def current_stream(self, device: Any = None) -> Stream:
+        return self._own
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Inside, what waits for an operation is `stream`, and not the thread."""
+        Operation.waiting.append(stream)
+        try:
+            yield
+        finally:
+            Operation.waiting.pop()
 
 
 def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:

@@ -7,6 +7,7 @@ same on every machine.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -387,3 +388,16 @@ def test_streams_that_forget_a_part_of_their_key(break_in_step: Break, forgotten
     else:
         break_in_step(Streams, "begin", lambda self, _, offsets, **again: begin(self, 0, offsets, **again))
     assert wrong_gradients(verify_dropout())
+
+
+# -- 9. W computes a product before it adds it ------------------------------------------------------------------------
+
+
+def test_products_that_are_added_in_place(break_in_step: Break) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4))).double()
+    x, y = torch.randn(2, 4 * 600, 40, dtype=torch.float64)
+    given = {"target": y, "loss_fn": squared_error, "ranks": 2, "microbatches": 4, "schedule": "zb-h1"}
+    assert penstock.verify(copy.deepcopy(model), (x,), exact=True, **given).ok
+    break_in_step(exact, "computes_apart", lambda device: False)
+    assert "0.weight" in wrong_gradients(penstock.verify(model, (x,), exact=True, **given))

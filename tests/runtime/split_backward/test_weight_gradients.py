@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.runtime.exact.saved import SavedTensor
-from penstock.runtime.split_backward.weight_gradients import FORMS
+from penstock.runtime.split_backward.weight_gradients import FORMS, Product, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, _node_of
 
 SIZES = st.integers(1, 70)
@@ -68,9 +68,15 @@ def compare(call: Any, *args: Any, after: str = "nonlinear", **kwargs: Any) -> b
         assert same_bits(grad, wanted[id(other)])
     with torch.no_grad():
         found = plan.gradients(kept[0], *plan.kept)
-    for weight, grad in zip(plan.weights, found, strict=True):
+    for weight, term in zip(plan.weights, found, strict=True):
+        grad = value_of(term)
         assert same_bits(grad, wanted[id(weight)])
         assert grad.stride() == wanted[id(weight)].stride()
+        if isinstance(term, Product):
+            total = torch.randn_like(weight.detach())
+            added = total + grad
+            term.add_to(total)
+            assert (total - added).abs().max() <= 1e-5 * (1 + grad.abs().max())
     return True
 
 

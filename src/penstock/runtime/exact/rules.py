@@ -17,6 +17,8 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 7. Random streams are keyed by seed, step, microbatch and module: `penstock.runtime.exact.streams`.
 8. Backward runs outside autocast (`outside_autocast`), as it does after `with torch.autocast(...): loss = ...`.
    Under autocast, products that the forward made in float32 would get gradients in half precision.
+9. W computes a product before it adds it to `.grad`, as autograd does (`computes_apart`). BLAS, told to add it, adds
+   each block of the inner dimension on its own. Only on the CPU are bits promised; elsewhere W adds in place.
 """
 
 from __future__ import annotations
@@ -82,6 +84,11 @@ def outside_autocast(device_type: str) -> Iterator[None]:
         return
     with torch.autocast(device_type, enabled=False):
         yield
+
+
+def computes_apart(device: torch.device) -> bool:
+    """Whether W needs memory for a product that it adds to `.grad`, to have autograd's bits."""
+    return device.type == "cpu"
 
 
 def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:

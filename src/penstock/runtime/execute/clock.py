@@ -1,20 +1,31 @@
 """Records when actions ran, on the clock that all processes of a machine share, without delaying anything.
 
-A GPU lags behind the process that gives it work, so marks are queued with the work and read after the step. Waiting for
-the whole device at each mark would also wait for receives that are only posted, on NCCL's own streams: two ranks that
-each posted one would wait for each other.
+A GPU lags behind the process that gives it work, so marks are events that are queued with the work, and all are read at
+once after the step. Waiting for the whole device at each mark would also wait for receives that are only posted, on
+NCCL's own streams: two ranks that each posted one would wait for each other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
 
+from penstock.runtime.execute.progress import has_events
+from penstock.runtime.transport.protocol import Begun, Waitable
+from penstock.schedule import Action
+
+Moment = tuple[Action, int, int, int]
+"""An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
+
+Marks = tuple[Action, Any, Any, Any]
+"""The same, as marks of a clock."""
+
 
 class Clock(Protocol):
-    """Marks times in one rank's work. After `finish` they are nanoseconds of `time.perf_counter_ns`."""
+    """Marks times in one rank's work."""
 
     def start(self) -> None:
         """Called before the first mark of a step."""
@@ -22,10 +33,8 @@ class Clock(Protocol):
     def mark(self) -> Any:
         """Marks the moment at which the work given so far is done, without waiting for it."""
 
-    def finish(self) -> None:
-        """Waits for all marks."""
-
-    def nanoseconds(self, mark: Any) -> int: ...
+    def read(self, row: Sequence[Marks]) -> list[Moment]:
+        """What the marks of a step say. Called once, at its end, and waits until the work is done."""
 
 
 class HostClock:
@@ -37,40 +46,77 @@ class HostClock:
     def mark(self) -> int:
         return perf_counter_ns()
 
-    def finish(self) -> None:
-        """Nothing to do."""
-
-    def nanoseconds(self, mark: int) -> int:
-        return mark
+    def read(self, row: Sequence[Marks]) -> list[Moment]:
+        return list(row)
 
 
 class StreamClock:
-    """The clock of a rank that computes on a CUDA device: events on its current stream, which waits only for the
-    messages that actions use."""
+    """The clock of a rank that computes on a device with streams.
 
-    def __init__(self, device: torch.device) -> None:
+    Actions are marked by events on its current stream, which waits only for the messages that actions use, and messages
+    by events on streams of our own, one for each direction between two ranks, which wait for nothing else. Events are
+    made once and used again in every step that is timed.
+
+    Args:
+        module: the device's functions, such as `torch.cuda`.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self._device = device
-        self._zero: torch.cuda.Event | None = None
-        self._zero_nanoseconds = 0
+        self._module: Any = torch.get_device_module(device) if module is None else module
+        self._events: list[Any] = []
+        self._used = 0
+        self._streams: dict[tuple[int, int], Any] = {}
+        self._messages: dict[Action, tuple[Any, Any]] = {}
 
     def start(self) -> None:
-        self._zero = self.mark()
-        self._zero.synchronize()
-        self._zero_nanoseconds = perf_counter_ns()
+        self._used = 0
+        self._messages.clear()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
+    def mark(self, stream: Any = None) -> Any:
+        if self._used == len(self._events):
+            self._events.append(self._module.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._module.current_stream(self._device) if stream is None else stream)
         return event
 
-    def finish(self) -> None:
-        self.mark().synchronize()
+    def message(self, action: Action, way: tuple[int, int]) -> Begun:
+        """Marks the time from which a message can travel. Once it has begun, call the result: it marks the arrival."""
+        if way not in self._streams:
+            self._streams[way] = self._module.Stream(self._device)
+        stream = self._streams[way]
+        stream.wait_stream(self._module.current_stream(self._device))
+        began = self.mark(stream)
 
-    def nanoseconds(self, mark: torch.cuda.Event) -> int:
-        assert self._zero is not None
-        return self._zero_nanoseconds + round(float(self._zero.elapsed_time(mark)) * 1e6)
+        def begun(works: Sequence[Waitable]) -> None:
+            with self._module.stream(stream):  # which waits for the message, in place of the one that computes
+                for work in works:
+                    work.wait()
+            self._messages[action] = began, self.mark(stream)
+
+        return begun
+
+    def read(self, row: Sequence[Marks]) -> list[Moment]:
+        current = self._module.current_stream(self._device)
+        for stream in self._streams.values():
+            current.wait_stream(stream)
+        last = self.mark()
+        last.synchronize()
+        now = perf_counter_ns()
+
+        def at(mark: Any) -> int:
+            return now - round(float(mark.elapsed_time(last)) * 1e6)
+
+        moments = []
+        for action, began, ready, ended in row:
+            if action in self._messages:
+                began, ended = self._messages[action]
+                ready = began
+            moments.append((action, at(began), at(ready), at(ended)))
+        return moments
 
 
 def clock_of(device: torch.device) -> Clock:
     """The clock for a rank's work on this device."""
-    return StreamClock(device) if device.type == "cuda" else HostClock()
+    return StreamClock(device) if has_events(device) else HostClock()

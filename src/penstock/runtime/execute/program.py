@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
-from penstock.runtime.execute.clock import Clock
+from penstock.runtime.execute.clock import Clock, Marks
 from penstock.runtime.execute.stage_runner import StageRunner, number
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.features.feature import Start
@@ -32,9 +32,6 @@ from penstock.stages import MODEL_INPUT, StageMeta
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Sharded  # which imports torch's FSDP
 
-Moment = tuple[Action, int, int, int]
-"""An action as it ran: when it began to wait, was ready, and ended, in nanoseconds of `time.perf_counter_ns`."""
-
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
@@ -48,8 +45,8 @@ class BoundAction:
     running: Position
 
 
-def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns no moments; `run_timed` does."""
+def run(actions: Sequence[BoundAction], watched: Watched) -> None:
+    """Runs actions in order."""
     for each in actions:
         ready = None
         if each.wait is not None:
@@ -58,16 +55,15 @@ def run(actions: Sequence[BoundAction], watched: Watched) -> dict[int, list[Mome
         watched.position = each.running
         each.run(each.action, ready)
     watched.position = OUTSIDE
-    return {}
 
 
-def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Moment]]:
-    """Runs actions in order. Returns, by rank, when each action waited and ran.
+def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[int, Clock]) -> dict[int, list[Marks]]:
+    """Runs actions in order. Returns, by rank, marks of when each action waited and ran.
 
     Args:
         clocks: one per rank.
     """
-    marks: dict[int, list[tuple[Action, Any, Any, Any]]] = {rank: [] for rank in clocks}
+    marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
     for each in actions:
@@ -81,13 +77,7 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
         each.run(each.action, ready)
         marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
-    for clock in clocks.values():
-        clock.finish()
-    return {
-        rank: [(action, read(began), read(was_ready), read(ended)) for action, began, was_ready, ended in row]
-        for rank, row in marks.items()
-        for read in (clocks[rank].nanoseconds,)
-    }
+    return marks
 
 
 @dataclass(frozen=True, slots=True)

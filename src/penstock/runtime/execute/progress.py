@@ -25,7 +25,7 @@ def has_events(device: torch.device) -> bool:
     if device.type in ("cpu", "meta"):
         return False
     module = torch.get_device_module(device)
-    return all(hasattr(module, name) for name in ("Event", "current_stream", "device"))
+    return all(hasattr(module, name) for name in ("Event", "Stream", "current_stream", "stream", "device"))
 
 
 class Progress:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
+from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import Groups
@@ -187,15 +188,15 @@ _ALIKE = (
 
 
 def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """Groups parameters into buckets, each of one dtype and at most `most_bytes`, or of a single parameter."""
+    """Groups parameters into buckets: their gradients have one dtype, and at most `most_bytes` unless there is one."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    for same in by_dtype.values():
+        by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
+    for dtype, same in by_dtype.items():
         bucket: list[nn.Parameter] = []
         filled = 0
         for parameter in same:
-            size = parameter.numel() * parameter.element_size()
+            size = parameter.numel() * dtype.itemsize
             if bucket and filled + size > most_bytes:
                 yield bucket
                 bucket, filled = [], 0

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.gradients.distribution import local, local_gradient
+from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.transport.protocol import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -65,17 +66,20 @@ class GradientSum:
                     f"a gradient of shape {list(parameter.shape)} is sparse, and several processes hold its parameter; "
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
+        dtype = gradient_dtype(members[0])
         mine = [local(p.detach()) for p in members]
         grads = [local_gradient(p) for p in members]
-        flat = [(torch.zeros_like(m) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)]
-        return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members])])
+        flat = [
+            (torch.zeros_like(m, dtype=dtype) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)
+        ]
+        return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members], dtype=dtype)])
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None if no process has a gradient."""
         for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
             *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
             for parameter, total, count in zip(members, flat, held.cpu().tolist(), strict=True):
-                grad = torch.empty_like(parameter.data) if count else None
+                grad = torch.empty_like(parameter.data, dtype=total.dtype) if count else None
                 if grad is not None:
                     mine = local(grad)
                     mine.copy_(total.view(mine.shape) / self._divisor if self._divisor > 1 else total.view(mine.shape))
@@ -84,7 +88,7 @@ class GradientSum:
     def _by_dtype(self) -> list[list[nn.Parameter]]:
         groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
-            groups.setdefault(parameter.dtype, []).append(parameter)
+            groups.setdefault(gradient_dtype(parameter), []).append(parameter)
         return list(groups.values())
 
 

@@ -25,6 +25,8 @@ from penstock.errors import PartitionError, ScheduleError
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtypes import gradient_dtype
+from penstock.runtime.split_backward.weight_gradients import Product, Term, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
 
 
@@ -155,8 +157,10 @@ class SplitBackward:
                 call = waiting.pop()
                 for weight, term in zip(call.weights, call.terms(), strict=True):
                     key = id(base_of(weight))
-                    terms[key].append((weight, term))
                     left[key] -= 1
+                    if not left[key] and key not in terms and _adds_in_place(weight, term):
+                        continue
+                    terms[key].append((weight, value_of(term)))
                     if not left[key]:
                         _accumulate(terms.pop(key))
 
@@ -198,23 +202,43 @@ def _version(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor._version
 
 
+def _adds_in_place(weight: Tensor, term: Term) -> bool:
+    """Adds a parameter's only term of a microbatch to its `.grad` as it is computed. False if that cannot be."""
+    if not isinstance(term, Product) or exact.computes_apart(weight.device) or _needs_autograd(weight):
+        return False
+    grad = weight.grad
+    if grad is None or grad.dtype != term.first.dtype:
+        return False
+    term.add_to(grad)
+    return True
+
+
+def _needs_autograd(weight: Tensor) -> bool:
+    """Whether autograd must add a weight's terms: it runs the backward of views in its usual order, and calls hooks."""
+    parameter = base_of(weight)
+    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return parameter is not weight or bool(hooked) or (parameter.grad is not None and parameter.grad.is_sparse)
+
+
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Adds a parameter's terms to its `.grad`. All are of the parameter itself, or all of views of it."""
-    parameter, before = base_of(terms[0][0]), base_of(terms[0][0]).grad
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    if parameter is not terms[0][0] or hooked or (before is not None and before.is_sparse):
-        # Autograd runs the views' backward in its usual order, and calls hooks.
-        torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], [grad for _, grad in terms])
+    parameter = base_of(terms[0][0])
+    if _needs_autograd(terms[0][0]):
+        grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
+        torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
     total = terms[0][1]
+    if len(terms) > 1:
+        total = total.to(gradient_dtype(parameter))
     for _, term in terms[1:]:
-        total = total + term
+        total += term
     _add(parameter, total)
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     """Does what autograd's AccumulateGrad does: takes over the first gradient if it has the parameter's layout."""
     if parameter.grad is None:
+        grad = grad.to(gradient_dtype(parameter))
         parameter.grad = grad if _lies_as(grad, parameter) else _copy_as(parameter, grad)
     else:
         parameter.grad += grad

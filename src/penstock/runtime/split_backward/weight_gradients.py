@@ -6,17 +6,54 @@ The same kernels run on the same operands, with the same strides, so the bits ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.runtime.exact import rules as exact
+from penstock.schedule import Op, Schedule
+
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
 _GROUPED_MM = frozenset({"GroupedMmBackward0"})
 _CONVOLUTION = frozenset({"ConvolutionBackward0"})
 _EMBEDDING = frozenset({"EmbeddingBackward0"})
+
+
+class Product(NamedTuple):
+    """A matrix product, not yet computed; `transposed`: its transpose is meant."""
+
+    first: Tensor
+    second: Tensor
+    transposed: bool = False
+
+    def value(self) -> Tensor:
+        """The product, in memory of its own."""
+        product = self.first.mm(self.second)
+        return product.t() if self.transposed else product
+
+    def add_to(self, total: Tensor) -> None:
+        """Adds the product to a matrix in place, without memory for the product."""
+        (total.t() if self.transposed else total).addmm_(self.first, self.second)
+
+
+Term = Tensor | Product
+"""A term of a weight's gradient."""
+
+
+def value_of(term: Term) -> Tensor:
+    """A term's value."""
+    return term.value() if isinstance(term, Product) else term
+
+
+def notes(devices: Iterable[torch.device], schedule: Schedule) -> tuple[str, ...]:
+    """What the user should know about products that W adds in place."""
+    splits = any(action.op is Op.W for row in schedule.rows for action in row)
+    if not splits or all(map(exact.computes_apart, devices)):
+        return ()
+    return ("W adds products to .grad in place, which rounds otherwise than a whole backward does (close, not equal)",)
 
 
 class DeferredCall(NamedTuple):
@@ -36,7 +73,7 @@ class DeferredCall(NamedTuple):
     weights: tuple[Tensor, ...]
     run: Callable[..., Tensor]
     nodes: frozenset[str]
-    gradients: Callable[..., Sequence[Tensor]]
+    gradients: Callable[..., Sequence[Term]]
 
 
 Form = Callable[..., DeferredCall | None]
@@ -49,10 +86,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
         return None
     by_rows = weight.stride(1) == 1 and weight.stride(0) == weight.shape[1]  # then its transpose is column-major
 
-    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         first = _rows(x)
         grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
-        return (grad.t().mm(first) if by_rows else first.t().mm(grad).t(),)
+        return (Product(grad.t(), first) if by_rows else Product(first.t(), grad, transposed=True),)
 
     return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
 
@@ -62,7 +99,7 @@ def matmul(input: Tensor, other: Tensor, **more: Any) -> DeferredCall | None:
     if more or not isinstance(other, Tensor) or other.dim() != 2 or not _is_matrix(input):
         return None
 
-    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         return (_of_second_matrix(grad, _rows(x), other),)
 
     return DeferredCall(input, (input,), (other,), lambda w: torch.matmul(input, w), _MM, gradients)
@@ -78,7 +115,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> DeferredC
     if any(scale != 1 for scale in scales.values()) or not _is_matrix(mat1):
         return None
 
-    def gradients(grad: Tensor, x: Tensor) -> Sequence[Tensor]:
+    def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         return (_of_second_matrix(grad, x, mat2),)
 
     return DeferredCall(mat1, (mat1,), (mat2,), lambda w: torch.addmm(input, mat1, w), _MM, gradients)
@@ -173,7 +210,8 @@ def _convolution(call: Callable[..., Tensor], dims: int, *, transposed: bool) ->
 
 
 def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]) -> DeferredCall | None:
-    """The call in the precision in which autocast runs it. Its gradients are cast back, as in autograd.
+    """The call in the precision in which autocast runs it. Its gradients are cast back, as in autograd; where the
+    weight's dtype holds them as they are, by whoever adds them.
 
     Autocast itself casts all other arguments, and finds these already cast. Whatever it would cast once for several
     calls (it caches a leaf's cast) is not cast here, so this is None if that is the input.
@@ -190,9 +228,10 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
     if low is None:
         return None
 
-    def gradients(grad: Tensor, *kept: Tensor) -> Sequence[Tensor]:
-        terms = zip(call.weights, low.gradients(grad, *kept), strict=True)
-        return [term.to(weight.dtype) for weight, term in terms]
+    def gradients(grad: Tensor, *kept: Tensor) -> Sequence[Term]:
+        held = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in call.weights]
+        terms = zip(low.gradients(grad, *kept), call.weights, held, strict=True)
+        return [term if as_is else value_of(term).to(weight.dtype) for term, weight, as_is in terms]
 
     def run(*_: Tensor) -> Tensor:
         return low.run(*(weight.detach() for weight in low.weights))
@@ -219,10 +258,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Product:
     """The gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
     grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
-    return grad.t().mm(first).t() if _is_column_major(second) else first.t().mm(grad)
+    return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
 
 
 def _is_column_major(matrix: Tensor) -> bool:

@@ -21,18 +21,18 @@ from penstock.compat import saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
-from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, lowered
+from penstock.runtime.split_backward.weight_gradients import FORMS, UNLOWERED, DeferredCall, Term, lowered
 
 
 class Waiting(NamedTuple):
     """A call whose weight gradients wait. (A `DeferredCall` would hold the graph.)"""
 
     weights: tuple[Tensor, ...]
-    gradients: Callable[..., Sequence[Tensor]]
+    gradients: Callable[..., Sequence[Term]]
     kept: Sequence[Saved]
     grad: Tensor
 
-    def terms(self) -> Sequence[Tensor]:
+    def terms(self) -> Sequence[Term]:
         """The gradients of the weights."""
         return self.gradients(self.grad, *(saved.get() for saved in self.kept))
 

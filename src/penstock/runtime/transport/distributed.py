@@ -25,8 +25,9 @@ from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.agreement import Agreement, Layouts, describe
-from penstock.runtime.transport.protocol import Message, Pending
+from penstock.runtime.transport.protocol import Begun, Message, Observer, Pending
 from penstock.runtime.transport.receive_order import ReceiveOrder
+from penstock.schedule import Action, Op
 from penstock.stages import Link
 
 SENDS_IN_FLIGHT = 2
@@ -57,6 +58,7 @@ class DistributedTransport:
         self._channels: dict[int, list[DistributedChannel]] = {}
         self._ways: dict[tuple[int, int], ReceiveOrder[DistributedChannel]] = {}
         self._broadcasts: deque[_Broadcast] = deque()
+        self.observer: Observer | None = None
 
     def connect(self, source_rank: int, target_rank: int) -> None:
         group, token = self._groups.way(source_rank, target_rank), torch.zeros(1, dtype=torch.uint8, device=self.device)
@@ -73,9 +75,23 @@ class DistributedTransport:
         way = self._ways.setdefault((source_rank, target_rank), ReceiveOrder())
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
-        channel = DistributedChannel(link, group, self._groups.members[peer], way, self.device, pinned=self._pinned)
+        observe = self._observation(link, (source_rank, target_rank), backward=backward)
+        global_rank = self._groups.members[peer]
+        channel = DistributedChannel(link, group, global_rank, way, self.device, observe, pinned=self._pinned)
         self._channels.setdefault(program, []).append(channel)
         return channel
+
+    def _observation(self, link: Link, way: tuple[int, int], *, backward: bool) -> Callable[[int], Begun | None]:
+        """What a channel calls before each of its messages: tells the observer, if there is one."""
+        if way[0] == self.rank:
+            stage, op, peer = link.source, Op.SEND_B if backward else Op.SEND_F, link.target
+        else:
+            stage, op, peer = link.target, Op.RECV_B if backward else Op.RECV_F, link.source
+
+        def observe(microbatch: int) -> Begun | None:
+            return self.observer and self.observer(Action(stage, op, microbatch, peer), way)
+
+        return observe
 
     def reduce(self, group: int, holders: Sequence[int], tensors: Sequence[Tensor]) -> Pending:
         return all_reduce(tensors, self._groups.of(holders))
@@ -115,6 +131,7 @@ class DistributedChannel:
         peer: int,
         way: ReceiveOrder[DistributedChannel],
         device: torch.device,
+        observe: Callable[[int], Begun | None],
         *,
         pinned: bool,
     ) -> None:
@@ -123,6 +140,7 @@ class DistributedChannel:
         self._peer = peer
         self._way = way
         self._device = device
+        self._observe = observe
         self.pinned = pinned
         self.agreement = Agreement(link)
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
@@ -132,7 +150,10 @@ class DistributedChannel:
         layouts = self.agreement.check(microbatch, message)
         if self.agreement.learning:
             self._start_send([_header(layouts, self._link).to(self._device)])
+        begun = self._observe(microbatch)
         self._start_send([exact.pack(t).view(torch.uint8) for t in message if t is not None and t.numel()])
+        if begun is not None:
+            begun(self._sends[-1][0])
         if not self.agreement.learning:
             while len(self._sends) > SENDS_IN_FLIGHT:
                 self._finish_send()
@@ -160,7 +181,10 @@ class DistributedChannel:
         """Starts a receive. Called in the order in which the other rank sends."""
         if self.agreement.learning:
             self.agreement.learn(microbatch, self._receive_header())
+        begun = self._observe(microbatch)
         self._posted[microbatch] = self._start_receive(self.agreement[microbatch])
+        if begun is not None:
+            begun(self._posted[microbatch][1])
 
     def end_step(self) -> None:
         if self.agreement.end_step():

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from penstock.schedule import Action
 from penstock.stages import Link
 
 Message = Sequence[Tensor | None]
@@ -108,6 +109,30 @@ class Transport(PointToPoint, Collectives, Protocol):
 
     rank: int
     ranks: int
+
+
+class Waitable(Protocol):
+    """What makes the current stream wait for a message, such as torch's `Work`."""
+
+    def wait(self) -> object: ...
+
+
+Begun = Callable[[Sequence[Waitable]], None]
+"""Called once a message has begun, with what waits for it."""
+
+Observer = Callable[[Action, tuple[int, int]], Begun]
+"""Is told of a message that is about to begin: its `SEND` or `RECV`, and from which rank to which it goes."""
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A transport whose messages travel on a device's own streams, and which tells when they begin.
+
+    Attributes:
+        observer: whom it tells; None: no one.
+    """
+
+    observer: Observer | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,69 @@
+"""`gradient_dtype=torch.float32` on real ranks: ties and replicas are summed in float32, to the bit."""
+
+from __future__ import annotations
+
+import gradient_dtype_jobs as jobs
+import pytest
+import torch
+
+from scaffolding.low_precision import TIED, assert_sums, by_hand
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+
+IN_TURN = ("zb-v", "dualpipe-v")
+"""The schedules in which one rank adds the terms of the first and the last stage, as they come."""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", *(pytest.param(s, marks=pytest.mark.long) for s in SCHEDULES)])
+def test_a_tied_weight_is_summed_over_ranks_in_float32(ranks2: Ranks, schedule: str) -> None:
+    expected = by_hand(steps=2)
+    found = ranks2.run(jobs.train, {"schedule": schedule})
+    for mine in found:
+        assert_sums(mine, expected, reordered=TIED if schedule in IN_TURN else "")
+    assert {name for mine in found for name in mine} == expected.keys()
+
+
+@pytest.mark.parametrize(
+    "schedule", ["zb-h1", "dualpipe-v", *(pytest.param(s, marks=pytest.mark.long) for s in SCHEDULES)]
+)
+def test_replicas_are_averaged_in_float32(ranks4: Ranks, schedule: str) -> None:
+    expected = by_hand(steps=2, replicas=2)
+    for mine in ranks4.run(jobs.train, {"schedule": schedule}, 2):
+        assert_sums(mine, expected, reordered=TIED if schedule in IN_TURN else "")
+
+
+def test_without_it_they_are_summed_in_bfloat16(ranks2: Ranks) -> None:
+    for mine in ranks2.run(jobs.train, {"gradient_dtype": None}):
+        assert {grad.dtype for name, grad in mine.items() if grad is not None and name != "scale"} == {torch.bfloat16}
+
+
+def test_steps_that_do_not_average_leave_float32(ranks2: Ranks) -> None:
+    for late, at_once in ranks2.run(jobs.in_turn):
+        assert (late - at_once).abs().max() <= 1e-6 * at_once.abs().max()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.long)])
+def test_layers_divided_by_a_plan(ranks4: Ranks, schedule: str) -> None:
+    assert ranks4.run(jobs.tensor_parallel, "by_plan", schedule) == [{}] * 4
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_activations_divided_by_a_plan(ranks4: Ranks, schedule: str) -> None:
+    """Each rank has a part of the gradient of what is whole; alone, microbatches have these summed in bfloat16."""
+    for away in ranks4.run(jobs.tensor_parallel, "by_sequence", schedule):
+        assert len(away) == 4
+        assert all("norm" in name and distance < 2**-7 for name, distance in away.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("sharded", "fully_shard has sharded 'bias', which is in torch.bfloat16, and adds up its gradient itself"),
+        ("one", "gradient_dtype is ['torch.float32', 'None'] on the processes 0..1; every process must give the same"),
+    ],
+)
+def test_what_is_refused(ranks2: Ranks, case: str, text: str) -> None:
+    assert all(text in said for said in ranks2.run(jobs.refusal, case))
