@@ -50,9 +50,26 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
 
 
+SHORT_SCHEDULES = [
+    ("interleaved-1f1b", 2, "auto"),
+    ("zb-h1", 4, "auto"),
+    ("zb-v", 4, "distributed"),
+    ("v-half", 2, "distributed"),
+    ("hanayo", 2, "distributed"),
+    ("chimera", 2, "auto"),
+    ("dualpipe", 4, "distributed"),
+]
+"""One of each family; `test_nccl_rules.py` always runs all."""
+
+
 @pytest.mark.parametrize(
     ("schedule", "p", "transport"),
-    representatives(3, [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS),
+    [
+        pytest.param(*case, marks=() if case in SHORT_SCHEDULES else pytest.mark.long)
+        for case in product(
+            [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS
+        )
+    ],
 )
 @pytest.mark.parametrize("name", ["deep_with_dropout", pytest.param("deep_gpt_with_dropout", marks=pytest.mark.long)])
 def test_every_schedule_gives_the_bits_of_one_device(

@@ -23,8 +23,8 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.compat import run_backward
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -73,17 +74,15 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     order in which autograd adds them in the unsplit model.
     """
     with outside_autocast(grads[0].device.type):
-        torch.autograd.backward(tuple(roots), tuple(grads))
+        run_backward(roots, grads)
 
 
-@contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off for part of a backward, in a step that runs under it."""
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 def computes_apart(device: torch.device) -> bool:
