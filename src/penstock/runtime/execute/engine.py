@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of
+from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of, shifted
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, run, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
@@ -274,7 +274,8 @@ class Engine:
                 else:
                     run(actions, self._watched)
             self._end(bound)
-            return {rank: self._clocks[rank].read(row) for rank, row in marks.items()}
+            shift = self.control.watchdog.offset.nanoseconds
+            return {rank: shifted(self._clocks[rank].read(row), shift) for rank, row in marks.items()}
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
