@@ -323,7 +323,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
-        (["--transport", "shm"], "--transport shm: expected local, distributed, or a factory of your own"),
+        (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
     ],
 )

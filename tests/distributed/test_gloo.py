@@ -278,7 +278,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
     said = ranks4.run(jobs.wrong_calls, 4)
     assert said[0] == said[1] == said[2] == said[3]
     assert "ranks=5, but 4 processes were started; leave ranks out" in said[0]["ranks"]
-    assert "transport='pigeon': expected one of 'auto', 'distributed'" in said[0]["transport"]
+    assert "transport='pigeon': expected one of 'auto', 'distributed', 'staged'" in said[0]["transport"]
     assert "mesh has a dimension 'cp', which a pipeline cannot have: context parallelism" in said[0]["context"]
     assert "mesh has a dimension 'x', which a pipeline cannot have: the dimensions are" in said[0]["unknown axis"]
     assert "expected one named 'pp'" in said[0]["no axis"]

@@ -23,6 +23,7 @@ CPU_SECONDS = {
     "tests/test_transformers_zoo.py": 225,
     "tests/distributed/test_changing.py": 130,
     "tests/distributed/test_windows.py": 90,
+    "tests/distributed/test_staged.py": 150,
     "tests/distributed/test_mesh.py": 85,
     "tests/distributed/test_cluster_examples.py": 70,
     "tests/distributed/test_nodes.py": 70,
