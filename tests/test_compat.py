@@ -32,6 +32,23 @@ def test_fake_tensors_have_no_values() -> None:
             x.nonzero()
 
 
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_backward_runs_with_and_without_torchs_own_checks(has_engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_engine:
+        monkeypatch.delattr(torch.autograd.graph, "_engine_run_backward")
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        output = weight * 2
+        roots = [torch.autograd.graph.get_gradient_edge(output)]
+        compat.run_backward(roots, [torch.full((3,), 5.0)])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [20.0] * 3
+    with pytest.raises(RuntimeError):  # its graph is freed
+        compat.run_backward(roots, [torch.full((3,), 5.0)])
+    with pytest.raises(RuntimeError, match="shape"):
+        compat.run_backward([torch.autograd.graph.get_gradient_edge(weight * 2)], [torch.ones(4)])
+
+
 @pytest.fixture
 def default_group(tmp_path: Path) -> Iterator[Any]:
     """The default process group of a job of one process."""

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from scaffolding.scripts import lines_here
+from scaffolding.ranks import Ranks
+from scaffolding.scripts import lines_here, lines_of_rank
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PENSTOCK = ["-c", "from penstock.cli import main; main()"]
@@ -31,14 +32,21 @@ def test_target_is_verified() -> None:
 
 
 @pytest.mark.distributed
-def test_gpt_learns_the_same_alone_and_in_processes(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gpt_learns_the_same_alone_and_in_processes(
+    capsys: pytest.CaptureFixture[str], ranks2: Ranks, launched: bool
+) -> None:
+    """By the ranks of a pool, or by those of `penstock run`."""
     script, steps = EXAMPLES / "train_gpt.py", ("--steps", "40")
     alone = lines_here(script, *steps)
     assert capsys.readouterr().err == ""
     assert [line.split()[1] for line in alone] == ["20", "40"]
     losses = [float(line.split()[3]) for line in alone]
     assert losses[1] < losses[0] < 2.0
-    assert lines_of_ranks(script, *steps) == alone
+    if launched:
+        assert lines_of_ranks(script, *steps) == alone
+    else:
+        assert ranks2.run(lines_of_rank, script, *steps) == [alone, []]
 
 
 def test_resumable_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -270,6 +270,7 @@ def test_a_head_that_asks_for_values_is_refused_and_runs_with_the_loss_outside()
     assert verify(model, (), target=CLASSES, loss_fn=classified, kwargs={"input_ids": ids}, **given).ok
 
 
+@pytest.mark.long  # partition/recorder/test_gradient_switches.py has small models that do
 def test_what_changes_activations_is_replayed() -> None:
     """Wav2Vec2 sets `requires_grad` of an activation inside its forward."""
     torch.manual_seed(0)

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -203,6 +203,18 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 def accumulation_hooks(parameter: Tensor) -> list[object]:
     """A parameter's hooks on its accumulated gradient."""
     return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward`, without its checks of what it is given, which take longer than a small stage does.
+
+    The engine itself checks shapes, dtypes and devices of the gradients against the roots.
+    """
+    engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    if engine is None:
+        torch.autograd.backward(tuple(roots), tuple(grads))
+    else:
+        engine(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def plain_tensors() -> AbstractContextManager[None]:

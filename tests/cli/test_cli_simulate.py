@@ -325,6 +325,53 @@ def test_sharding_in_the_files_of_torch_takes_no_time(write: Any) -> None:
     assert as_json("simulate", "--csv", path)["makespan"] == 3
 
 
+WINDOWED = ("--schedule", "interleaved-1f1b", "--ranks", "2", "--microbatches", "4", "--chunks", "3")
+
+
+def test_memory_by_window(write: Any) -> None:
+    """Whole parameters take memory from UNSHARD to RESHARD; a file of the text is timed alike."""
+    peaks = []
+    for window in (1, 2, 3):
+        sharded = ("--unshard-window", str(window))
+        costs = ("--memory-activation", "1", "--memory-unsharded", "10")
+        made = as_json("simulate", *WINDOWED, *sharded, *costs)
+        assert [held["unsharded"] for held in made["memory"]] == [10 * window] * 2
+        peaks.append([held["peak"] for held in made["memory"]])
+        path = write("mine.txt", output("show", *WINDOWED, *sharded, "--text"))
+        assert as_json("simulate", "--csv", path, *costs) == made
+        assert made["makespan"] == as_json("simulate", *WINDOWED)["makespan"], "gathers take no time here"
+    assert peaks == [[17, 15], [27, 25], [37, 35]]
+    assert "unsharded" in output("simulate", *WINDOWED, "--unshard-window", "2", "--memory-unsharded", "1")
+    assert "unsharded" not in output("simulate", *WINDOWED, "--memory-activation", "1")
+
+
+def test_torch_s_own_gathers_count(write: Any) -> None:
+    path = write("mine.csv", "0UNSHARD,0F0,0RESHARD,1UNSHARD,1F0,1B0,1RESHARD,0UNSHARD,0B0,0RESHARD\n")
+    (held,) = as_json("simulate", "--csv", path, "--memory-unsharded", "3")["memory"]
+    assert held["unsharded"] == 3
+    (held,) = as_json("simulate", "--csv", path, "--memory-unsharded", "3", "--unshard-window", "2")["memory"]
+    assert held["unsharded"] == 6
+
+
+def test_schedules_without_room_in_the_window_say_so() -> None:
+    made = as_json("simulate", "--schedule", "all", "--ranks", "2", "--unshard-window", "1", "--memory-unsharded", "8")
+    by_name = {one["name"]: one["memory"][0]["unsharded"] for one in made["schedules"]}
+    assert (by_name["1f1b"], by_name["interleaved-1f1b"]) == (8, 4), "a rank's costs, divided among its chunks"
+    reasons = {one["name"]: one["reason"] for one in made["not_allowed"]}
+    assert reasons["dualpipe-v"].startswith("--unshard-window 1: rank 0 has (")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--unshard-window", "0"), "--unshard-window 0: expected a whole number of at least 1"),
+        (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so nothing says when"),
+    ],
+)
+def test_windows_that_are_refused(options: tuple[str, ...], says: str) -> None:
+    assert says in refusal("simulate", *WINDOWED, *options)
+
+
 def test_text_keeps_two_copies_and_slices(write: Any) -> None:
     for name in ("dualpipe", "seq1f1b"):
         path = write("mine.txt", output("show", "--schedule", name, "--ranks", "4", "--microbatches", "8", "--text"))

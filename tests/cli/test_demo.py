@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,12 @@ from penstock.demo import data, show
 from penstock.demo.bubble import compare, stage_costs
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
-from penstock.demo.train import warmup_and_decay
+from penstock.demo.train import main, warmup_and_decay
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
+from scaffolding.ranks import Ranks
 
 DEMO = [sys.executable, "-c", "from penstock.cli import main; main()", "demo", "--ranks", "2"]
 
@@ -36,16 +38,34 @@ def corpus() -> data.Corpus:
     return data.standard_library()
 
 
-def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def rank_of_demo(rank: int, arguments: list[str]) -> str:
+    """What a rank of the demo prints, but for its start."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        patch.setenv("RANK", str(rank))
+        patch.setenv("WORLD_SIZE", "2")
+        main(arguments)
+    return said.getvalue()
+
+
+@pytest.fixture
+def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo's two ranks are the pool's."""
+
+    def launch(arguments: list[str], ranks: int) -> int:
+        assert (arguments[:2], ranks) == (["-m", "penstock.demo"], 2)
+        print(*ranks2.run(rank_of_demo, arguments[2:]), sep="")
+        return 0
+
+    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
+
+
+def assert_shown(said: str, out: Path) -> None:
+    lines = said.splitlines()
     assert any("of 52 gradients are equal to the bit" in line for line in lines)
     assert all(len(line) <= 80 for line in lines if str(out) not in line)
     assert not any(line != line.rstrip() for line in lines)
-    assert "\x1b" not in done.stdout
+    assert "\x1b" not in said
     for label in ("loss", "bubble", "speed", "memory", "trace", "log"):
         assert any(line.startswith(f"  {label} ") for line in lines), label
 
@@ -57,6 +77,25 @@ def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None
     events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
     ran = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
     assert {(rank, f"{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
+
+
+@pytest.mark.distributed
+@pytest.mark.usefixtures("in_pool")
+def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, [*DEMO[3:], "--steps", "3", "--microbatches", "4", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert_shown(done.stdout, out)
+
+
+@pytest.mark.long  # test_run.py launches ranks as the demo does
+@pytest.mark.distributed
+def test_demo_launches_its_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert_shown(done.stdout, out)
 
 
 def test_one_rank_needs_no_other_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,8 @@ def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
 
 @hosts_needed
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long  # test_run.py has the signals; test_killed_rank_is_named_and_the_other_host_is_ended has the hosts
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]], number: signal.Signals) -> None:
     process, pids = staying
     assert len(left_of(process.pid)) == 3

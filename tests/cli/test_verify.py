@@ -323,7 +323,7 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),
-        (["--transport", "shm"], "--transport shm: expected local, distributed, or a factory of your own"),
+        (["--transport", "shm"], "--transport shm: expected local, distributed, staged, or a factory of your own"),
         (["--transport", "cases.py:nothing"], "--transport 'cases.py:nothing': cases.py has no function 'nothing'"),
     ],
 )
@@ -358,16 +358,16 @@ def test_processes_give_the_report_that_one_process_gives() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread", "in_pool")
 def test_processes_talk_over_a_transport_of_ones_own(folder: Path) -> None:
     shutil.copy(EXAMPLE, folder / "sockets.py")
     with (folder / "sockets.py").open("a") as file:
         file.write(
-            "\n\ndef make(endpoint):\n    print(f'made for rank {endpoint.rank}')\n    return Sockets(endpoint)\n"
+            "\n\ndef make(endpoint):\n    open(f'made.{endpoint.rank}', 'w').close()\n    return Sockets(endpoint)\n"
         )
-    done = in_process(*OPTIONS, "--transport", "sockets.py:make")
-    assert done.returncode == 0, done.stderr
-    assert all(f"made for rank {rank}" in done.stdout + done.stderr for rank in (0, 1))
+    done = verify(*OPTIONS, "--transport", "sockets.py:make")
+    assert done.exit_code == 0, done.stderr
+    assert sorted(path.name for path in folder.glob("made.*")) == ["made.0", "made.1"]
     assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
 
 

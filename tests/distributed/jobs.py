@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime.execute import clock
 from penstock.runtime.execute.transports import TransportChoice
+from penstock.runtime.processes import host_clock
 from scaffolding.models import GPT, ConvNet, InPlace, SkipsTwice, squared_error, token_error
 
 ROWS = 12
@@ -338,3 +341,26 @@ def clip(rank: int, max_norm: float) -> tuple[Tensor, dict[str, Tensor | None]]:
         pipe.step(*task.args, target=task.target)
         norm = pipe.clip_grad_norm_(max_norm)
         return norm, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def timed_on_another_host(rank: int, ahead_seconds: int) -> dict[str, list[float]]:
+    """When each action started and ended, where the clock of the last rank's host is ahead of the others'."""
+    here = rank == dist.get_world_size() - 1
+    ahead = ahead_seconds * 10**9 if here else 0
+
+    def now_ns() -> int:
+        return time.perf_counter_ns() + ahead
+
+    with (
+        mock.patch.object(host_clock, "now_ns", now_ns),
+        mock.patch.object(clock, "now_ns", now_ns),
+        mock.patch.object(host_clock, "clock_name", return_value="another" if here else "one"),
+    ):
+        task = mlp()
+        with penstock.pipeline(task.model, task.args, loss_fn=task.loss, microbatches=2) as pipe:
+            while here and not pipe.session.engine.control.watchdog.offset.nanoseconds:
+                time.sleep(0.01)
+            for _ in range(2):
+                result = pipe.step(*task.args, target=task.target, timeline=True)
+    assert result.timeline is not None
+    return {str(span.action): [span.start_seconds, span.end_seconds] for span in result.timeline}

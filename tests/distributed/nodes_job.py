@@ -10,13 +10,16 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.runtime.processes.board import Process
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,7 +34,7 @@ def neighbours() -> list[int]:
         return sorted(transport._neighbours.ranks) if isinstance(transport, SharedMemoryTransport) else []
 
 
-def prove() -> dict[str, Any]:
+def prove(other: str = "") -> dict[str, Any]:
     shown: dict[str, Any] = {"neighbours": neighbours()}
     for transport in ("auto", "distributed"):
         torch.manual_seed(0)
@@ -40,8 +43,17 @@ def prove() -> dict[str, Any]:
             case.model, case.args, target=case.target, loss_fn=case.loss, microbatches=2, transport=transport
         )
         shown[transport] = [report.ranks, report.ok, report.summary()]
-        os.environ["MASTER_ADDR"] = sys.argv[2]  # rank 0 need not be there: the pipeline may be a part of the job
+        if other:
+            os.environ["MASTER_ADDR"] = other  # rank 0 need not be there: the pipeline may be a part of the job
     return shown
+
+
+def as_on_two_machines(rank: int) -> dict[str, Any]:
+    """The same in a pool, of whose ranks each two take themselves for those of one machine."""
+    torch.set_num_threads(1)
+    machine = f"{Process.here().machine} {rank // 2}"
+    with mock.patch.object(Process, "here", lambda here=Process.here: replace(here(), machine=machine)):
+        return prove()
 
 
 def fall() -> None:
@@ -64,7 +76,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     master = os.environ["MASTER_ADDR"]
-    (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove()))
+    (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove(sys.argv[2])))
     os.environ["MASTER_ADDR"] = master
     if sys.argv[3] == "badly":
         fall()

@@ -82,7 +82,7 @@ def test_verify_compares_shards_as_a_whole(ranks4: Ranks, how: str, names: Any) 
         assert ok, summary
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_deferred_batch_norm_has_the_first_replicas_statistics(ranks4: Ranks, replicas: int) -> None:
     for ok, summary in ranks4.run(combined_jobs.verify_deferred, replicas):
         assert ok, summary

@@ -50,9 +50,26 @@ def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
     assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
 
 
+SHORT_SCHEDULES = [
+    ("interleaved-1f1b", 2, "auto"),
+    ("zb-h1", 4, "auto"),
+    ("zb-v", 4, "distributed"),
+    ("v-half", 2, "distributed"),
+    ("hanayo", 2, "distributed"),
+    ("chimera", 2, "auto"),
+    ("dualpipe", 4, "distributed"),
+]
+"""One of each family; `test_nccl_rules.py` always runs all."""
+
+
 @pytest.mark.parametrize(
     ("schedule", "p", "transport"),
-    representatives(3, [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS),
+    [
+        pytest.param(*case, marks=() if case in SHORT_SCHEDULES else pytest.mark.long)
+        for case in product(
+            [g.name for g in generators() if g.slices == 1 and g.name not in CLASSIC], [2, 4], TRANSPORTS
+        )
+    ],
 )
 @pytest.mark.parametrize("name", ["deep_with_dropout", pytest.param("deep_gpt_with_dropout", marks=pytest.mark.long)])
 def test_every_schedule_gives_the_bits_of_one_device(
@@ -261,7 +278,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
     said = ranks4.run(jobs.wrong_calls, 4)
     assert said[0] == said[1] == said[2] == said[3]
     assert "ranks=5, but 4 processes were started; leave ranks out" in said[0]["ranks"]
-    assert "transport='pigeon': expected one of 'auto', 'distributed'" in said[0]["transport"]
+    assert "transport='pigeon': expected one of 'auto', 'distributed', 'staged'" in said[0]["transport"]
     assert "mesh has a dimension 'cp', which a pipeline cannot have: context parallelism" in said[0]["context"]
     assert "mesh has a dimension 'x', which a pipeline cannot have: the dimensions are" in said[0]["unknown axis"]
     assert "expected one named 'pp'" in said[0]["no axis"]

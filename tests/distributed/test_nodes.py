@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import nodes_job
 import pytest
 from nodes import Nodes, two_machines
+
+from scaffolding.ranks import Ranks
 
 JOB = Path(__file__).with_name("nodes_job.py")
 SECONDS = 200.0
@@ -43,14 +46,23 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(folder, first.returncode, said)
 
 
+def assert_proven(shown: dict[str, Any], rank: int) -> None:
+    assert shown.pop("neighbours") == [rank ^ 1], "shared memory ends at the machine's edge"
+    assert sorted(shown) == ["auto", "distributed"]
+    assert all(said[:2] == [4, True] for said in shown.values()), shown
+
+
+def test_ranks_that_are_told_apart_give_the_bits_of_one_device(ranks4: Ranks) -> None:
+    for rank, shown in enumerate(ranks4.run(nodes_job.as_on_two_machines)):
+        assert_proven(shown, rank)
+
+
+@pytest.mark.long
 def test_two_machines_give_the_bits_of_one_device(ended: Ended) -> None:
     for rank in range(4):
         file = ended.folder / f"shown.{rank}"
         assert file.exists(), ended.said
-        shown = json.loads(file.read_text())
-        assert shown.pop("neighbours") == [rank ^ 1], "shared memory ends at the machine's edge"
-        assert sorted(shown) == ["auto", "distributed"]
-        assert all(said[:2] == [4, True] for said in shown.values()), shown
+        assert_proven(json.loads(file.read_text()), rank)
 
 
 @pytest.mark.long
@@ -61,6 +73,7 @@ def test_a_job_that_ends_well_exits_with_0_on_both_machines(tmp_path: Path) -> N
             assert job.returncode == 0, said
 
 
+@pytest.mark.long  # cli/test_run_hosts.py kills a rank of two hosts, test_falling.py has what the others say
 def test_rank_killed_on_one_machine_is_named_on_the_other(ended: Ended) -> None:
     assert ended.status != 0
     for rank in (0, 1):

@@ -61,6 +61,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, st
     return found
 
 
+@pytest.mark.long  # test_saving.py kills a rank and goes on, runtime/processes/test_failure.py restarts a job
 @pytest.mark.distributed
 def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
     (tmp_path / "falls.py").write_text(FALLS)

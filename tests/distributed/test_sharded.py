@@ -44,7 +44,18 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
 
 @pytest.mark.parametrize(
     ("schedule", "how"),
-    representatives(2, ["1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v"], ["every_block", "whole_stage"]),
+    [
+        ("1f1b", "every_block"),
+        ("zb-h1", "every_block"),
+        ("interleaved-1f1b", "whole_stage"),
+        *(
+            pytest.param(schedule, how, marks=pytest.mark.long)
+            for schedule in ("gpipe", "zb-v")
+            for how in ("every_block", "whole_stage")
+        ),
+        *(pytest.param(schedule, "whole_stage", marks=pytest.mark.long) for schedule in ("1f1b", "zb-h1")),
+        pytest.param("interleaved-1f1b", "every_block", marks=pytest.mark.long),
+    ],
 )
 def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
     options = {"schedule": schedule, "microbatches": 6}
@@ -124,6 +135,7 @@ def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
         assert all(torch.equal(value, other[name]) for name, value in one.items()), "equal on both shares"
 
 
+@pytest.mark.long  # test_support_matrix.py and test_combined.py have replicas of such layers
 def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
     plain = run(ranks4, DP, "", steps=2)
     split = run(ranks4, ((2, 1, 2), ("dp", "pp", "tp")), "by_plan", steps=2)

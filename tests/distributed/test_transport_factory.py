@@ -131,7 +131,8 @@ def test_one_process_needs_no_transport() -> None:
 
     with pipeline(mlp(), (x,), ranks=2, loss_fn=lambda a, b: (a - b).square().mean(), transport=refuses) as pipe:
         pipe.step(x, target=y)
-    with pytest.raises(ArgumentError, match="transport=3: expected one of 'auto', 'distributed', or a function of a"):
+    expected = "transport=3: expected one of 'auto', 'distributed', 'staged', or a function of a"
+    with pytest.raises(ArgumentError, match=expected):
         pipeline(mlp(), (x,), ranks=2, transport=3)
 
 

@@ -11,6 +11,7 @@ import window_jobs
 from window_jobs import Seen
 
 from penstock.schedule import Action, Op, Schedule
+from penstock.simulate import StageCost, memory, simulate
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -70,26 +71,41 @@ def test_a_window_changes_no_bit_and_bounds_what_is_gathered(
     ranks4: Ranks, options: dict[str, Any], window: int
 ) -> None:
     plain, windowed = run(ranks4, None, **options), run(ranks4, window, **options)
-    for one, other in zip(plain, windowed, strict=True):
+    for place, (one, other) in enumerate(zip(plain, windowed, strict=True)):
         same_bits(one, other)
         assert all(stage in there and len(there) <= window for stage, there in other.gathered)
         assert other.left == one.left == frozenset()
-        chunks = options["chunks"]
-        assert max(len(there) for _, there in one.gathered) == chunks, "without a window they stay"
-        counts = [_gathers(each, Schedule.parse(each.schedule)) for each in (one, other)]
-        assert counts[0] == chunks
-        assert (counts[1] > chunks) == (window < chunks)
+        assert max(len(there) for _, there in one.gathered) == options["chunks"], "without a window they stay"
+        for seen, room in ((one, options["chunks"]), (other, min(window, options["chunks"]))):
+            predicted, real = courses(seen, place % 2)
+            assert real == predicted
+            assert max(real) == room
+            if "recompute" not in options:
+                assert seen.gathered == there_by_schedule(seen, place % 2)
 
 
-def _gathers(seen: Seen, schedule: Schedule) -> int:
-    """How often a rank gathered in the step, as its schedule says."""
+def courses(seen: Seen, rank: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """How many stages are gathered over time: predicted by a simulation, and by the clock of the run."""
     assert seen.timeline is not None
-    per_rank = []
-    for row, track in zip(schedule.rows, seen.timeline.tracks, strict=True):
-        ran = [action for action in track.actions if action.op is Op.UNSHARD]
-        assert ran == [action for action in row if action.op is Op.UNSHARD]
-        per_rank.append(len(ran))
-    return max(per_rank)
+    schedule, cost = Schedule.parse(seen.schedule), StageCost(1, 1, 1, unsharded_bytes=1)
+    simulated, real = (memory(schedule, cost, each)[rank] for each in (simulate(schedule, cost), seen.timeline))
+    return simulated.unsharded, real.unsharded
+
+
+def there_by_schedule(seen: Seen, rank: int) -> list[tuple[int, frozenset[int]]]:
+    """In each forward and backward, its stage and those whose parameters have been waited for, by the rank's own
+    numbers.
+    """
+    schedule, there, found = Schedule.parse(seen.schedule), set[int](), []
+    own = schedule.placement.stages_on(rank)
+    for action in schedule.rows[rank]:
+        if action.op is Op.RESHARD:
+            there.remove(own.index(action.stage))
+        elif action.op.is_compute:
+            there.add(own.index(action.stage))
+            if action.op is not Op.W:
+                found.append((own.index(action.stage), frozenset(there)))
+    return found
 
 
 def test_a_gather_is_on_its_way_while_the_action_before_runs(ranks4: Ranks) -> None:

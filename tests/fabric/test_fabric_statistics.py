@@ -149,8 +149,8 @@ def _series(draw: np.random.Generator, count: int, correlation: float) -> np.nda
     ("correlation", "count", "kind", "names", "repetitions"),
     [
         (0.0, 200, "lognormal", ("p50", "p90", "mean"), 1000),
-        (0.5, 300, "pareto", ("p50", "p90", "mean"), 1000),
-        (0.7, 400, "lognormal", ("p50", "p90", "mean"), 1000),
+        pytest.param(0.5, 300, "pareto", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
+        pytest.param(0.7, 400, "lognormal", ("p50", "p90", "mean"), 1000, marks=pytest.mark.long),
         (0.9, 1000, "pareto", ("p50", "p90", "mean"), 1000),
         (0.9, 5000, "lognormal", ("p99",), 400),
     ],

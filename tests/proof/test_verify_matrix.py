@@ -46,14 +46,14 @@ def schedules_of(name: str, ranks: int) -> list[Schedule]:
 
 CLASSIC = ("naive", "gpipe", "1f1b")
 RUNNABLE = [entry.name for entry in generators() if entry.slices == 1]
-IN_ZOO = ["gpt2", "t5"]
+IN_ZOO = ["llama", "gpt2", "t5"]
 """Examples that are long here, since `test_zoo_matrix.py` always runs them, under these schedules too."""
 HERE = [example for example in EXAMPLES if example not in IN_ZOO]
 CASES = [
     case
     for one_in, names, ranks in (
         (6, CLASSIC, [1, 2, 3, 4]),
-        (5, [name for name in RUNNABLE if name not in CLASSIC], [2, 4]),
+        (4, [name for name in RUNNABLE if name not in CLASSIC], [2, 4]),
     )
     for case in (*representatives(one_in, HERE, names, ranks), *representatives(0, IN_ZOO, names, ranks))
     if case.values[2] * generator(case.values[1]).chunks <= DEPTHS[case.values[0]]

@@ -285,8 +285,17 @@ def test_a_scale_is_a_positive_number(scale: Any) -> None:
 # -- models in half precision -----------------------------------------------------------------------------------------
 
 
+SHORT = ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo", "chimera", "dualpipe-v"]
+"""One of each family."""
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"), representatives(2, [g.name for g in generators() if g.slices == 1], HALF), ids=str
+    ("name", "dtype"),
+    [
+        *representatives(2, SHORT, HALF),
+        *representatives(0, [g.name for g in generators() if g.slices == 1 and g.name not in SHORT], HALF),
+    ],
+    ids=str,
 )
 def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> None:
     x, y = batch(16)

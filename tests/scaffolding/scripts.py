@@ -24,3 +24,8 @@ def lines_here(script: Path, *arguments: str | Path) -> list[str]:
     finally:
         torch.set_num_threads(threads)
     return said.getvalue().splitlines()
+
+
+def lines_of_rank(_rank: int, script: Path, *arguments: str | Path) -> list[str]:
+    """The same as a job for the ranks of a pool."""
+    return lines_here(script, *arguments)

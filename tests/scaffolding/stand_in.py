@@ -1,20 +1,17 @@
 """A stand-in for a device other than the CPU, for machines that have none: its tensors keep their values in CPU memory,
 refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` is permanent: use separate ranks.
 
-It counts whatever makes the host wait for a device: values that are read, and tensors that are copied to the host.
+It counts whatever makes the host wait for a device: values that are read, tensors that are copied to the host, events.
 
-Its work is done when an operator returns, unless it hangs: from then on no event that is recorded is ever complete, and
-whatever makes the host wait for the device waits. The host can go on to give it work.
+Operators compute at once. Copies that do not block are made as late as possible, and the device may hang: see
+`scaffolding.stand_in_streams`.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from time import perf_counter_ns
 from typing import Any
 
 import torch
@@ -24,6 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from penstock.runtime.exact import rules
+from scaffolding import stand_in_streams as streams
+from scaffolding.stand_in_streams import Event as Event
+from scaffolding.stand_in_streams import calls as calls
+from scaffolding.stand_in_streams import go_on as go_on
+from scaffolding.stand_in_streams import hang as hang
+from scaffolding.stand_in_streams import wait
+from scaffolding.stand_in_streams import waits as waits  # by operator; "to host" for copies of tensors
 
 DEVICE = "standin"
 
@@ -38,12 +44,6 @@ READS = {
 RESIZED = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "eye.m", "randperm")
 """Operators in which torch resizes an empty tensor, which a wrapper of another tensor cannot follow."""
 
-waits: Counter[str] = Counter()
-"""How often the host has waited since `install`, by operator; "to host" for copies of tensors."""
-
-calls: Counter[str] = Counter()
-"""How often events were made and used."""
-
 _kept: list[torch.library.Library] = []
 
 
@@ -51,6 +51,9 @@ class StandIn(Tensor):
     """A tensor on the stand-in device; `values` is a CPU tensor."""
 
     values: Tensor
+    streams: set[int]
+    """Those that may use its memory, by `stream_id`."""
+    made_at: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -64,7 +67,7 @@ class StandIn(Tensor):
             dtype=values.dtype,
             device=torch.device(DEVICE, 0),
         )
-        made.values = values
+        made.values, made.streams, made.made_at = values, {streams.current().stream_id}, next(streams.now)
         return made
 
     def __repr__(self, **_: Any) -> str:
@@ -81,12 +84,18 @@ class StandIn(Tensor):
         strangers = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and not isinstance(t, StandIn)]
         if func is not aten.copy_.default and any(t.dim() for t in strangers):
             raise RuntimeError(f"{func}: expected all tensors on one device, found {DEVICE} and {strangers[0].device}")
+        if func is aten.record_stream.default:
+            args[0].streams.add(args[1].stream_id)
+            return None
+        streams.check_used_here(t for t in tree_iter((args, kwargs)) if isinstance(t, StandIn))
+        if func is aten.copy_.default and streams.copies_later(*args, **kwargs):
+            return args[0]
         if func in READS:
             wait(str(func))
         target = torch.device(kwargs.get("device") or DEVICE)
         here = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
         plain_args, plain_kwargs = tree_map_only(StandIn, lambda t: t.values, (args, here))
-        if func is aten.copy_.default and not isinstance(args[0], StandIn) and not _is_non_blocking(args, kwargs):
+        if func is aten.copy_.default and not isinstance(args[0], StandIn):
             wait("to host")
         made = func(*plain_args, **plain_kwargs)
         if target.type != DEVICE:
@@ -95,86 +104,11 @@ class StandIn(Tensor):
         return return_and_correct_aliasing(func, args, kwargs, tree_map_only(Tensor, StandIn, made))
 
 
-class Stream:
-    """A stream of the device, in which all work is done in order, on all streams.
-
-    Attributes:
-        going: set, unless the device hangs.
-    """
-
-    going = threading.Event()
-    going.set()
-
-    def __init__(self, device: Any = None) -> None: ...
-
-    def synchronize(self) -> None:
-        wait("stream")
-
-    def wait_stream(self, other: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
-
-
-def hang() -> None:
-    """The device does none of the work that it is given from now on."""
-    Stream.going = threading.Event()
-
-
-def go_on() -> None:
-    """The device does all that it has been given."""
-    Stream.going.set()
-
-
-def wait(what: str) -> None:
-    """The host waits for the device."""
-    waits[what] += 1
-    Stream.going.wait()
-
-
-class Event:
-    """The moment at which the work given before is done."""
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        calls["Event"] += 1
-        self._timed = enable_timing
-        self._done = Stream.going
-        self._at = 0
-
-    def record(self, stream: Stream | None = None) -> None:
-        calls["record"] += 1
-        self._done, self._at = Stream.going, perf_counter_ns()
-
-    def query(self) -> bool:
-        calls["query"] += 1
-        return self._done.is_set()
-
-    def synchronize(self) -> None:
-        wait("event")
-
-    def elapsed_time(self, later: Event) -> float:
-        """In milliseconds."""
-        calls["elapsed_time"] += 1
-        assert self._timed, "made without enable_timing=True"
-        assert later._timed, "made without enable_timing=True"
-        return (later._at - self._at) / 1e6
-
-
 class _Module(backend_registration._DummyBackendModule):
-    Event, Stream = Event, Stream
+    Stream, Event = streams.Stream, streams.Event
+    current_stream, stream = staticmethod(streams.current), staticmethod(streams.on)
 
-    def __init__(self) -> None:
-        self._stream = Stream()
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._stream
-
-    def stream(self, stream: Stream) -> AbstractContextManager[None]:
-        return nullcontext()
+    def set_device(self, device: Any) -> None: ...
 
     def device(self, device: Any = None) -> AbstractContextManager[None]:
         return nullcontext()
@@ -194,9 +128,15 @@ def install() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
+    library.impl("_copy_from", _copy_from, "PrivateUse1")
     for name in RESIZED:
         library.impl(name, partial(_made, getattr(aten, name.partition(".")[0])), "PrivateUse1")
     library.impl("linear", _linear, "AutocastPrivateUse1")
+    streams.install_pinned_memory()
+    on_memory_of = rules.on_memory_of
+    rules.on_memory_of = lambda memory, *place: (
+        StandIn(on_memory_of(memory.values, *place)) if isinstance(memory, StandIn) else on_memory_of(memory, *place)
+    )
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters, as it does for CUDA
     _kept.append(library)
 
@@ -206,11 +146,6 @@ def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(1)
     install()
     return job(*args)
-
-
-def _is_non_blocking(args: Any, kwargs: Any) -> bool:
-    """Whether `copy_` was told not to wait. (No memory is pinned here.)"""
-    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _without_values(tensor: StandIn) -> Tensor:
@@ -223,6 +158,11 @@ def _empty(size: Any, *, dtype: Any = None, memory_format: Any = None, **_: Any)
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
     return StandIn(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: StandIn, non_blocking: bool = False) -> StandIn:
+    target.values.copy_(source)
+    return target
 
 
 def _made(

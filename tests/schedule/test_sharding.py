@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
@@ -59,6 +59,7 @@ def windowed(draw: st.DrawFn) -> tuple[Schedule, int]:
     return schedule, draw(st.integers(at_once(schedule), chunks_of(schedule) + 1))
 
 
+@example((generate("gpipe", 2, 6, 2), 1), True)  # a rank that sends late frees nevertheless
 @given(windowed(), st.booleans())
 def test_what_runs_is_gathered_and_never_more_than_the_window(given: tuple[Schedule, int], messages: bool) -> None:
     schedule, window = given

@@ -30,7 +30,12 @@ OPTIMA = [
 ]
 
 
-LONG = [(4, "v1", 5), (4, "v1", 6), (2, "V", 2), (2, "V", 3)]
+LONG = [
+    (3, "v1", 2),
+    *((4, placement, limit) for placement in ("v1", "V") for limit in (5, 6)),
+    (2, "V", 2),
+    (2, "V", 3),
+]
 """Ranks, placements and limits of the rows that take long; others have as many ranks, or the same placement."""
 
 

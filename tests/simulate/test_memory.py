@@ -15,6 +15,7 @@ from penstock.schedule import (
     Op,
     Schedule,
     add_communication,
+    add_sharding,
     drop_backward,
     generate,
     peak_activations,
@@ -100,6 +101,40 @@ def test_in_units_it_is_what_check_counts(schedule: Schedule) -> None:
     cost = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
     courses = memory(schedule, cost, simulate(schedule, cost))
     assert [course.peak_activations for course in courses] == peak_activations(schedule)
+
+
+@given(schedules, st.integers(2, 4), st.booleans())
+def test_gathered_parameters_are_held_from_unshard_to_reshard(schedule: Schedule, window: int, messages: bool) -> None:
+    """A walk along each row: what is gathered while an action runs, and the most at once."""
+    lowered = add_sharding(add_communication(schedule) if messages else schedule, set(range(schedule.stages)), window)
+    costs = [StageCost(1, 1, 1, activation_bytes=3, unsharded_bytes=2**stage) for stage in range(schedule.stages)]
+    timeline = simulate(lowered, costs)
+    plain = memory(schedule, costs, timeline)
+    for rank, course in enumerate(memory(lowered, costs, timeline)):
+        held, counted = 0, [0]
+        moments = {span.action: (span.start_seconds + span.end_seconds) / 2 for span in timeline.spans(rank)}
+        for action in lowered.rows[rank]:
+            if action.op in (Op.UNSHARD, Op.RESHARD):
+                held += 2**action.stage if action.op is Op.UNSHARD else -(2**action.stage)
+                counted.append(held)
+            elif action.op.is_compute:
+                before = [size for s, size in zip(course.seconds, course.unsharded, strict=True) if s < moments[action]]
+                assert before[-1] == held
+        assert course.peak_unsharded == max(counted)
+        assert course.peak_activations == plain[rank].peak_activations
+        assert course.peak <= course.peak_activations + course.peak_unsharded
+        assert plain[rank].peak_unsharded == 0
+
+
+def test_gathers_by_hand() -> None:
+    """They take no time in a simulation: the next stage's parameters are there while the one before still runs."""
+    schedule = add_sharding(generate("gpipe", 1, 1, 3), {0, 1, 2}, 2)
+    cost = StageCost(1, 1, 1, unsharded_bytes=10, parameter_bytes=5)
+    (found,) = memory(schedule, cost, simulate(schedule, cost))
+    assert list(zip(found.seconds, found.unsharded, strict=True)) == [
+        (0, 10), (0, 20), (1, 10), (1, 20), (5, 10), (5, 20), (7, 10), (9, 0),
+    ]  # fmt: skip
+    assert (found.peak_unsharded, found.peak, found.peak_activations) == (20, 35, 0)
 
 
 @given(schedules)

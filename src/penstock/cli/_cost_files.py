@@ -25,10 +25,11 @@ _KEYS = {
     "parameters": "parameter_bytes",
     "gradients": "gradient_bytes",
     "optimizer": "optimizer_bytes",
+    "unsharded": "unsharded_bytes",
     "overlapped": "overlapped_seconds",
 }
 _NEEDED = ("forward", "backward_input", "backward_weight")
-_MEMORY = ("activation", "parameters", "gradients", "optimizer")
+_MEMORY = ("activation", "parameters", "gradients", "optimizer", "unsharded")
 
 
 def _json(path: Path, option: str, expected: str) -> Any:

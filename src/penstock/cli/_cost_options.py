@@ -21,8 +21,9 @@ EPILOG = "\n\n".join(
     (
         "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
-        "with output_bytes, activation, weight_grad, parameters, gradients, optimizer and overlapped (the time of a "
-        "forward and a backward that overlap), if you know them. To add links:",
+        "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
+        "while they are gathered) and overlapped (the time of a forward and a backward that overlap), if you know "
+        "them. To add links:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
         'or, if each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
         '--links FILE is what `penstock fabric` writes: the links it measured, and under "all" one for every other '
@@ -63,6 +64,9 @@ class CostOptions:
     memory_weight_grad: Annotated[
         float | None,
         _option("The part of it that stays from I until W if the backward is split; default all."),
+    ] = None
+    memory_unsharded: Annotated[
+        float | None, _option("What a stage's whole parameters take while they are gathered; see --unshard-window.")
     ] = None
     costs: Annotated[
         Path | None, _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
@@ -121,10 +125,13 @@ class CostOptions:
         forward, backward_input, backward_weight = (given.get(name, usual) for name in WORK)
         output = given.get("output_bytes", 0.0)
         stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
+        stage = replace(stage, unsharded_bytes=given.get("memory_unsharded", 0.0))
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         in_units = self.links is not None or any(name in given for name in (*WORK, "comm", "bandwidth"))
         assumed = {name: usual for name in WORK if in_units and name not in given}
-        return Costs(stage, link, has_memory="memory_activation" in given, assumed=assumed)
+        return Costs(
+            stage, link, has_memory=bool({"memory_activation", "memory_unsharded"} & given.keys()), assumed=assumed
+        )
 
 
 def _name(option: str) -> str:

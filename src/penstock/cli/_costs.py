@@ -129,7 +129,7 @@ class Costs:
         """
         stages = self.of_stages(schedule.placement, schedule.name)
         if schedule.slices > 1:
-            stages = [_divided(cost, schedule.slices, (*_DIVIDED, "output_bytes")) for cost in stages]
+            stages = [_divided(cost, schedule.slices, (*_OF_MICROBATCH, "output_bytes")) for cost in stages]
         return stages
 
     def of_stages(self, placement: Placement, name: str) -> list[StageCost]:
@@ -179,7 +179,7 @@ class Costs:
         return replace(self, stages=tuple(joined))
 
 
-_DIVIDED = (
+_OF_MICROBATCH = (
     "forward_seconds",
     "backward_input_seconds",
     "backward_weight_seconds",
@@ -188,6 +188,9 @@ _DIVIDED = (
     "weight_gradient_bytes",
 )
 """The costs that are shared out when a stage's work is divided into parts."""
+
+_DIVIDED = (*_OF_MICROBATCH, "unsharded_bytes")
+"""Those that are shared out when the stage itself is."""
 
 
 def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:

@@ -9,14 +9,15 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli._as_typed import in_options
 from penstock.cli._microbatches import CUT, USUAL
 from penstock.cli._size import announce, weigh
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     MICROBATCHES,
     Generator,
-    Op,
     Schedule,
+    add_sharding,
     check,
     from_csv,
     generate,
@@ -31,8 +32,6 @@ ALL = "all"
 
 _PANEL = "Which schedule"
 _OWN_TEXT = ", stages on ranks "
-_SHARDING = (Op.UNSHARD, Op.RESHARD)
-"""Actions in torch's files. They take no time here, and mean nothing without sharded stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +51,13 @@ class OrderOptions:
         int | None,
         typer.Option(
             help="Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
+    unshard_window: Annotated[
+        int | None,
+        typer.Option(
+            help="Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -78,7 +84,7 @@ class OrderOptions:
                 raise ArgumentError(
                     f"--csv {self.csv}: the file already sets what --{given[0]} would; give only one of the two"
                 )
-            schedule = read(self.csv)
+            schedule = self._windowed(read(self.csv))
             announce(sum(map(len, schedule.rows)))
             return schedule
         name = self._name()
@@ -87,13 +93,13 @@ class OrderOptions:
         ranks, microbatches = self._numbers()
         entry = generator(name)
         weigh([(entry, self._numbers_of(entry))])
-        return generate(name, ranks, microbatches, self.chunks, self.slices)
+        return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
 
     def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
         """Every schedule that the numbers allow and, by name, what the others require.
 
         Raises:
-            ArgumentError: a number is missing, less than 1 or too large.
+            ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them.
         """
         ranks, microbatches = self._numbers()
         asked = [(entry, self._numbers_of(entry)) for entry in generators()]
@@ -105,8 +111,20 @@ class OrderOptions:
             raise ArgumentError(
                 f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
             )
-        made = [generate(entry.name, ranks, microbatches, numbers.chunks, numbers.slices) for entry, numbers in allowed]
+        made = []
+        for entry, numbers in allowed:
+            schedule = generate(entry.name, ranks, microbatches, numbers.chunks, numbers.slices)
+            try:
+                made.append(self._windowed(schedule))
+            except ArgumentError as error:
+                refused[entry.name] = in_options(str(error), ("--unshard-window",))
         return made, refused
+
+    def _windowed(self, schedule: Schedule) -> Schedule:
+        """The schedule with the gathers that --unshard-window asks for. Raises ArgumentError if there is no room."""
+        if self.unshard_window is None:
+            return schedule
+        return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
 
     @property
     def is_all(self) -> bool:
@@ -122,10 +140,11 @@ class OrderOptions:
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
-        for option in _NUMBERS:
+        for option in (*_NUMBERS, "unshard_window"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
+                name = option.replace("_", "-")
+                raise ArgumentError(f"--{name} {value}: expected a whole number of at least 1")
         return self.ranks, MICROBATCHES if self.microbatches is None else self.microbatches
 
     def _numbers_of(self, entry: Generator) -> Numbers:
@@ -148,7 +167,7 @@ def read(path: Path) -> Schedule:
     text = read_text(path, "--csv")
     try:
         own = _OWN_TEXT in text.partition("\n")[0]
-        schedule = Schedule.parse(text) if own else from_csv(text, path.stem, drop=_SHARDING)
+        schedule = Schedule.parse(text) if own else from_csv(text, path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     wrong = [violation for violation in check(schedule) if violation.fatal]

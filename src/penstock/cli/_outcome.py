@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._costs import Costs
+from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
@@ -48,7 +49,13 @@ class Outcome:
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
         """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
-        return cls(schedule, costs, simulate(schedule, costs.of(schedule), costs.links, contended=costs.contended))
+        by_stage = costs.of(schedule)
+        if any(cost.unsharded_bytes for cost in by_stage) and not _gathers(schedule):
+            raise ArgumentError(
+                f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; give "
+                "--unshard-window, which adds them"
+            )
+        return cls(schedule, costs, simulate(schedule, by_stage, costs.links, contended=costs.contended))
 
     @cached_property
     def by_stage(self) -> list[StageCost]:
@@ -57,6 +64,22 @@ class Outcome:
     @cached_property
     def memory(self) -> list[Memory]:
         return memory(self.schedule, self.by_stage, self.timeline)
+
+    @property
+    def memory_by_kind(self) -> list[dict[str, float]]:
+        """For each rank, the most that it needs of each kind, and at once."""
+        sharded = _gathers(self.schedule)
+        return [
+            {
+                "parameters": held.parameters,
+                "gradients": held.gradients,
+                "optimizer": held.optimizer,
+                "activations": held.peak_activations,
+                **({"unsharded": held.peak_unsharded} if sharded else {}),
+                "peak": held.peak,
+            }
+            for held in self.memory
+        ]
 
     @cached_property
     def peak_activations(self) -> list[float]:
@@ -91,20 +114,16 @@ class Outcome:
         if self.costs.assumed:
             found["assumed"] = dict(self.costs.assumed)
         if self.costs.has_memory:
-            found["memory"] = [
-                {
-                    "parameters": held.parameters,
-                    "gradients": held.gradients,
-                    "optimizer": held.optimizer,
-                    "activations": held.peak_activations,
-                    "peak": held.peak,
-                }
-                for held in self.memory
-            ]
+            found["memory"] = self.memory_by_kind
         return found
 
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
+
+
+def _gathers(schedule: Schedule) -> bool:
+    """Whether the schedule gathers the parameters of sharded stages."""
+    return any(Op.UNSHARD.code in row.op for row in schedule.rows)
 
 
 def chunks(schedule: Schedule) -> int:
@@ -238,11 +257,11 @@ def _ranks(outcome: Outcome, times: Number) -> Table:
 
 
 def _memory(outcome: Outcome) -> Table:
-    made = table("memory of rank", "parameters", "gradients", "optimizer", "activations", "peak")
-    lines = [(m.parameters, m.gradients, m.optimizer, m.peak_activations, m.peak) for m in outcome.memory]
-    sizes = format_of([size for line in lines for size in line])
+    lines = outcome.memory_by_kind
+    sizes = format_of([size for line in lines for size in line.values()])
+    made = table("memory of rank", *lines[0])
     for rank, line in enumerate(lines):
-        made.add_row(str(rank), *map(sizes, line))
+        made.add_row(str(rank), *map(sizes, line.values()))
     return made
 
 

@@ -134,6 +134,8 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and not limit >= 1:
         raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
     where = question.where()
+    if any(cost.unsharded_bytes for cost in costs.of_stages(where, "this placement")):
+        raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
     stages = with_activations(where, costs.of_stages(where, f"this placement of {question.ranks} ranks"))
     return find(
         where,

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
     from penstock.launch.target import Target
     from penstock.runtime.batch.cutting import Microbatch
+    from penstock.runtime.execute.transports import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
 
 LONG_TABLE = 24
@@ -66,7 +67,7 @@ class Case:
     """What to verify.
 
     `chunks` None: the schedule's usual number. `microbatches` None: see `Cutting.usual`. `exact` None: wherever that
-    is promised. `transport`: the name of a factory; None: the library chooses.
+    is promised. `transport`: "staged" or the name of a factory; None: the library chooses.
     """
 
     target: str
@@ -115,7 +116,8 @@ def verify(
         typer.Option(
             metavar="NAME",
             help="local: all ranks in one process (the default without replicas); distributed: one process per rank; "
-            "FILE:FACTORY: the same, over your own transport, made by that function.",
+            "staged: the same, through the host's memory; FILE:FACTORY: the same, over your own transport, made by "
+            "that function.",
         ),
     ] = None,
     exact: Annotated[
@@ -156,8 +158,7 @@ def verify(
         gradient_dtype=gradient_dtype,
         transport=None if transport in (None, "local", "distributed") else transport,
     )
-    if case.transport is not None:
-        _factory(case.transport)  # raises before any process starts
+    _choice(case.transport)  # raises before any process starts
     in_one_process = _is_local(transport, replicas)
     count = MICROBATCHES if microbatches is None else microbatches
     generate(schedule, ranks, count, chunks)  # raises before anything is loaded
@@ -227,20 +228,24 @@ def prove(case: Case) -> dict[str, Any]:
             gradient_dtype=case.gradient_dtype and getattr(torch, case.gradient_dtype),
             leaves=case.leaves,
             whole_batch=case.whole_batch,
-            transport="auto" if case.transport is None else _factory(case.transport),
+            transport=_choice(case.transport),
             **given.cutting,
         ).to_dict()
 
 
-def _factory(name: str) -> TransportFactory:
+def _choice(name: str | None) -> TransportChoice:
+    """`transport=` of `penstock.verify`. Raises ArgumentError if there is no such choice."""
     from penstock.launch.target import function_named
 
+    if name in (None, "staged"):
+        return "auto" if name is None else "staged"
     if ":" not in name:
         raise ArgumentError(
-            f"--transport {name}: expected local, distributed, or a factory of your own as module:function or "
+            f"--transport {name}: expected local, distributed, staged, or a factory of your own as module:function or "
             "file.py:function"
         )
-    return function_named(name, "--transport")
+    factory: TransportFactory = function_named(name, "--transport")
+    return factory
 
 
 def _mesh(case: Case, given: Target) -> DeviceMesh:

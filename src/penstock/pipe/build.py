@@ -121,8 +121,10 @@ def pipeline(
             where the model is, or the example if that is on an accelerator. The model moves there before it is
             recorded, and an example on the CPU is recorded as if it were there.
         transport: what carries values between processes: "auto" uses shared memory between CPU ranks of one machine
-            and `torch.distributed` otherwise; "distributed" always uses the latter. Or a function that makes your own;
-            see `penstock.runtime.transport.Endpoint`.
+            and `torch.distributed` otherwise; "distributed" always uses the latter. "staged" goes through the host's
+            memory, for several ranks on one device, or devices that cannot reach each other; it is taken by itself if
+            the default process group has no NCCL for the device. Or a function that makes your own; see
+            `penstock.runtime.transport.Endpoint`.
         share_loss: give the loss to every rank, not only the last stage's.
         materialize: `materialize(name, module)` sets the values of a module built on the meta device;
             None: its `reset_parameters()`.

@@ -191,7 +191,8 @@ class Pipeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes from the recording, what runs again in backward, and what schedule, compile and offload cost."""
+        """Notes from the recording, what runs again in backward, what schedule, compile and offload cost, and a staged
+        transport."""
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
@@ -202,7 +203,7 @@ class Pipeline:
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
-        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding)
+        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding, *self.session.engine.notes)
 
     @property
     def split_share(self) -> dict[int, float]:
@@ -321,7 +322,8 @@ class Pipeline:
         """Each stage's rank and first module; asks no other rank."""
         order, placement = self.schedule, self.schedule.placement
         sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
-        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}"]
+        by = "" if self.session.engine.control.staging is None else ", staged transport"
+        lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{by}"]
         for stage, module in enumerate(("", *self.cuts)):
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
             lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")

@@ -14,6 +14,7 @@ Where the window has room, a stage is gathered one action ahead, so that its par
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -143,12 +144,16 @@ def _turns(needs: Sequence[Set[int]], room: int, *, ahead: bool) -> tuple[list[t
                     spare = gathered - needed - wanted
                     if not spare:
                         break  # nothing can be freed before this step has run
-                    freed = max(spare, key=lambda stage: steps_of[stage][bisect_right(steps_of[stage], step)])
+                    freed = max(spare, key=lambda stage: (_next(steps_of[stage], step), stage))
                     gathered.remove(freed)
                     releases.append((freed, step))
                 gathered.add(stage)
                 gathers.append((stage, step))
-        for stage in sorted(stage for stage in needed if steps_of[stage][-1] == step):
-            gathered.remove(stage)
-            releases.append((stage, len(needs)))
+    releases += [(stage, len(needs)) for stage in sorted(gathered)]
     return gathers, releases
+
+
+def _next(steps: Sequence[int], step: int) -> float:
+    """The first of the steps after `step`; infinity if there is none."""
+    place = bisect_right(steps, step)
+    return steps[place] if place < len(steps) else math.inf

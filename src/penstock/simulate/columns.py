@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 COMPUTE = tuple(op for op in Op if op.is_compute)
-_COMPUTE_CODES = np.array([op.code for op in COMPUTE])
+COMPUTE_CODES = np.array([op.code for op in COMPUTE])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _compute_only(row: Row) -> Row:
     if not len(row):
         return row
     op = np.frombuffer(row.op, dtype=row.op.typecode)
-    keep = np.isin(op, _COMPUTE_CODES)
+    keep = np.isin(op, COMPUTE_CODES)
     if keep.all():
         return row
     return Row(item for item in row.items() if item.parts[0].op.is_compute)

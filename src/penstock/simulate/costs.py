@@ -26,6 +26,8 @@ class StageCost:
         weight_gradient_bytes: the part of `activation_bytes` that W needs: if the backward is split, the rest is freed
             when I ends, and this when W does.
         parameter_bytes, gradient_bytes, optimizer_bytes: what the stage holds all the time.
+        unsharded_bytes: what its whole parameters take besides, from the start of `UNSHARD` to the end of `RESHARD`, if
+            it is sharded and the schedule has these.
         overlapped_seconds: F together with the backward of another microbatch, if a schedule overlaps them; None: as
             long as one after the other.
 
@@ -43,6 +45,7 @@ class StageCost:
     gradient_bytes: float = 0
     optimizer_bytes: float = 0
     overlapped_seconds: float | None = None
+    unsharded_bytes: float = 0
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -1,4 +1,4 @@
-"""How much memory each rank needs over time: a constant part, and activations that come and go."""
+"""How much memory each rank needs over time: a constant part, activations, and gathered parameters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.schedule import Op, Schedule, stages_with_backward
-from penstock.schedule.timeline import Timeline
-from penstock.simulate.columns import Floats, Ints
+from penstock.schedule import Op, Row, Schedule, stages_with_backward
+from penstock.schedule.timeline import Timeline, Track
+from penstock.simulate.columns import COMPUTE_CODES, Floats, Ints
 from penstock.simulate.costs import StageCost, costs_by_stage
 
 
@@ -19,8 +19,9 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: of all its stages, all the time.
-        seconds: when the activations change.
+        seconds: when the rest changes.
         activations: their size from then until the next change.
+        unsharded: the same for the whole parameters of sharded stages that are gathered, or about to be.
     """
 
     parameters: float
@@ -28,15 +29,21 @@ class Memory:
     optimizer: float
     seconds: tuple[float, ...]
     activations: tuple[float, ...]
+    unsharded: tuple[float, ...]
 
     @property
     def peak_activations(self) -> float:
         return max(self.activations, default=0.0)
 
     @property
+    def peak_unsharded(self) -> float:
+        return max(self.unsharded, default=0.0)
+
+    @property
     def peak(self) -> float:
         """The most that the rank needs at once."""
-        return self.parameters + self.gradients + self.optimizer + self.peak_activations
+        coming_and_going = max(map(sum, zip(self.activations, self.unsharded, strict=True)), default=0.0)
+        return self.parameters + self.gradients + self.optimizer + coming_and_going
 
 
 def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline: Timeline) -> list[Memory]:
@@ -44,7 +51,8 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
 
     A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
     all but `weight_gradient_bytes` are freed at the end of I, and these at the end of W. On a stage without a backward
-    they are freed at the end of F.
+    they are freed at the end of F. `unsharded_bytes` are held from the start of each UNSHARD to the end of the next
+    RESHARD; in a simulation, these take place when the computation before them ends.
 
     Args:
         schedule: the one that the timeline shows.
@@ -56,18 +64,19 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
     """
     by_stage = costs_by_stage(schedule.placement, costs)
     kept = stages_with_backward(schedule)
-    table = np.zeros((2, len(Op), schedule.stages))  # what is taken at the start, and freed at the end
+    table = np.zeros((2, 2, len(Op), schedule.stages))  # by kind: what is taken at the start, and freed at the end
     for stage, cost in enumerate(by_stage):
-        table[0, Op.F.code, stage] = cost.activation_bytes
-        table[1, Op.F.code, stage] = 0 if stage in kept else cost.activation_bytes
-        table[1, Op.B.code, stage] = cost.activation_bytes
-        table[1, Op.I.code, stage] = cost.activation_bytes - cost.weight_gradient_bytes
-        table[1, Op.W.code, stage] = cost.weight_gradient_bytes
+        activations, unsharded = table[:, :, :, stage]
+        activations[0, Op.F.code] = cost.activation_bytes
+        activations[1, Op.F.code] = 0 if stage in kept else cost.activation_bytes
+        activations[1, Op.B.code] = cost.activation_bytes
+        activations[1, Op.I.code] = cost.activation_bytes - cost.weight_gradient_bytes
+        activations[1, Op.W.code] = cost.weight_gradient_bytes
+        unsharded[0, Op.UNSHARD.code] = unsharded[1, Op.RESHARD.code] = cost.unsharded_bytes
     found = []
     for rank, track in enumerate(timeline.tracks):
         held = [by_stage[stage] for stage in schedule.placement.stages_on(rank)]
-        op, stages = (np.frombuffer(c, dtype=c.typecode) for c in (track.actions.op, track.actions.stage))
-        seconds, activations = _course(table, op, stages, np.frombuffer(track.start), np.frombuffer(track.end))
+        seconds, (activations, unsharded) = _course(table, *_with_gathers(schedule.rows[rank], track))
         found.append(
             Memory(
                 sum(cost.parameter_bytes for cost in held),
@@ -75,14 +84,36 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline:
                 sum(cost.optimizer_bytes for cost in held),
                 tuple(seconds.tolist()),
                 tuple(activations.tolist()),
+                tuple(unsharded.tolist()),
             )
         )
     return found
 
 
+_GATHERS = (Op.UNSHARD.code, Op.RESHARD.code)
+
+
+def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Floats, Floats]:
+    """The ops, stages, starts and ends of a track, with the row's gathers if a simulation has left these out."""
+    op, stage = (np.frombuffer(c, dtype=c.typecode) for c in (track.actions.op, track.actions.stage))
+    start, end = np.frombuffer(track.start), np.frombuffer(track.end)
+    codes, stages = (np.frombuffer(c, dtype=c.typecode) for c in (row.op, row.stage))
+    gathers = np.flatnonzero(np.isin(codes, _GATHERS))
+    if not len(gathers) or np.isin(op, _GATHERS).any():
+        return op, stage, start, end
+    places = np.cumsum(np.isin(codes, COMPUTE_CODES))[gathers]  # how many computations come before
+    moments = np.concatenate([[0.0], end])[places]
+    inserted = (codes[gathers], stages[gathers], moments, moments)
+    columns = zip((op, stage, start, end), inserted, strict=True)
+    op, stage, start, end = (np.insert(column, places, values) for column, values in columns)
+    return op, stage, start, end
+
+
 def _course(table: Floats, op: Ints, stage: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats]:
-    """When activations change, and to what. A rank runs one action after another, so its nodes are in order of time."""
+    """When memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order of
+    time.
+    """
     moments = np.stack([start, end], axis=1).ravel()
-    changes = np.stack([table[0, op, stage], -table[1, op, stage]], axis=1).ravel()
-    changed = changes != 0
-    return moments[changed], np.cumsum(changes[changed])
+    changes = np.stack([table[:, 0, op, stage], -table[:, 1, op, stage]], axis=2).reshape(len(table), -1)
+    changed = changes.any(axis=0)
+    return moments[changed], np.cumsum(changes[:, changed], axis=1)

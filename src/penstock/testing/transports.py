@@ -23,18 +23,25 @@ from penstock.runtime.transport.protocol import (
     has_collectives,
     missing,
 )
+from penstock.testing.on_device import OnDevice
 from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS, Rank
 
 WAIT_SECONDS = 60.0
 """How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
 
 
-def check_transport(transports: Mapping[int, PointToPoint]) -> list[str]:
+def check_transport(transports: Mapping[int, PointToPoint], device: torch.device | None = None) -> list[str]:
     """Runs every script on those of ranks 0 and 1 whose transports are given. Both ranks must call it.
+
+    Args:
+        transports: by rank.
+        device: where their tensors are; None: on the CPU.
 
     Returns the names of the scripts it ran; it skips `COLLECTIVE_SCRIPTS` if the transports have no collectives. Raises
     AssertionError if a transport does not conform.
     """
+    if device is not None:
+        transports = {rank: cast(PointToPoint, OnDevice(given, device)) for rank, given in transports.items()}
     return _run(transports, lambda name: None)
 
 

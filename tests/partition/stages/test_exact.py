@@ -14,7 +14,7 @@ from scaffolding.representatives import representatives
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "training"), representatives(2, [*CASES, *TRANSFORMERS], [1, 2, 3, 4], [True, False])
+    ("name", "stages", "training"), representatives(4, [*CASES, *TRANSFORMERS], [1, 2, 3, 4], [True, False])
 )
 def test_stages_equal_the_unsplit_model(name: str, stages: int, training: bool) -> None:
     case = {**CASES, **TRANSFORMERS}[name]()

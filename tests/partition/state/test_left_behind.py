@@ -18,6 +18,7 @@ from penstock import PartitionError, inspect, verify
 from penstock.compat import FakeTensor
 from penstock.partition.recorder.attempts import record
 from penstock.partition.run.sideways import Sideways
+from scaffolding.representatives import representatives
 
 WIDTH = 6
 LOSSES: list[Tensor] = []
@@ -89,9 +90,10 @@ def plain(model: Any, extra: Callable[[Any], Tensor], microbatches: int) -> list
     return [total, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("extra", [from_attributes, from_nested, from_list])
+@pytest.mark.parametrize(
+    ("extra", "ranks", "schedule"),
+    representatives(3, [from_attributes, from_nested, from_list], [1, 2, 4], ["gpipe", "1f1b"]),
+)
 def test_losses_that_blocks_leave(extra: Callable[[Any], Tensor], ranks: int, schedule: str) -> None:
     model, (x, y) = seeded(Experts), batch()
     before = [dict(vars(block)) for block in model.blocks]
@@ -245,8 +247,7 @@ class Telling(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["context", "flag", "global", "count"])
+@pytest.mark.parametrize(("kind", "ranks"), representatives(2, ["context", "flag", "global", "count"], [2, 4]))
 def test_plain_values_that_blocks_read(kind: str, ranks: int) -> None:
     x, y = batch()
     report = verify(

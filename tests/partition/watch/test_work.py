@@ -94,9 +94,12 @@ COMMON: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "GPT-2": (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config()), TEXT),
     "Llama": (lambda: transformers.LlamaForCausalLM(LLAMA), TEXT),
 }
+SHORT = ("ResNet-50", "GPT-2")
 
 
-@pytest.mark.parametrize("name", COMMON)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in COMMON]
+)
 def test_four_stages_of_common_models_share_the_work(name: str) -> None:
     make, given = COMMON[name]
     with torch.device("meta"):

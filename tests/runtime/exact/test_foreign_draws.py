@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -98,8 +100,16 @@ def mixed_up(output: Tensor, target: Tensor) -> Tensor:
     return share * squared_error(output, target) + (1 - share) * squared_error(output, target[order])
 
 
+def with_a_hook() -> nn.Module:
+    """A loss of torch's own, to which the user has added a hook that draws."""
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda module, given, value: value * (random.random() + np.random.rand()))
+    return loss
+
+
+@pytest.mark.parametrize("loss", [mixed_up, partial(mixed_up), with_a_hook()], ids=["function", "partial", "hook"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "dualpipe"])
-def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str) -> None:
+def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_alone(schedule: str, loss: Any) -> None:
     x, target = torch.randn(2, 8, 7, generator=torch.Generator().manual_seed(1))
     losses = []
     for ranks, order in ((1, "naive"), (2, schedule)):
@@ -108,10 +118,23 @@ def test_a_loss_draws_the_same_under_every_schedule_and_leaves_the_generators_al
         random.seed(ranks)
         np.random.seed(ranks)
         before = random.getstate(), np.random.get_state()[1].tolist()
-        with pipeline(model, (x,), ranks=ranks, schedule=order, microbatches=4, seed=SEED, loss=mixed_up) as pipe:
+        with pipeline(model, (x,), ranks=ranks, schedule=order, microbatches=4, seed=SEED, loss=loss) as pipe:
             losses.append([float(pipe.step(x, target=target).loss) for _ in range(2)])
         assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, nn.MSELoss(), partial(F.mse_loss, reduction="sum")])
+def test_only_torchs_generator_is_set_for_a_loss_of_torchs_own(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting numpy's takes as long as a small loss."""
+    x = torch.ones(4, 7)
+    for each, count in ((loss, 0), (squared_error, 2)):
+        with pipeline([nn.Linear(7, 7) for _ in range(2)], (x,), ranks=2, microbatches=2, loss=each) as pipe:
+            seeds: list[Any] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(np.random, "seed", seeds.append)
+                pipe.step(x, target=x)
+        assert len(seeds) == count
 
 
 def scaled(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
@@ -259,7 +282,8 @@ def test_bigbird(ranks: int) -> None:
     assert report.ok, report.summary()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long  # test_bigbird draws with numpy inside of a model, test_layer_drop.py drops layers of this one
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_spec_augment_and_layer_drop(ranks: int) -> None:
     """Wav2Vec2 as it comes: masks of numpy over time and features, layers dropped by torch."""
     torch.manual_seed(0)

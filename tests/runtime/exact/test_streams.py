@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.runtime.exact.streams import Streams, key_of, mix
 from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE
 
 CPU = (torch.device("cpu"),)
@@ -154,20 +156,38 @@ def outputs(model: nn.Module, x: Tensor, target: Tensor, loss: Any, **options: A
         return [out for _ in range(2) for out in pipe.step(x, target=target, outputs=True).outputs]
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
-def test_masks_do_not_depend_on_ranks_or_schedule(schedule: str) -> None:
+Case = tuple[nn.Module, Tensor, Tensor, Any]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[Case, list[Tensor]]]:
+    """Models with the outputs of one rank."""
     torch.manual_seed(0)
     x, ids = torch.randn(7, 5), torch.randint(0, 19, (7, 6))
-    for model, inputs, target, loss in (
-        (Masks(), x, x, squared_error),
-        (GPT(dropout=0.3), ids, ids, token_error),
-    ):
-        first = outputs(model, inputs, target, loss)
+    cases: list[Case] = [(Masks(), x, x, squared_error), (GPT(dropout=0.3), ids, ids, token_error)]
+    return [(case, outputs(*case)) for case in cases]
+
+
+def test_masks_differ_between_microbatches() -> None:
+    x = torch.ones(8, 5)
+    with penstock.pipeline(Masks(), (x,), microbatches=4, loss=squared_error, seed=9) as pipe:
+        of_step = pipe.step(x, target=x, outputs=True).outputs
+    assert not any(map(torch.equal, *zip(*combinations(of_step, 2), strict=True)))
+
+
+def test_masks_differ_between_steps_and_seeds(alone: list[tuple[Case, list[Tensor]]]) -> None:
+    for case, first in alone:
         assert not torch.equal(first[0], first[3])
-        for ranks in (2, 4):
-            torch.manual_seed(ranks)
-            assert all(map(torch.equal, first, outputs(model, inputs, target, loss, ranks=ranks, schedule=schedule)))
-        assert not torch.equal(first[0], outputs(model, inputs, target, loss, seed=8)[0])
+        assert not torch.equal(first[0], outputs(*case, seed=8)[0])
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), representatives(2, ONE_STAGE, [4, 2]))
+def test_masks_do_not_depend_on_ranks_or_schedule(
+    alone: list[tuple[Case, list[Tensor]]], schedule: str, ranks: int
+) -> None:
+    for case, first in alone:
+        torch.manual_seed(ranks)
+        assert all(map(torch.equal, first, outputs(*case, ranks=ranks, schedule=schedule)))
 
 
 def test_without_a_seed_torchs_initial_seed_is_taken() -> None:

@@ -22,6 +22,7 @@ from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
 from penstock.testing.transport_scripts import SCRIPTS
 from scaffolding.models import GPT, squared_error, token_error
+from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE
 
 CPU = torch.device("cpu")
@@ -81,8 +82,7 @@ def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> N
     assert device_of(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
 
 
-@pytest.mark.parametrize("schedule", ONE_STAGE)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("schedule", "ranks"), representatives(2, ONE_STAGE, [3, 1]))
 def test_the_timeline_of_a_step_is_its_schedule(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 19, (7, 6))

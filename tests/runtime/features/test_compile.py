@@ -46,7 +46,8 @@ class Counting:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "schedule"), [("convnet", 2, "zb-h1"), ("in_place", 4, "1f1b"), ("gpt", 2, "zb-h1")]
+    ("name", "ranks", "schedule"),
+    [pytest.param("convnet", 2, "zb-h1", marks=pytest.mark.long), ("in_place", 4, "1f1b"), ("gpt", 2, "zb-h1")],
 )
 def test_compiled_stages_give_the_bits_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = gpt(0.2) if name == "gpt" else CASES[name]()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline, verify
+from scaffolding.representatives import representatives
 
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
 ORDERS = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -209,9 +210,9 @@ def model_of(kind: type[Block]) -> nn.Module:
     return nn.Sequential(kind(), *others)
 
 
-@ORDERS
-@pytest.mark.parametrize("kind", PUT_BACK)
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    ("kind", "schedule", "recompute"), representatives(2, PUT_BACK, ["gpipe", "1f1b"], ["never", "always"])
+)
 def test_each_backward_finds_what_its_own_forward_has_kept(kind: type[Block], schedule: str, recompute: Any) -> None:
     verify(
         model_of(kind),

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline, verify
+from scaffolding.representatives import representatives
 
-ORDERS = pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 2), ("1f1b", 4)])
+PLACES = [("gpipe", 2), ("1f1b", 4)]
+ORDERS = pytest.mark.parametrize(("schedule", "ranks"), PLACES)
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
 
 
@@ -153,28 +155,30 @@ def prove(model: nn.Module, **options: Any) -> None:
     verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, microbatches=4, **options).check()
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-@pytest.mark.parametrize("kind", [KeepsForBackward, KeepsInAnObject, KeepsOnAStack])
+@pytest.mark.parametrize(
+    ("kind", "recompute", "order"),
+    representatives(3, [KeepsForBackward, KeepsInAnObject, KeepsOnAStack], ["never", "always", 1], PLACES),
+)
 def test_what_a_forward_keeps_is_there_in_its_own_backward(
-    schedule: str, ranks: int, recompute: Any, kind: type[nn.Module]
+    kind: type[nn.Module], recompute: Any, order: tuple[str, int]
 ) -> None:
+    schedule, ranks = order
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for _ in range(4)))
     prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
+def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(order: tuple[str, int], recompute: Any) -> None:
+    schedule, ranks = order
     torch.manual_seed(0)
     model = nn.Sequential(*(kind() for kind in DEEPER))
     prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_a_stack_is_empty_behind_a_step(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
+def test_a_stack_is_empty_behind_a_step(order: tuple[str, int], recompute: Any) -> None:
+    schedule, ranks = order
     model = nn.Sequential(*(KeepsOnAStack() for _ in range(4)))
     kwargs: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
     with pipeline(model, (X,), loss=F.mse_loss, **kwargs) as pipe:
@@ -219,9 +223,10 @@ class KeepsOnATape(nn.Module):
         return y
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_what_forward_keeps_for_backward_outside_of_modules(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
+def test_what_forward_keeps_for_backward_outside_of_modules(order: tuple[str, int], recompute: Any) -> None:
+    schedule, ranks = order
+
     def in_class() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), KeepsInItsClass(), *(nn.Linear(6, 6) for _ in range(3)))
 
@@ -424,9 +429,9 @@ class Calibrates(nn.Module):
         return torch.tanh(y / self.history[-1]) + F.linear(x, self.scales["weight"])
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["never", "always", 1])
-def test_what_the_first_microbatches_put_in_a_container_stays_there(schedule: str, ranks: int, recompute: Any) -> None:
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
+def test_what_the_first_microbatches_put_in_a_container_stays_there(order: tuple[str, int], recompute: Any) -> None:
+    schedule, ranks = order
     torch.manual_seed(0)
     piped = nn.Sequential(*(Calibrates(3) for _ in range(4)))
     plain = copy.deepcopy(piped)
@@ -460,11 +465,11 @@ class NormalisesByTheUpdated(nn.Module):
         return torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
 
 
-@ORDERS
-@pytest.mark.parametrize("recompute", ["always", 1, 2])
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["always", 1, 2]))
 def test_a_forward_that_runs_again_reads_the_buffers_that_it_has_updated(
-    schedule: str, ranks: int, recompute: Any
+    order: tuple[str, int], recompute: Any
 ) -> None:
+    schedule, ranks = order
     torch.manual_seed(0)
     model = nn.Sequential(*(NormalisesByTheUpdated() for _ in range(4)))
     prove(model, ranks=ranks, schedule=schedule, recompute=recompute)

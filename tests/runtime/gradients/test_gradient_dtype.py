@@ -261,6 +261,21 @@ def test_verify_sees_a_sum_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.kind for row in report.wrong} == {"gradient"}
 
 
+@pytest.mark.parametrize("gradient_dtype", [None, torch.float32])
+def test_autocast_to_another_half_precision_rounds_to_both(gradient_dtype: torch.dtype | None) -> None:
+    """What W computes in float16 is cast to the parameter's bfloat16 before it is added to anything wider."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(4))).bfloat16()
+    x = torch.randn(16, 24).bfloat16()
+    options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "zb-h1", "exact": True}
+    with torch.autocast("cpu", dtype=torch.float16):
+        report = penstock.verify(
+            model, (x,), target=x.float(), loss_fn=lambda o, t: F.mse_loss(o.float(), t), gradient_dtype=gradient_dtype,
+            **options,
+        )  # fmt: skip
+    assert report.ok, report.summary()
+
+
 def test_parameters_in_float32_are_left_alone() -> None:
     with pipeline() as pipe:
         assert dict(pipe.named_parameters())["scale"].grad_dtype == torch.float32

@@ -155,3 +155,19 @@ def test_the_position_names_the_others() -> None:
     assert [reducer.position for reducer in made] == [
         Position("REDUCE_GRAD0", peers) for peers in ((1, 2), (0, 2), (0, 1))
     ]
+
+
+def test_a_rank_without_gradients_adds_zeros_in_the_dtype_of_the_others() -> None:
+    held, made = reducers([[torch.zeros(3).bfloat16()], [torch.zeros(3).bfloat16()]])
+    for mine in held:
+        mine[0].grad_dtype = torch.float32
+    term = torch.tensor([1.0, 1 + 2.0**-20, -3.0])
+    buffers: list[torch.dtype] = []
+    for reducer in made:
+        given = reducer._sum._reduce
+        reducer._sum._reduce = lambda tensors, given=given: buffers.extend(t.dtype for t in tensors) or given(tensors)
+    step(made, held, [[None], [term]])
+    assert buffers == [torch.float32] * 2
+    for mine in held:
+        assert mine[0].grad is not None
+        assert torch.equal(mine[0].grad, term)

@@ -511,8 +511,9 @@ def test_agents_that_count_attempts_differently_meet(monkeypatch: pytest.MonkeyP
 
 def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
     assert Patience().warn_seconds == 30
-    with Missing(0, 3, Patience(warn_seconds=0.02)) as missing:
-        missing.ranks = (2,)
+    missing = Missing(0, 3, Patience(warn_seconds=0.02))
+    missing.ranks = (2,)
+    with missing:
         missing._over.wait(0.1)  # the main thread may be blocked
     said = capsys.readouterr().err.splitlines()
     assert said[:2] == ["penstock: rank 0 has waited 0 s for rank 2, which has not called penstock.pipeline yet"] * 2

@@ -87,7 +87,9 @@ def test_bits_of_one_device(name: str, late: int | None, shares: list[dict[int, 
     assert all(share > 0.9 for share in shares[1].values())
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen_moe", "bert", "vit"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "vit", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen_moe", "bert"))]
+)
 def test_tiny_models_of_transformers(name: str, shares: list[dict[int, float]]) -> None:
     report = verify(name, with_late_weights(generate("gpipe", 2, 2), 1))
     assert report.ok, report.summary()

@@ -23,8 +23,8 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from penstock.compat import run_backward
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -73,17 +74,15 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     order in which autograd adds them in the unsplit model.
     """
     with outside_autocast(grads[0].device.type):
-        torch.autograd.backward(tuple(roots), tuple(grads))
+        run_backward(roots, grads)
 
 
-@contextmanager
-def outside_autocast(device_type: str) -> Iterator[None]:
+def outside_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Turns autocast off for part of a backward, in a step that runs under it."""
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()
 
 
 def computes_apart(device: torch.device) -> bool:
@@ -152,26 +151,26 @@ def pack(tensor: Tensor) -> Tensor:
     return packed.as_strided((packed.numel(),), (1,), packed.storage_offset())  # for one element, `view` keeps stride 0
 
 
-def allocate(layout: Layout, device: torch.device) -> Buffer:
-    """Fresh memory for one tensor of this layout."""
+def allocate(layout: Layout, device: torch.device, *, pinned: bool = False) -> Buffer:
+    """Fresh memory for one tensor of this layout. `pinned`: the host's, to copy from or to without waiting."""
     shape, stride, dtype, misalignment, _ = layout
     skip = misalignment // dtype.itemsize
     if is_dense(shape, stride) and not skip:
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device, pin_memory=pinned)
         return Buffer(tensor, tensor.as_strided((tensor.numel(),), (1,)), packed=False)
     if is_dense(shape, stride):
-        flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device)
+        flat = torch.empty(_numel(shape) + skip, dtype=dtype, device=device, pin_memory=pinned)
         tensor = on_memory_of(flat, skip, shape, stride)
         return Buffer(tensor, flat[skip:], packed=False)
     narrow = _narrow(shape, stride)
     if is_overlapping(narrow, stride):  # such a tensor cannot be written to: use a contiguous one
         return Buffer(
             torch.empty(shape, dtype=dtype, device=device),
-            torch.empty(_numel(shape), dtype=dtype, device=device),
+            torch.empty(_numel(shape), dtype=dtype, device=device, pin_memory=pinned),
             packed=True,
         )
     memory = torch.empty(extent(narrow, stride) + skip, dtype=dtype, device=device)
-    flat = torch.empty(_numel(narrow), dtype=dtype, device=device)
+    flat = torch.empty(_numel(narrow), dtype=dtype, device=device, pin_memory=pinned)
     return Buffer(on_memory_of(memory, skip, shape, stride), flat, packed=True)
 
 
@@ -199,10 +198,12 @@ def unpack(buffer: Buffer) -> Tensor:
     return buffer.tensor
 
 
-def copy_as(layout: Layout, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+def copy_as(
+    layout: Layout, tensor: Tensor, device: torch.device | None = None, *, non_blocking: bool = False
+) -> Tensor:
     """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
     buffer = allocate(layout, tensor.device if device is None else device)
-    buffer.flat.copy_(pack(tensor))
+    buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
 
 

@@ -56,7 +56,7 @@ class Streams:
         """The number of this replica's first microbatch in the whole batch: a replica draws what one device would."""
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set like torch's: only if a bound model draws from them. For a
-        loss function, which may draw from anything, they always are."""
+        loss function of the user's own, which may draw from anything, they always are."""
         self.seedings = 0
         """How often the generators were set."""
         self._keys: dict[str, int] = {}
@@ -118,10 +118,10 @@ class Streams:
         if not again:  # so that `enter` finds the same state each time this forward runs
             self._seed(mix(self._base, _ENTRY, stage))
 
-    def begin_loss(self, microbatch: int) -> None:
-        """Sets the stream of a loss function, which may draw too."""
-        self._began_loss = True
-        self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=True)
+    def begin_loss(self, microbatch: int, *, foreign: bool = True) -> None:
+        """Sets the stream of a loss function, which may draw. `foreign`: also as Python and numpy do."""
+        self._began_loss |= foreign
+        self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=foreign)
 
     def enter(self, name: str) -> None:
         """Sets the stream of the next call of `name`."""

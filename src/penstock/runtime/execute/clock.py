@@ -8,12 +8,12 @@ NCCL's own streams: two ranks that each posted one would wait for each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter_ns
 from typing import Any, Protocol
 
 import torch
 
 from penstock.runtime.execute.progress import has_events
+from penstock.runtime.processes.host_clock import now_ns
 from penstock.runtime.transport.protocol import Begun, Waitable
 from penstock.schedule import Action
 
@@ -44,7 +44,7 @@ class HostClock:
         """Nothing to do."""
 
     def mark(self) -> int:
-        return perf_counter_ns()
+        return now_ns()
 
     def read(self, row: Sequence[Marks]) -> list[Moment]:
         return list(row)
@@ -103,7 +103,7 @@ class StreamClock:
             current.wait_stream(stream)
         last = self.mark()
         last.synchronize()
-        now = perf_counter_ns()
+        now = now_ns()
 
         def at(mark: Any) -> int:
             return now - round(float(mark.elapsed_time(last)) * 1e6)
@@ -120,3 +120,10 @@ class StreamClock:
 def clock_of(device: torch.device) -> Clock:
     """The clock for a rank's work on this device."""
     return StreamClock(device) if has_events(device) else HostClock()
+
+
+def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
+    """The same moments on another clock, which is ahead by so much."""
+    if not nanoseconds:
+        return row
+    return [(action, *(at + nanoseconds for at in times)) for action, *times in row]  # type: ignore[misc]

@@ -23,9 +23,10 @@ from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, backend_of, check_types, exchange
+from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, exchange, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
 from penstock.runtime.transport.protocol import Pending
+from penstock.runtime.transport.staging import Staging
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class Control:
 
     Attributes:
         groups: the process groups; None if this process is alone.
+        staging: where the device's tensors leave for the host, and come back from; None if their groups take them.
         watchdog: the whole mesh's watchdog.
         line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
@@ -48,9 +50,12 @@ class Control:
         device: torch.device,
         patience: Patience | None = None,
         group_options: GroupOptions | None = None,
+        *,
+        staged: bool = False,
     ) -> None:
         self.world = world
         self.groups: Groups | None = None
+        self.staging: Staging | None = None
         self._sums: deque[Pending] = deque()
         self._agreed = False
         self.line = tuple(number for number in world.numbers if number != world.number)
@@ -62,13 +67,17 @@ class Control:
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
-                self.groups = Groups(world, backend_of(device), group_options)
-                kinds = self.gather(device.type)
+                backend = "gloo" if staged else backend_of(device)
+                self.groups = Groups(world, backend, group_options)
+                said = self.gather((device.type, backend))
             with self.agreed():
-                check_types([kinds[number] for number in world.numbers])
+                check_types([said[number][0] for number in world.numbers])
+                check_backends([said[number][1] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
                 self.groups.open()
+            if is_accelerator(device) and backend == "gloo":
+                self.staging = Staging(device)
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
@@ -89,7 +98,7 @@ class Control:
         if self.groups is not None and len(self.world.column) > 1:
             numbers = [self.world.everyone.index(rank) for rank in self.world.column]
             with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.number)):
-                copy_from_first(tensors, self.groups.column)
+                copy_from_first(tensors, self.groups.column, self.staging)
 
     def give(self, value: T, source_rank: int = 0) -> T:
         """Returns one rank's object on every rank of the pipeline. Each process calls it once."""
@@ -275,6 +284,8 @@ class Control:
         if self.groups is not None and not self.failed:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()
+        if self.staging is not None:
+            self.staging.close()
         self.watchdog.close()
 
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of
+from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of, shifted
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
-from penstock.runtime.execute.transports import TransportChoice, transport_of
+from penstock.runtime.execute.transports import TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.front_end import Partition, Stage, check_alike
 from penstock.runtime.gradients.replicas import Average, Replicas
@@ -31,7 +31,7 @@ from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import GroupOptions
-from penstock.runtime.processes.world import World
+from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.runtime.transport.protocol import Observable, Transport
 from penstock.runtime.transport.routes import between_ranks
@@ -84,7 +84,8 @@ class Engine:
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
-        self.control = Control(world, device, patience, group_options)
+        self.control = Control(world, device, patience, group_options, staged=transport == "staged")
+        self._choice = transport
         dog = self.control.watchdog
         self._watched: Watched = Progress(device, dog) if not world.is_local and has_events(device) else dog
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
@@ -98,7 +99,16 @@ class Engine:
             with self.control.reporting(close=self.close):
                 self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
             atexit.register(self.close)  # what was sent must arrive even if a script does not call close
-        self.replicas = Replicas(world, groups) if groups is not None and len(world.replicas) > 1 else None
+        self.replicas = None
+        if groups is not None and len(world.replicas) > 1:
+            self.replicas = Replicas(world, groups, self.control.staging)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What users should know of how the ranks of other processes are reached."""
+        if self.control.staging is None:
+            return ()
+        return (staged_note(self._choice, self.control.staging.device),)
 
     @property
     def recorded_for(self) -> torch.device:
@@ -108,7 +118,7 @@ class Engine:
         accelerator records all stages as if on the accelerator.
         """
         devices = (self.devices[rank] for rank in self.ranks)
-        return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
+        return next((device for device in devices if is_accelerator(device)), torch.device("cpu"))
 
     def tie(self, groups: Sequence[TieGroup], parameter: Callable[[str], nn.Parameter]) -> None:
         """Makes the copies of tied parameters equal, and prepares to reduce their gradients."""
@@ -274,7 +284,8 @@ class Engine:
                 else:
                     run(actions, self._watched)
             self._end(bound)
-            return {rank: self._clocks[rank].read(row) for rank, row in marks.items()}
+            shift = self.control.watchdog.offset.nanoseconds
+            return {rank: shifted(self._clocks[rank].read(row), shift) for rank, row in marks.items()}
 
     @contextmanager
     def _observed(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.board import Process
 from penstock.runtime.processes.groups import Groups
+from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.paired import Paired
 from penstock.runtime.transport.protocol import (
@@ -27,11 +28,13 @@ from penstock.runtime.transport.protocol import (
     missing,
 )
 from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
+from penstock.runtime.transport.staged import StagedTransport
+from penstock.runtime.transport.staging import HOST
 
-TransportName = Literal["auto", "distributed"]
+TransportName = Literal["auto", "distributed", "staged"]
 TransportChoice = TransportName | TransportFactory
 """What carries values between processes: "auto" uses shared memory between CPU ranks of one machine, "distributed"
-uses `torch.distributed`; a factory makes the user's own transport."""
+uses `torch.distributed`; "staged" is "auto" by way of the host's memory; a factory makes the user's own transport."""
 
 
 def transport_of(
@@ -41,26 +44,42 @@ def transport_of(
 
     Raises:
         ArgumentError: they did not choose the same one, their factory made something else, or two of them compute on
-            one accelerator.
+            one accelerator without `staged`.
         Exception: whatever the factory raised.
     """
-    possible = choice == "auto" and device.type == "cpu" and Neighbours.supported()
+    staging = control.staging
+    on_host = device.type == "cpu" or staging is not None
+    possible = choice in ("auto", "staged") and on_host and Neighbours.supported()
     said: list[tuple[str, bool, str]] = control.gather(
         (_name_of(choice), possible, accelerator_of(device)), "its transport"
     )
     with control.agreed():
         _check_same([name for name, _, _ in said], control.world.number)
-        if not callable(choice):
+        if not (callable(choice) or choice == "staged"):
             check_apart([where for _, _, where in said])
-    plain = DistributedTransport(rank, groups, device)
+    plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
+    neighbours = None
+    if all(said[number][1] for number in control.world.numbers):
+        with control.waiting_for("a connection", control.line):
+            neighbours = Neighbours(rank, control.gather_line)
+    found: Transport = SharedMemoryTransport(plain, neighbours) if neighbours and neighbours.ranks else plain
+    found = found if staging is None else StagedTransport(found, staging)
     if callable(choice):
         made = _made(choice, rank, device, control)
-        return Paired(rank, plain.ranks, made, made if has_collectives(made) else plain)
-    if not all(said[number][1] for number in control.world.numbers):
-        return plain
-    with control.waiting_for("a connection", control.line):
-        neighbours = Neighbours(rank, control.gather_line)
-    return SharedMemoryTransport(plain, neighbours) if neighbours.ranks else plain
+        return Paired(rank, plain.ranks, made, made if has_collectives(made) else found)
+    return found
+
+
+def staged_note(choice: TransportChoice, device: torch.device) -> str:
+    """What users should know of a staged transport."""
+    why = "since transport='staged' was given"
+    if choice != "staged":
+        why = (
+            f"since torch.distributed was initialised without NCCL for {device.type!r}; with "
+            "init_process_group('cpu:gloo,cuda:nccl'), GPUs exchange them directly"
+        )
+    what = "sums travel" if callable(choice) else "values and sums travel"
+    return f"transport: staged: {what} from {device} through the host's memory, {why}"
 
 
 def _name_of(choice: TransportChoice) -> str:
@@ -85,7 +104,7 @@ def _check_same(names: Sequence[str], here: int) -> None:
 
 def accelerator_of(device: torch.device) -> str:
     """What tells an accelerator from all others, even if each process sees only its own, as number 0; "" for a CPU."""
-    if device.type in ("cpu", "meta"):
+    if not is_accelerator(device):
         return ""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(device), "uuid", None)
@@ -102,8 +121,8 @@ def check_apart(accelerators: Sequence[str]) -> None:
         raise ArgumentError(
             f"devices: ranks {ranks} would compute on the same accelerator ({len(accelerators)} ranks have "
             f"{len(sharing)} in all), and NCCL exchanges nothing within one. Start no more ranks on a machine than it "
-            "has accelerators, and give each its own in devices=; or run the script without torchrun, so that one "
-            "process drives all ranks"
+            "has accelerators, and give each its own in devices=; or give transport='staged', which takes the way "
+            "through the host's memory; or run the script without torchrun, so that one process drives all ranks"
         )
 
 

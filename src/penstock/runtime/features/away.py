@@ -80,7 +80,7 @@ class Away:
         self._layout, self._device, self._lanes = exact.Layout.of(tensor), tensor.device, lanes
         self._witness, self._version = _without_memory(tensor), tensor._version
         flat = exact.pack(tensor)
-        pinned = self._device.type == "cuda"
+        pinned = self._device.type != "cpu"
         self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pinned)
         self._source: Tensor | None = None
         if lanes is None:

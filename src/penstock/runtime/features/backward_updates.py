@@ -12,6 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -115,18 +116,20 @@ class BackwardUpdates(Feature):
         if start.changes != self._changes:
             self._changes, self._looks = start.changes, 0
 
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: notes what it leaves behind."""
         self._latest = microbatch
-        looks = self._looks < LOOKS
-        hooks = self._gradient_hooks() if looks else set()
+        return self._noting(microbatch, runs_again) if self._looks < LOOKS else NOTHING
+
+    @contextmanager
+    def _noting(self, microbatch: int, runs_again: bool) -> Iterator[None]:
+        hooks = self._gradient_hooks()
         yield
-        if looks and (new := self._gradient_hooks() - hooks):
+        if new := self._gradient_hooks() - hooks:
             self._hooked = next(name for name, _ in new)
             if runs_again or self._has_layers:
                 raise self._refuses_hook("would register once more where it runs again")
-        if looks and not self._copies:
+        if not self._copies:
             self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     def autograd(self, microbatch: int) -> Context:
@@ -223,23 +226,30 @@ class BackwardUpdates(Feature):
 
     @contextmanager
     def _no_steps(self) -> Iterator[None]:
+        parameters = self._parameters.values()
         found = {name: some for name, p in self._parameters.items() if (some := accumulation_hooks(p))}
+        values = self._hooked_values(found) if found or self._hooks else {}
+        versions = _versions(parameters)
+        yield
+        if not values and versions == _versions(parameters):
+            return
+        for version, (name, parameter) in zip(versions, self._parameters.items(), strict=True):
+            if parameter._version != version or (name in values and not same_bits(values[name], parameter)):
+                raise PartitionError(
+                    f"the backward of stage {self._index} updates parameter {name!r} by a hook "
+                    "(register_post_accumulate_grad_hook) while other microbatches are in flight, which plain training "
+                    "would run with the new value. Step the optimizer after pipe.step, or choose microbatches=1"
+                )
+
+    def _hooked_values(self, found: Mapping[str, Sequence[object]]) -> Mapping[str, Tensor]:
+        """Copies of the parameters with hooks, in the first backwards after hooks were added."""
         hooks = {id(hook): hook for some in found.values() for hook in some}
         if not hooks.keys() <= self._hooks.keys():
             self._looks_at_hooks = 0
         self._hooks = hooks
         self._looks_at_hooks += 1
         looks = self._looks_at_hooks <= LOOKS_AT_HOOKS
-        values = {name: self._parameters[name].detach().clone() for name in found} if looks else {}
-        versions = _versions(self._parameters)
-        yield
-        for name, parameter in self._parameters.items():
-            if parameter._version != versions[name] or (name in values and not same_bits(values[name], parameter)):
-                raise PartitionError(
-                    f"the backward of stage {self._index} updates parameter {name!r} by a hook "
-                    "(register_post_accumulate_grad_hook) while other microbatches are in flight, which plain training "
-                    "would run with the new value. Step the optimizer after pipe.step, or choose microbatches=1"
-                )
+        return {name: self._parameters[name].detach().clone() for name in found} if looks else {}
 
     def _refusal(self, name: str) -> PartitionError:
         if self._copies:
@@ -256,8 +266,8 @@ class BackwardUpdates(Feature):
         )
 
 
-def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor._version for name, tensor in tensors.items()}
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(attrgetter("_version"), tensors)]
 
 
 def _is_our_own() -> bool:

@@ -7,7 +7,8 @@ first in the order of `assembly.py` is the outermost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -149,15 +150,52 @@ class Features:
         return hooks[0] if len(hooks) == 1 else _nested(hooks)
 
 
-def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
-    @contextmanager
-    def context(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with ExitStack() as stack:
-            for hook in hooks:
-                stack.enter_context(hook(*args, **kwargs))
-            yield
+class _Nested:
+    """What several hooks return for one action, each entered within those before it.
 
-    return context
+    Most have nothing to do. An `ExitStack` does the same, but takes longer than they do; it serves where one raises.
+    """
+
+    __slots__ = ("_args", "_entered", "_hooks", "_kwargs")
+
+    def __init__(self, hooks: Sequence[Callable[..., Context]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hooks, self._args, self._kwargs = hooks, args, kwargs
+        self._entered: list[Context] = []
+
+    def __enter__(self) -> None:
+        try:
+            for hook in self._hooks:
+                context = hook(*self._args, **self._kwargs)
+                if context is not NOTHING:
+                    context.__enter__()
+                    self._entered.append(context)
+        except BaseException:
+            with self._unwinding():
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if kind is not None:
+            return self._unwinding().__exit__(kind, error, trace)
+        try:
+            while self._entered:
+                self._entered.pop().__exit__(None, None, None)
+        except BaseException:
+            with self._unwinding():
+                raise
+        return None
+
+    def _unwinding(self) -> ExitStack:
+        """Exits what is entered, the latest first, and tells each what was raised."""
+        stack = ExitStack()
+        for context in self._entered:
+            stack.push(context)
+        return stack
+
+
+def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
+    return lambda *args, **kwargs: _Nested(hooks, args, kwargs)
 
 
 def _has(feature: Feature, hook: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -102,9 +102,12 @@ class ForwardState(Feature):
             found = chain.from_iterable(map(holders, self._owners))
             self._attributes = Attributes(found)  # as left by the forwards learned from
 
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: keeps what it sets."""
+        return self._keeping(microbatch)
+
+    @contextmanager
+    def _keeping(self, microbatch: int) -> Iterator[None]:
         survey = self._survey() if self._learning else None
         reading = self._attributes.read()
         places = self._places if survey is None else survey.places
@@ -209,11 +212,9 @@ class ForwardState(Feature):
 class OfLoss(Feature):
     """Of the loss, which follows the last stage's forward. If that runs again, backward calls the loss."""
 
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward, and the loss after it."""
-        with nullcontext() if runs_again else super().forward(microbatch, runs_again=False):
-            yield
+        return NOTHING if runs_again else super().forward(microbatch, runs_again=False)
 
 
 class LossMemory(OfLoss, ForwardState):

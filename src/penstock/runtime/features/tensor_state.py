@@ -90,13 +90,13 @@ class TensorState(Feature):
         if self._backwards >= BACKWARDS:
             self._written.clear()
 
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: notes what it writes to."""
         self._latest = microbatch
-        if self._backwards >= BACKWARDS:
-            yield
-            return
+        return self._noting(microbatch) if self._backwards < BACKWARDS else NOTHING
+
+    @contextmanager
+    def _noting(self, microbatch: int) -> Iterator[None]:
         found = {key: each for key, each in self._survey().tensors.items() if self._counts(each[1])}
         before = {key: TensorReading.of(tensor) for key, (_, tensor) in found.items()}
         yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,9 @@ from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.distributed import all_reduce
+from penstock.runtime.transport.distributed import all_reduce, broadcast_first
 from penstock.runtime.transport.protocol import Pending
+from penstock.runtime.transport.staging import Staging
 
 BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use a link's full rate, small enough to overlap with later buckets."""
@@ -38,19 +40,22 @@ class Average:
     Args:
         parameters: the parameters, in the same order on each replica.
         groups: the pipeline's process groups.
+        staging: see `Control`.
         position: the name of this wait, and the peers that it waits for.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], groups: Groups, position: Position) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], groups: Groups, staging: Staging | None, position: Position
+    ) -> None:
         def reduce(tensors: Sequence[Tensor]) -> Pending:
             return all_reduce(tensors, groups.replicas)
 
         self.position = position
         self.parameters = tuple(parameters)
         self._open = False
-        self._sums = [
-            GradientSum(bucket, reduce, dist.get_world_size(groups.replicas)) for bucket in buckets(parameters)
-        ]
+        start = reduce if staging is None else staging.around(reduce)
+        count = dist.get_world_size(groups.replicas)
+        self._sums = [GradientSum(bucket, start, count) for bucket in buckets(parameters)]
 
     def begin_step(self, *, set_aside: bool) -> None:
         """Called before a step that averages.
@@ -82,9 +87,10 @@ class Replicas:
         behind: whether the last step did not average.
     """
 
-    def __init__(self, world: World, groups: Groups) -> None:
+    def __init__(self, world: World, groups: Groups, staging: Staging | None = None) -> None:
         self.active = True
         self._groups = groups
+        self._staging = staging
         self._count = len(world.replicas)
         self._divided = world.divided
         numbers = (world.everyone.index(rank) for rank in world.replicas)
@@ -111,7 +117,7 @@ class Replicas:
 
     def _average(self, parameters: Sequence[nn.Parameter], stage: int) -> Average:
         position = Position(f"{'' if stage == SHARED else stage}REDUCE_GRAD", self.others)
-        return Average(parameters, self._groups, position)
+        return Average(parameters, self._groups, self._staging, position)
 
     def _is_sharded(self, parameter: Tensor) -> bool:
         """Whether `fully_shard` itself averages the parameter's gradient."""
@@ -137,7 +143,7 @@ class Replicas:
         else:
             self._owed.update(trained)
         watched.position = Position("buffers", self.others)
-        copy_from_first(buffers, self._groups.replicas)
+        copy_from_first(buffers, self._groups.replicas, self._staging)
 
     def _average_late(self, parameters: Sequence[nn.Parameter], watched: Watched) -> None:
         """Averages gradients left by steps that did not average, for parameters that this step does not train.
@@ -200,11 +206,13 @@ def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) 
             yield bucket
 
 
-def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None = None) -> None:
     """Gives every process of the group the first one's values, in place."""
+    broadcast = partial(broadcast_first, group=group)
+    copy = broadcast if staging is None else staging.around(broadcast)
     with torch.no_grad():
         for tensor in tensors:
             values = tensor.detach().contiguous()
-            dist.broadcast(values, group=group, group_src=0)
-            if values.data_ptr() != tensor.data_ptr():
+            copy([values]).wait()
+            if not tensor.is_contiguous():
                 tensor.copy_(values)

@@ -78,7 +78,7 @@ class GradientSum:
         """Each parameter's sum; None if no process has a gradient."""
         for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
             *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
-            for parameter, total, count in zip(members, flat, held.tolist(), strict=True):
+            for parameter, total, count in zip(members, flat, held.cpu().tolist(), strict=True):
                 grad = torch.empty_like(parameter.data, dtype=total.dtype) if count else None
                 if grad is not None:
                     mine = local(grad)

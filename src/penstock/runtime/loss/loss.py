@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from inspect import unwrap
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition.state.places import Survey
@@ -91,6 +92,21 @@ def no_gradient() -> ArgumentError:
     )
 
 
+def is_of_torch(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone.
+
+    Parts and hooks of such a module are the user's.
+    """
+    function: Any = None if loss is None else unwrap(loss)
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, nn.Module) and (
+        function._modules or function._forward_hooks or function._forward_pre_hooks
+    ):
+        return False
+    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
+
+
 class LossHead:
     """What follows the last stage: the model's output, its loss, and the seed of backward.
 
@@ -125,6 +141,7 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
+        self._draws = True
         self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
         self._watched = not self._elsewhere
         self._shared = shared and needed
@@ -155,6 +172,7 @@ class LossHead:
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
+        self._draws = not is_of_torch(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.outputs = [None] * len(weights)
@@ -170,7 +188,7 @@ class LossHead:
         if self._loss is None:
             loss = own_loss(output)
         else:
-            self._streams.begin_loss(microbatch)
+            self._streams.begin_loss(microbatch, foreign=self._draws)
             made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
             with (
                 partition.leaving(leaves),

@@ -4,9 +4,10 @@ It does not use torch's TCPStore: if the server is stopped, TCPStore calls block
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
     to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
-                     (each with rank and token; noted is the answer to a failure)
+                     asked: nanoseconds (each with rank and token; noted is the answer to a failure)
     to a rank        absent: [ranks that have not joined], every beat until it is ready: true
                      sightings: [...], in answer to a beat     failure: text
+                     clock: [asked, nanoseconds here], in answer to asked
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from typing import Any
 
 from penstock.errors import PipelineFailure
+from penstock.runtime.processes import host_clock
 from penstock.runtime.processes.board import Board, Patience, Process, silence
 from penstock.runtime.processes.failure import Failure, Sighting
 from penstock.runtime.processes.joining import Missing
@@ -88,6 +90,7 @@ class BoardServer:
             "port": self._listener.getsockname()[1],
             "token": self._token,
             "process": [process.machine, process.pid, process.started],
+            "clock": host_clock.clock_name(),
         }
         self._thread = threading.Thread(target=self._serve, name="penstock-board", daemon=True)
         self._thread.start()
@@ -146,6 +149,8 @@ class BoardServer:
         if not hmac.compare_digest(str(message["token"]), self._token):
             raise ValueError("not one of our ranks")
         rank, board = int(message["rank"]), self._board
+        if "asked" in message:
+            connection.send({"clock": [int(message["asked"]), host_clock.now_ns()]})
         if "join" in message:
             board.join(rank, Process(*message["join"]))
             self._connections[rank] = connection

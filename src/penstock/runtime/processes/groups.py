@@ -46,7 +46,7 @@ class GroupOptions:
         if backend == "gloo":
             raise ArgumentError(
                 f"pg_options: given {given.__name__}, but these ranks exchange tensors over gloo, for which torch uses "
-                "none; leave it out where ranks compute on the CPU"
+                "none; leave it out where ranks compute on the CPU, or the transport is staged"
             )
         expected = dist.ProcessGroupNCCL.Options
         if not isinstance(self.backend_options, expected):

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes import board_server
+from penstock.runtime.processes import board_server, host_clock
 from penstock.runtime.processes.board import Patience, Process, silence
 from penstock.runtime.processes.board_server import Address, BoardServer, Connection
 from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 
 _REPORT_SECONDS = 2.0
@@ -44,6 +45,7 @@ class Watchdog:
         failure: why the pipeline failed, once known; a cheap test before `check`.
         device: tells where this rank's device is, if it has not caught up with the host. Asked every beat.
         behind: what it said last.
+        offset: from this host's clock to that of rank 0's.
         sightings: each rank as its last beat showed it, at most a beat or two old.
     """
 
@@ -62,6 +64,7 @@ class Watchdog:
         self.step = 0
         self.device: Callable[[], Behind | None] = _caught_up
         self.behind: Behind | None = None
+        self.offset = HostOffset("" if address is None else address.get("clock", ""))
         self.failure: Failure | None = None
         self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
         self._clock, self._leave = clock, leave
@@ -194,7 +197,7 @@ class Watchdog:
                 assert self._address is not None
                 self._connection, self._asked = board_server.connect(self._address, self._rank, self._patience), False
             if not self._asked:
-                self._asked = self._send(beat=self._sighting().to_list())
+                self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
                 self._connection.link.settimeout(left)
                 for message in self._connection.receive():
@@ -210,6 +213,10 @@ class Watchdog:
 
     def _take(self, message: dict[str, Any]) -> None:
         self._answered, self._down = self._clock(), None
+        if "clock" in message:
+            self.offset.note(*map(int, message["clock"]))
+            if self.offset.wants_more:
+                self._send(asked=host_clock.now_ns())
         if "sightings" in message:
             self._asked = False
             self.sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]

@@ -104,7 +104,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return World(ranks or 1)
-        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
+        rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
         atexit.register(_leave)
     size = dist.get_world_size()
     if size == 1:
@@ -173,9 +173,17 @@ def _from_mesh(ranks: int | None, mesh: DeviceMesh) -> World:
     )
 
 
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory of its own, which others cannot see."""
+    return device.type not in ("cpu", "meta")
+
+
 def backend_of(device: torch.device) -> str:
-    """The backend that moves a device's tensors."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """The backend that moves a device's tensors: NCCL, if the default process group has it for them, or gloo.
+
+    gloo sends no tensors from a device: those go through the host's memory (`runtime/transport/staging.py`).
+    """
+    return "nccl" if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config().split(",") else "gloo"
 
 
 def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
@@ -231,4 +239,14 @@ def check_types(kinds: Sequence[str]) -> None:
             f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
             "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
             "rank"
+        )
+
+
+def check_backends(backends: Sequence[str]) -> None:
+    """Raises ArgumentError if ranks would exchange tensors over different backends."""
+    other = next((rank for rank, backend in enumerate(backends) if backend != backends[0]), None)
+    if other is not None:
+        raise ArgumentError(
+            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; give "
+            "the same transport= on every rank"
         )

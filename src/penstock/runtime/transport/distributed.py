@@ -44,12 +44,16 @@ _DTYPES = (
 
 
 class DistributedTransport:
-    """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks."""
+    """One rank's side. `rank` counts within the pipeline; `groups.members` are the global ranks.
 
-    def __init__(self, rank: int, groups: Groups, device: torch.device) -> None:
+    `pinned`: what arrives goes on to another device, so it is put into pinned memory.
+    """
+
+    def __init__(self, rank: int, groups: Groups, device: torch.device, *, pinned: bool = False) -> None:
         self.rank = rank
         self.ranks = len(groups.members)
         self.device = device
+        self._pinned = pinned
         self._groups = groups
         self._channels: dict[int, list[DistributedChannel]] = {}
         self._ways: dict[tuple[int, int], ReceiveOrder[DistributedChannel]] = {}
@@ -72,7 +76,8 @@ class DistributedTransport:
         peer = target_rank if source_rank == self.rank else source_rank
         group = partial(self._groups.way, source_rank, target_rank)
         observe = self._observation(link, (source_rank, target_rank), backward=backward)
-        channel = DistributedChannel(link, group, self._groups.members[peer], way, self.device, observe)
+        global_rank = self._groups.members[peer]
+        channel = DistributedChannel(link, group, global_rank, way, self.device, observe, pinned=self._pinned)
         self._channels.setdefault(program, []).append(channel)
         return channel
 
@@ -127,6 +132,8 @@ class DistributedChannel:
         way: ReceiveOrder[DistributedChannel],
         device: torch.device,
         observe: Callable[[int], Begun | None],
+        *,
+        pinned: bool,
     ) -> None:
         self._link = link
         self._group = group
@@ -134,6 +141,7 @@ class DistributedChannel:
         self._way = way
         self._device = device
         self._observe = observe
+        self.pinned = pinned
         self.agreement = Agreement(link)
         self._sends: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
         self._posted: dict[int, tuple[list[exact.Buffer | None], list[dist.Work]]] = {}
@@ -198,7 +206,9 @@ class DistributedChannel:
         self._sends.popleft()
 
     def _start_receive(self, layouts: Layouts) -> tuple[list[exact.Buffer | None], list[dist.Work]]:
-        buffers = [None if layout is None else exact.allocate(layout, self._device) for layout in layouts]
+        buffers = [
+            None if layout is None else exact.allocate(layout, self._device, pinned=self.pinned) for layout in layouts
+        ]
         works = [
             dist.irecv(buffer.flat.view(torch.uint8), self._peer, group=self._group())
             for buffer in buffers
@@ -216,14 +226,19 @@ class DistributedChannel:
 
 def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
     """Starts to sum each tensor, in place, over a group."""
-    return _Sum(tensors, group)
+    return _Works([dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors])
 
 
-class _Sum:
-    """Pending all-reduces."""
+def broadcast_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to copy each tensor, in place, from the first process of a group to the others."""
+    return _Works([dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors])
 
-    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+
+class _Works:
+    """Pending operations."""
+
+    def __init__(self, works: list[dist.Work | None]) -> None:
+        self._works = works
 
     def wait(self) -> None:
         for work in self._works:

@@ -209,7 +209,7 @@ class SharedMemoryChannel:
         if self._lane is None:
             prefix = _KEY.pack(*self._key, 0)[:-4]
             key, memory, bell = self._neighbours.take_over(self._peer, prefix)
-            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement)
+            self._lane = _Lane(memory, bell, _KEY.unpack(key)[4], self.agreement, pinned=self._inner.pinned)
         return self._lane.take(microbatch)
 
     def _open(self) -> _Lane:
@@ -247,7 +247,9 @@ class _Lane:
     `memmove` copies the bytes: for a small message this costs less than two torch calls.
     """
 
-    def __init__(self, memory: int, bell: socket.socket, size: int, agreement: Agreement) -> None:
+    def __init__(
+        self, memory: int, bell: socket.socket, size: int, agreement: Agreement, *, pinned: bool = False
+    ) -> None:
         self._map = mmap.mmap(memory, max(1, size) * SLOTS)
         os.close(memory)
         self._start: ctypes.c_char | None = ctypes.c_char.from_buffer(self._map)
@@ -255,6 +257,7 @@ class _Lane:
         self._bell = bell
         self._size = size
         self._agreement = agreement
+        self._pinned = pinned
         self._places: dict[int, list[_Place | None]] = {}
         self._turn = 0
         self._full = 0
@@ -309,10 +312,10 @@ class _Lane:
             return None
         layout = place.layout
         if place.plain and not layout.misalignment:
-            tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+            tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, pin_memory=self._pinned)
             ctypes.memmove(tensor.data_ptr(), slot + place.offset, place.size)
             return tensor
-        buffer = exact.allocate(layout, torch.device("cpu"))
+        buffer = exact.allocate(layout, torch.device("cpu"), pinned=self._pinned)
         ctypes.memmove(buffer.flat.data_ptr(), slot + place.offset, place.size)
         return exact.unpack(buffer)
 

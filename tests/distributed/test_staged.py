@@ -1,0 +1,115 @@
+"""Several ranks on one device, whose tensors travel through the host's memory: one device's bits, and nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import staged_jobs as jobs
+import torch.nn.functional as F
+
+import penstock
+from penstock.testing.transport_scripts import SCRIPTS
+from scaffolding.ranks import Ranks
+from scaffolding.small import batch, mlp
+
+pytestmark = pytest.mark.distributed
+
+
+def _pool(n: int) -> Iterator[Ranks]:
+    """Processes with one stand-in device, which no other test may have."""
+    ranks = Ranks(n)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    yield from _pool(4)
+
+
+SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe", "zb-v", "gpipe"]
+MODELS = ["deep_with_dropout", "odd", "skips", "tied_gpt_with_dropout", "in_place", "convnet"]
+"""`deep_with_dropout` has a tie and a value that every stage uses."""
+
+REFUSED = {("dualpipe", "convnet")}
+"""Batch norm would count half of the batch in each copy."""
+
+SHORT = {("zb-h1", "deep_with_dropout"), ("1f1b", "odd")}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"),
+    [
+        pytest.param(*cell, marks=() if cell in SHORT else pytest.mark.long)
+        for cell in product(SCHEDULES, MODELS)
+        if cell not in REFUSED
+    ],
+)
+def test_bits_of_one_device(pair: Ranks, schedule: str, name: str) -> None:
+    reports = pair.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
+    assert len(set(map(str, reports))) == 1, "each rank has the same report"
+    assert reports[0][0], reports[0][1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe", "chimera"])
+def test_four_ranks(four: Ranks, schedule: str) -> None:
+    for ok, summary, _ in four.run(jobs.verify, "deep_with_dropout", {"schedule": schedule, "microbatches": 8}):
+        assert ok, summary
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deep_with_dropout", "skips", "convnet"])
+def test_replicas(four: Ranks, name: str) -> None:
+    """Their sums are those of the same ranks on the CPU, as are the buffers that replicas share."""
+    options = {"microbatches": 3}
+    for one in four.run(jobs.verify_replicas, name, options):
+        assert one.ok, one.summary
+
+
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_conformance(pair: Ranks, neighbours: bool) -> None:
+    inner = "SharedMemoryTransport" if neighbours else "DistributedTransport"
+    assert pair.run(jobs.conform, neighbours) == [(inner, [script.__name__ for script in SCRIPTS])] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}], ids=str)
+def test_a_steady_step_waits_for_copies_alone(pair: Ranks, options: dict[str, Any]) -> None:
+    """Four messages each way."""
+    assert pair.run(jobs.waits_in_a_steady_step, options) == [{"event": 4}] * 2
+
+
+@pytest.mark.parametrize(
+    ("choice", "inside"), [("auto", "SharedMemoryTransport"), ("distributed", "DistributedTransport")]
+)
+def test_without_nccl_it_is_chosen_by_itself_and_said(pair: Ranks, choice: str, inside: str) -> None:
+    x, y = batch(8)
+    with penstock.pipeline(mlp(), (x,), ranks=1, microbatches=4, loss=F.mse_loss) as pipe:
+        expected = [float(pipe.step(x, target=y).loss) for _ in range(3)]
+    for seen in pair.run(jobs.by_itself, choice):
+        assert seen.transport == inside
+        assert seen.losses == expected
+        assert seen.first_line.endswith(", staged transport")
+        assert "through the host's memory, since torch.distributed was initialised without NCCL" in seen.notes
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([{}, {}], "ranks [0, 1] would compute on the same accelerator"),
+        ([{}, {}], "or give transport='staged', which takes the way through the host's memory"),
+        ([{"transport": "staged"}, {}], "ranks [0, 1] would compute on the same accelerator"),
+        ([{"transport": "staged", "pg_options": {}}] * 2, "leave it out where ranks compute on the CPU, or the trans"),
+    ],
+)
+def test_refusals(pair: Ranks, options: list[dict[str, Any]], says: str) -> None:
+    for said in pair.run(jobs.refused, options):
+        assert says in said
