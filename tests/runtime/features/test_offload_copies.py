@@ -19,6 +19,7 @@ from penstock.schedule import Op, generate, split_backward
 from runtime.features.slow_copies import SlowCopies, install
 from scaffolding.everything import everything
 from scaffolding.models import squared_error
+from scaffolding.representatives import representatives
 from scaffolding.small import WIDTH, batch, mlp
 
 
@@ -31,13 +32,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowCopies]:
 RUNS = [("1f1b", 4, 1), ("zb-h1", 4, 1), ("interleaved-1f1b", 2, 2), ("dualpipe-v", 2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "chunks", "recompute"),
-    [(*run, policy) for run in RUNS for policy in ("never", "always", 2)],
-)
-def test_the_slowest_copies_are_waited_for(
-    copies: SlowCopies, schedule: str, ranks: int, chunks: int, recompute: Any
-) -> None:
+@pytest.mark.parametrize(("run", "recompute"), representatives(3, RUNS, ["never", "always", 2]), ids=str)
+def test_the_slowest_copies_are_waited_for(copies: SlowCopies, run: tuple[str, int, int], recompute: Any) -> None:
+    schedule, ranks, chunks = run
     model, (x, y) = everything(norm=schedule != "dualpipe-v")[0], batch(16)
     report = verify(
         model, (x,), target=y, loss_fn=squared_error, schedule=schedule, ranks=ranks, chunks=chunks, microbatches=8,
