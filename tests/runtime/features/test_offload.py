@@ -15,6 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.features import offload
 from penstock.runtime.features.offload import Away, Offload
 from penstock.schedule import generate, split_backward
+from scaffolding import models
 from scaffolding.everything import WIDTH, everything, everything_goes, inputs_alive
 from scaffolding.models import ConvNet, squared_error
 from scaffolding.representatives import representatives
@@ -146,6 +147,21 @@ def test_a_split_backward_stays_split() -> None:
             shares.append(pipe.split_share)
     assert shares[0] == shares[1] == shares[2]
     assert min(shares[0].values()) > 0.8
+
+
+def test_the_split_of_a_gpt_is_what_it_is_without() -> None:
+    shares, found = [], []
+    for choice in (False, True):
+        case = models.gpt(0.1)
+        rows = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "seed": 3, "offload": choice}
+        with pipeline(case.model, case.args, case.kwargs, loss=case.loss, **rows) as pipe:
+            for _ in range(2):
+                pipe.step(*case.args, **case.kwargs, target=case.target)
+            shares.append(pipe.split_share)
+            found.append([parameter.grad for parameter in pipe.parameters()])
+    assert shares[0] == shares[1]
+    assert min(shares[0].values()) > 0.3
+    assert all(map(torch.equal, *found))
 
 
 def test_what_cannot_go_stays() -> None:
