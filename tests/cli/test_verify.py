@@ -357,9 +357,14 @@ def test_processes_give_the_report_that_one_process_gives() -> None:
     assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
 
 
+@pytest.mark.parametrize("processes", ["of a pool", pytest.param("launched", marks=pytest.mark.long)])
 @pytest.mark.distributed
-@pytest.mark.usefixtures("one_thread", "in_pool")
-def test_processes_talk_over_a_transport_of_ones_own(folder: Path) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_processes_talk_over_a_transport_of_ones_own(
+    folder: Path, processes: str, request: pytest.FixtureRequest
+) -> None:
+    if processes == "of a pool":
+        request.getfixturevalue("in_pool")
     shutil.copy(EXAMPLE, folder / "sockets.py")
     with (folder / "sockets.py").open("a") as file:
         file.write(

@@ -130,6 +130,13 @@ def by_itself(rank: int, choice: Any) -> Seen:
         return Seen("\n".join(pipe.notes), repr(pipe).splitlines()[0], type(inside).__name__, losses)
 
 
+def notes_on_the_host(rank: int) -> str:
+    """What is said where nothing is on a device."""
+    x, _ = batch(8)
+    with penstock.pipeline(mlp(), (x,), microbatches=4, loss=F.mse_loss, transport="staged") as pipe:
+        return "\n".join(pipe.notes)
+
+
 def refused(rank: int, options: list[dict[str, Any]]) -> str:
     """What each rank says of its own options."""
     stand_in.install()

@@ -101,6 +101,11 @@ def test_without_nccl_it_is_chosen_by_itself_and_said(pair: Ranks, choice: str, 
         assert "through the host's memory, since torch.distributed was initialised without NCCL" in seen.notes
 
 
+def test_on_the_host_it_says_that_it_stages_nothing(pair: Ranks) -> None:
+    for notes in pair.run(jobs.notes_on_the_host):
+        assert "here it does what 'auto' does" in notes
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

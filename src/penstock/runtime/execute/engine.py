@@ -21,7 +21,7 @@ from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
-from penstock.runtime.execute.transports import TransportChoice, staged_note, transport_of
+from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
 from penstock.runtime.front_end import Partition, Stage, check_alike
 from penstock.runtime.gradients.replicas import Average, Replicas
@@ -107,7 +107,7 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """What users should know of how the ranks of other processes are reached."""
         if self.control.staging is None:
-            return ()
+            return (STAGES_NOTHING,) if self._choice == "staged" else ()
         return (staged_note(self._choice, self.control.staging.device),)
 
     @property

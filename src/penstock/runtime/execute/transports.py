@@ -70,6 +70,12 @@ def transport_of(
     return found
 
 
+STAGES_NOTHING = (
+    "transport: 'staged' carries values from accelerators through the host's memory; here it does what 'auto' does, "
+    "since nothing travels from an accelerator to another process"
+)
+
+
 def staged_note(choice: TransportChoice, device: torch.device) -> str:
     """What users should know of a staged transport."""
     why = "since transport='staged' was given"
