@@ -16,6 +16,7 @@ from penstock import pipeline, verify
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import key_of, mix
 from penstock.stages import ties
+from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 
 SEED, MICROBATCHES = 5, 4
@@ -139,6 +140,7 @@ def by_coin(self: Dropping, number: int, block: nn.Module, x: Tensor) -> Tensor:
     return x if torch.equal(torch.bernoulli(torch.tensor([0.5])), torch.ones(1)) else x + block(x)
 
 
+@everything_goes
 def check(way: Callable[..., Tensor], **options: Any) -> None:
     torch.manual_seed(0)
     given = {"ranks": 2, "microbatches": 4, "seed": 3, **options}

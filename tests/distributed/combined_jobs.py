@@ -12,6 +12,7 @@ from shard_jobs import Blocks, by_plan, by_sequence, every_block, whole
 from torch import Tensor, nn
 
 import penstock
+from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (every_block, by_plan, by_sequence)}
@@ -43,6 +44,7 @@ class Differs(NamedTuple):
     losses: float
 
 
+@everything_goes
 def train(
     rank: int, how: str, shape: tuple[int, ...], names: tuple[str, ...], sizes: list[list[int]], options: dict[str, Any]
 ) -> Differs:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from scaffolding.everything import ROWS, WIDTH, Layer, everything
+from scaffolding.everything import ROWS, WIDTH, Layer, everything, everything_goes
 from scaffolding.models import squared_error
 
 STEPS = 50
@@ -28,6 +28,7 @@ class Untied(nn.Module):
         return y
 
 
+@everything_goes
 def curve(rank: int, clip: float | None, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The losses of the steps, the norms of their gradients if they are clipped, and what the rank then holds."""
     torch.manual_seed(0)
@@ -46,6 +47,7 @@ def curve(rank: int, clip: float | None, options: dict[str, Any]) -> tuple[list[
     return losses, norms, held
 
 
+@everything_goes
 def verify_everything(rank: int, options: dict[str, Any]) -> tuple[bool, str]:
     model, x, y = everything()
     report = penstock.verify(model, (x,), target=y, loss_fn=squared_error, **options)

@@ -91,9 +91,9 @@ def shows_seed() -> None:
 
 
 def shows_offload() -> None:
-    with made(schedule="zb-h1", offload=True) as pipe:
-        pipe.step(X, target=Y)
-        assert pipe.split_share == {0: 0.0, 1: 0.0}
+    assert any(
+        "offload: stages 0-1 on the CPU" in note for note in made(schedule="gpipe", microbatches=4, offload=True).notes
+    )
 
 
 def shows_compiled() -> None:

@@ -46,6 +46,7 @@ CPU_SECONDS = {
     "tests/partition/run/test_sideways.py": 20,
     "tests/partition/stages/test_exact.py": 20,
     "tests/runtime/features/test_carried_later.py": 20,
+    "tests/runtime/features/test_offload_copies.py": 25,
     "tests/runtime/features/test_recompute.py": 20,
     "tests/runtime/split_backward/test_split_schedules.py": 20,
     "tests/cli/test_verify.py": 15,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
+from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell
 
@@ -37,6 +38,7 @@ def run(rank: int, cells: list[Cell], layers: int) -> list[Seen]:
     return [_run(cell, layers, meshes) for cell in cells]
 
 
+@everything_goes
 def _run(cell: Cell, layers: int, meshes: Mapping[frozenset[str], DeviceMesh]) -> Seen:
     torch._dynamo.reset()
     family = next(family for family in FAMILIES if family.name == cell[0])

@@ -138,8 +138,8 @@ def pipeline(
             "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
             `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
             stage.
-        offload: keep activations in the host's memory between forward and backward; also by stage. The backward of such
-            a stage is not split: its I does all of it.
+        offload: keep activations in the host's memory between forward and backward, if they are away for long enough
+            to make room; also by stage.
         deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.

@@ -14,7 +14,7 @@ from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.runtime.execute.assembly import RECOMPUTE
-from penstock.runtime.features import compiled, per_stage, recompute
+from penstock.runtime.features import compiled, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
@@ -200,7 +200,8 @@ class Pipeline:
         options, order = self.session.options, self.session.order
         compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
-        moved = per_stage.notes(offload_by_stage(options.offload, order.placement.depth), order)
+        on_host = [device.type == "cpu" for device in self.session.engine.devices]
+        moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding, *self.session.engine.notes)
 

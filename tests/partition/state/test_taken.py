@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock import inspect, pipeline, verify
 from penstock.errors import PartitionError
+from scaffolding.everything import everything_goes
 
 WIDTH, EXPERTS, ROWS = 8, 4, 8
 
@@ -90,6 +91,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
 
 
+@everything_goes
 @pytest.mark.parametrize(
     ("own", "options"),
     [

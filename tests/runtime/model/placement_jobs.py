@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import checkpoint
+from penstock.compat import FakeTensor
 from scaffolding import models
 from scaffolding.stand_in import DEVICE
 
@@ -62,6 +66,38 @@ def buffers(devices: Any) -> None:
     again.load_state_dict(plain.state_dict())
     x, y = batch()
     assert torch.equal(again.evaluate(x, target=y).loss.cpu(), plain.evaluate(x, target=y).loss)
+
+
+class Looks(nn.Linear):
+    """Notes the current device of each run."""
+
+    seen: ClassVar[list[int | None]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            self.seen.append(current[-1])
+        return super().forward(x)
+
+
+current: list[int | None] = [None]
+
+
+@contextmanager
+def noting(index: int | None) -> Iterator[None]:
+    current.append(index)
+    yield
+    current.pop()
+
+
+def current_devices() -> None:
+    """In a process that drives several ranks, each action runs with its own device as the current one."""
+    model, x = nn.Sequential(Looks(6, 6), Looks(6, 6)), batch()[0]
+    with mock.patch.object(torch.accelerator, "device_index", noting):
+        for devices, expected in ((["cpu", f"{DEVICE}:0"], {None, 0}), (f"{DEVICE}:0", {0}), ("cpu", {None})):
+            with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=F.mse_loss, devices=devices) as pipe:
+                Looks.seen.clear()
+                pipe.step(x, target=torch.zeros(8, 6))
+            assert set(Looks.seen) == expected, (devices, Looks.seen)
 
 
 class Scaled(nn.Linear):
@@ -194,11 +230,11 @@ def option(given: dict[str, Any]) -> None:
             case.model,
             case.args,
             case.kwargs,
-            ranks=2,
-            microbatches=2,
             loss=case.loss,
             devices=devices,
             seed=3,
+            ranks=2,
+            microbatches=2,
             **given,
         ) as pipe:
             losses[devices] = [float(pipe.step(*case.args, **case.kwargs, target=case.target).loss) for _ in range(2)]

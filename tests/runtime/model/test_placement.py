@@ -20,14 +20,19 @@ def test_buffers_state_dicts_and_checkpoints_are_those_that_train(device_rank: R
     device_rank.run(on_the_device, jobs.buffers, devices)
 
 
-@pytest.mark.parametrize("job", [jobs.shared, jobs.recorded_for, jobs.for_real, jobs.by_example])
+@pytest.mark.parametrize("job", [jobs.shared, jobs.recorded_for, jobs.for_real, jobs.by_example, jobs.current_devices])
 def test_on_a_device(device_rank: Ranks, job: Callable[[], None]) -> None:
     device_rank.run(on_the_device, job)
 
 
 @pytest.mark.parametrize(
     "given",
-    [{"recompute": 1}, {"schedule": "zb-h1"}, {"schedule": "dualpipe"}, {"check_finite": True}],
+    [
+        {"recompute": 1},
+        {"schedule": "zb-h1"},
+        {"schedule": "dualpipe"},
+        {"check_finite": True},
+    ],
     ids=str,
 )
 def test_options_on_a_device(device_rank: Ranks, given: dict[str, Any]) -> None:

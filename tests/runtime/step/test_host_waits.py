@@ -21,6 +21,8 @@ from scaffolding.stand_in import on_the_device
         {"schedule": "dualpipe"},
         {"reduction": tokens_that_count},
         {"recompute": 1},
+        {"schedule": "gpipe", "offload": True},
+        {"schedule": "gpipe", "offload": True, "recompute": "always"},
         {"deferred_batch_norm": True},
     ],
     ids=lambda given: ",".join(given) or "plain",

@@ -21,7 +21,7 @@ class Keeper(Protocol):
     def pack(self, tensor: Tensor) -> Any:
         """The hook that is given what autograd saves."""
 
-    def keep(self, tensor: Tensor) -> Saved:
+    def save(self, tensor: Tensor) -> Saved:
         """Keeps what W needs."""
 
 

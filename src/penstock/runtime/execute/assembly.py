@@ -106,4 +106,5 @@ def _split(stage: StageContext) -> SplitBackward | None:
         return None
     in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
     module, device = stage.recorded.module, stage.device
-    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, can_wait=not stage.offload)
+    keeper = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
+    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, keeper=keeper)

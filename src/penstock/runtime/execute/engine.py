@@ -18,7 +18,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of, shifted
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.program import BoundAction, Feed, Program, run, run_timed
+from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
@@ -202,7 +202,7 @@ class Engine:
             for program in programs.values():
                 yield from program.actions
             return
-        rows = {rank: iter(program.actions) for rank, program in programs.items()}
+        rows = {rank: iter(on_device(program.actions, self.devices[rank])) for rank, program in programs.items()}
         for rank, _ in linearize(schedule):
             yield next(rows[rank])
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Marks
 from penstock.runtime.execute.stage_runner import StageRunner, number
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Start
+from penstock.runtime.features.feature import Features, Start
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
@@ -141,7 +143,7 @@ class Program:
         self._numbers = numbers
         self._placement = placement
         arriving: set[int] = set()  # stages that are being gathered, for whose parameters the next computation waits
-        self.actions: list[BoundAction] = []
+        actions: list[BoundAction] = []
         for action in row:
             bound = self._bind(rank, action)
             if action.op is Op.UNSHARD:
@@ -149,7 +151,8 @@ class Program:
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
                 bound = _gathered(bound, binding.sharded[action.stage])
-            self.actions.append(bound)
+            actions.append(bound)
+        self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
@@ -214,6 +217,59 @@ def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
     gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
     position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
     return replace(bound, wait=wait, waiting=position)
+
+
+def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
+    """A row in which each computation's features are called around its neighbours (`Feature.upcoming`, `Feature.past`).
+
+    Args:
+        actions: of one rank, in order.
+        features: by stage.
+    """
+    found, work = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
+    first: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
+    last: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
+    for before, after in pairwise(work):
+        action, following = actions[before].action, actions[after].action
+        first[before] = [partial(call, following) for call in features[following.stage].upcoming]
+        last[after] = [partial(call, action) for call in features[action.stage].past]
+    for place in work:
+        if first[place] or last[place]:
+            found[place] = replace(actions[place], run=_between(first[place], actions[place].run, last[place]))
+    return found
+
+
+def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[BoundAction]:
+    """One rank's row, whose actions make its device the current one, in a process that drives several ranks.
+
+    Tensors say where they are, but `device="cuda"` in a forward, or a kernel written in Triton, means the current one.
+    """
+    if device.type in ("cpu", "meta"):
+        return list(actions)
+
+    def there(call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            with torch.accelerator.device_index(device.index):
+                return call(*args)
+
+        return called
+
+    return [
+        replace(each, wait=None if each.wait is None else there(each.wait), run=there(each.run)) for each in actions
+    ]
+
+
+def _between(
+    first: Sequence[Callable[[], None]], run: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
+) -> Callable[[Action, Any], None]:
+    def accompanied(action: Action, ready: Any) -> None:
+        for call in first:
+            call()
+        run(action, ready)
+        for call in last:
+            call()
+
+    return accompanied
 
 
 def model_inputs(meta: StageMeta) -> list[int]:

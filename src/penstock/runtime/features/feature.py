@@ -75,6 +75,12 @@ class Feature:
         """Wraps each computation: a forward, a backward, or a part of one."""
         return NOTHING
 
+    def upcoming(self, action: Action) -> None:
+        """Called as the rank's computation before one of this stage's begins, on whatever stage that is."""
+
+    def past(self, action: Action) -> None:
+        """Called when the rank's computation after one of this stage's has ended, on whatever stage that is."""
+
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
         """Called before a forward. Returns how to run it again in backward if it should; its graph is then dropped."""
         return None
@@ -116,6 +122,8 @@ class Features:
         self.again = self._hook("again")
         self.autograd = self._hook("autograd")
         self.weights = self._hook("weights")
+        self.upcoming = [feature.upcoming for feature in self._features if _has(feature, "upcoming")]
+        self.past = [feature.past for feature in self._features if _has(feature, "past")]
         self._keeping = [feature.keep for feature in self._features if _has(feature, "keep")]
 
     def __iter__(self) -> Iterator[Feature]:

@@ -1,75 +1,39 @@
 """Offloads activations: what a forward saves for backward goes to the host's memory, and comes back in time.
 
-Parameters and buffers stay where they are. On a GPU the copies overlap with computation, on their own stream (this path
-has not run on any GPU yet). If the device is the host itself, the copies are still made, but save nothing.
+What a microbatch saves is sent while its forward runs. The memory is free once the rank's next computation has ended,
+and everything is fetched from the beginning of the computation before the one that needs it: I needs what autograd
+saves, W what it keeps itself. On an accelerator the copies run beside the computation, each way on a stream of its own
+(`away.py`; not yet run on any GPU). On the CPU they are made too, and save nothing.
+
+Parameters and buffers stay where they are, and so does what would come back too soon (`trips.py`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from penstock.errors import ArgumentError
-from penstock.runtime.exact import rules as exact
+from penstock.compat import WeakStorage, storage_of
+from penstock.errors import ArgumentError, PartitionError
+from penstock.runtime.exact.saved import Saved, SavedTensor
+from penstock.runtime.features.away import Away, lanes_of
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
+from penstock.runtime.features.trips import Trips, trips
 from penstock.runtime.gradients.distribution import local
+from penstock.schedule import Action, Op
 
-
-class Away:
-    """A tensor on the host, and what it takes to bring it back with the same elements, strides and misalignment.
-
-    `bring` may be called ahead of `get`, so that the copy overlaps with other computation.
-    """
-
-    __slots__ = ("__weakref__", "_buffer", "_copy_stream", "_device", "_event", "_host", "_layout")
-
-    def __init__(self, tensor: Tensor, copy_stream: torch.cuda.Stream | None) -> None:
-        self._layout = exact.Layout.of(tensor)
-        self._device = tensor.device
-        self._copy_stream = copy_stream
-        self._buffer: exact.Buffer | None = None
-        self._event: torch.cuda.Event | None = None
-        flat = exact.pack(tensor)
-        self._host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=copy_stream is not None)
-        if copy_stream is None:
-            self._host.copy_(flat)
-            return
-        copy_stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(copy_stream):
-            self._host.copy_(flat, non_blocking=True)
-        flat.record_stream(copy_stream)  # its memory is not reused before the copy is made
-
-    def bring(self) -> None:
-        """Starts the copy back."""
-        if self._buffer is not None:
-            return
-        self._buffer = exact.allocate(self._layout, self._device)
-        if self._copy_stream is None:
-            self._buffer.flat.copy_(self._host)
-            return
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._device))  # this memory is free from here on
-        with torch.cuda.stream(self._copy_stream):
-            self._buffer.flat.copy_(self._host, non_blocking=True)
-            self._event = self._copy_stream.record_event()
-
-    def get(self) -> Tensor:
-        """The tensor, on its device."""
-        self.bring()
-        assert self._buffer is not None
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-        return exact.unpack(self._buffer)
+_Refs = list[weakref.ref[Away]]
 
 
 class Offload(Feature):
-    """The saved tensors of one stage.
+    """The saved tensors of one stage, and what W needs of its forwards: a `Keeper`.
 
     Args:
         held: returns the parameters and buffers that live on the stage now and stay there.
@@ -85,61 +49,177 @@ class Offload(Feature):
                 "offload: torch saves the noise of nn.RReLU for backward before it has drawn that noise, so other "
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
-        return cls(stage.device, stage.held)
+        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index))
 
-    def __init__(self, device: torch.device, held: Callable[[], Iterable[Tensor]]) -> None:
+    def __init__(self, stage: int, device: torch.device, held: Callable[[], Iterable[Tensor]], trips: Trips) -> None:
+        self._stage = stage
         self._held = held
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._trips = trips
+        nothing = torch.empty(0, device=device)
+        self._device, self._kind = nothing.device, type(nothing)
+        self._lanes = lanes_of(self._device)
         self._stays: set[int] = set()
-        self._away: dict[int, list[weakref.ref[Away]]] = {}
-        self._microbatch = -1
+        self._sent: dict[tuple[Any, ...], tuple[WeakStorage, weakref.ref[Away]]] = {}
+        self._leaving: dict[int, list[Away]] = {}
+        self._for_backward: dict[int, _Refs] = {}
+        self._for_weights: dict[int, _Refs] = {}
+        self._microbatch: int | None = None  # whose forward is running
+        self._changes = 0
+        self._checked = False
+        self._to_check: list[tuple[Tensor, Away]] = []
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised."""
-        self._away.clear()
+        """Drops anything left by a step that raised, and checks a forward again after changes of the model."""
+        if start.changes != self._changes:
+            self._changes, self._checked = start.changes, False
+        for microbatch in list(self._leaving):
+            self._free(microbatch)
+        self._for_backward.clear()
+        self._for_weights.clear()
+        self._microbatch = None
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
         """Wraps a forward: sends what it saves to the host, unless its graph is dropped."""
-        if runs_again:
+        if runs_again or microbatch not in self._trips.any:
             yield
             return
         held = (part for tensor in self._held() if (part := local(tensor)).layout is torch.strided)
-        self._stays = {part.untyped_storage().data_ptr() for part in held}  # they may have new memory
+        self._stays = {storage_of(part) for part in held}  # they may have new memory
         self._microbatch = microbatch
-        with saved_tensors_hooks(self._pack, _unpack):
-            yield
+        try:
+            with saved_tensors_hooks(self.pack, _unpack):
+                yield
+            if not self._checked:
+                self._check()
+                self._checked = True
+        finally:
+            self._microbatch = None
+            self._sent.clear()
+            self._to_check.clear()
 
-    def backward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Called before a backward: starts to fetch all that its forward saved, in the order of need."""
-        for ref in reversed(self._away.pop(microbatch, ())):
-            away = ref()
-            if away is not None:
-                away.bring()
-        return nullcontext()
+    def past(self, action: Action) -> None:
+        """Called once the computation after one of these has ended: frees what a forward sent."""
+        if action.op is Op.F:
+            assert action.microbatch is not None
+            self._free(action.microbatch)
 
-    def away(self, tensor: Tensor, microbatch: int) -> Away:
+    def upcoming(self, action: Action) -> None:
+        """Called before the computation before one of these begins: fetches what a backward needs."""
+        assert action.microbatch is not None
+        if action.op is not Op.F:
+            refs = self._for_weights if action.op is Op.W else self._for_backward
+            _bring(refs.get(action.microbatch, ()))
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Wraps a backward. What it shares with a W that comes much later is fetched once more for that."""
+        self._for_backward.pop(microbatch, None)
+        yield
+        if microbatch in self._trips.twice:
+            for away in _alive(self._for_weights.get(microbatch, ())):
+                away.drop()
+
+    @contextmanager
+    def weights(self, microbatch: int) -> Iterator[None]:
+        """Wraps a W."""
+        self._for_weights.pop(microbatch, None)
+        yield
+
+    def pack(self, tensor: Tensor) -> Saved:
+        """Takes what autograd saves in a forward."""
+        if self._microbatch not in self._trips.for_backward or self._stays_here(tensor):
+            return SavedTensor(tensor, tensor._version)
+        return self._send_once(tensor, self._microbatch, self._for_backward)
+
+    def save(self, tensor: Tensor) -> Saved:
+        """Takes what W needs of a forward, or of one that runs again just before it."""
+        if self._microbatch not in self._trips.for_weights or self._stays_here(tensor):
+            return SavedTensor.of(tensor)
+        return self._send_once(tensor, self._microbatch, self._for_weights)
+
+    def takes(self, tensor: Tensor, microbatch: int) -> bool:
+        """Whether `send` sends a tensor to the host: it can go, and is away for long enough."""
+        return microbatch in self._trips.for_backward and self._can_go(tensor)
+
+    def send(self, tensor: Tensor, microbatch: int) -> Away:
         """Sends a tensor to the host until the backward of a microbatch."""
-        with torch.no_grad():
-            away = Away(tensor, self._copy_stream)
-        self._away.setdefault(microbatch, []).append(weakref.ref(away))
+        return self._send(tensor, microbatch, self._for_backward)
+
+    def _send_once(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
+        """The same, unless the running forward has sent it before: several calls may save one tensor."""
+        layout = (tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        key = (storage_of(tensor), tensor._version, *layout)
+        known = self._sent.get(key)
+        away = None if known is None else known[1]()
+        if away is not None:
+            refs.setdefault(microbatch, []).append(weakref.ref(away))
+            return away
+        away = self._send(tensor, microbatch, refs)
+        self._sent[key] = WeakStorage(tensor), weakref.ref(away)
+        if not self._checked:
+            away.wait_until_sent()  # so that what comes later cannot change the copy
+            self._to_check.append((tensor.detach(), away))
         return away
 
-    def _pack(self, tensor: Tensor) -> Tensor | Away:
-        if not can_go(tensor) or tensor.untyped_storage().data_ptr() in self._stays:
-            return tensor
-        return self.away(tensor, self._microbatch)
-
-
-def _unpack(saved: Any) -> Tensor:
-    if isinstance(saved, Away):
+    def _send(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
         with torch.no_grad():
-            return saved.get()
-    assert isinstance(saved, Tensor)
-    return saved
+            away = Away(tensor, self._lanes)
+        if self._lanes is not None:
+            self._leaving.setdefault(microbatch, []).append(away)
+        refs.setdefault(microbatch, []).append(weakref.ref(away))
+        return away
+
+    def _check(self) -> None:
+        """Refuses a forward that changes what it has saved without autograd seeing it: one device's backward would
+        find what was written last, not what was sent.
+        """
+        for tensor, away in self._to_check:
+            if not away.is_changed and not away.has_bits_of(tensor):
+                raise PartitionError(
+                    f"offload: the forward of stage {self._stage} updates a tensor of shape {list(tensor.shape)} in "
+                    "place, unseen by autograd (through .data), although its backward needs it, and its copy is on the "
+                    f"host already; choose offload={{{self._stage}: False}}, or make the update out of place"
+                )
+
+    def _free(self, microbatch: int) -> None:
+        leaving = self._leaving.pop(microbatch, ())
+        if leaving:
+            leaving[-1].wait_until_sent()
+        for away in leaving:
+            away.free()
+
+    def _stays_here(self, tensor: Tensor) -> bool:
+        return not self._can_go(tensor) or storage_of(tensor) in self._stays
+
+    def _can_go(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device and can_go(tensor, self._kind)
 
 
-def can_go(tensor: Tensor) -> bool:
-    """Whether a tensor can go to the host. Plain ones can; foreign subclasses, sparse and quantized ones stay."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+def can_go(tensor: Tensor, kind: type[Tensor] = Tensor) -> bool:
+    """Whether a tensor can go to the host. Plain ones can; foreign subclasses, sparse and quantized ones stay.
+
+    Args:
+        kind: what plain ones are on the device.
+    """
+    plain = type(tensor) is kind and tensor.layout is torch.strided and not tensor.is_quantized
     return plain and not (tensor.is_conj() or tensor.is_neg()) and tensor.numel() > 0
+
+
+def _unpack(saved: Saved) -> Tensor:
+    with torch.no_grad():
+        return saved.get()
+
+
+def _bring(refs: Sequence[weakref.ref[Away]]) -> None:
+    """Starts to fetch all of them, the last first: backward needs them in this order."""
+    with torch.no_grad():
+        for away in reversed(list(_alive(refs))):
+            away.bring()
+
+
+def _alive(refs: Iterable[weakref.ref[Away]]) -> Iterator[Away]:
+    for ref in refs:
+        away = ref()
+        if away is not None:
+            yield away

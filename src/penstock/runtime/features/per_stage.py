@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule
 
 Recompute = str | int
 """Which forwards of a stage run again in backward, so that their results need not be kept.
@@ -48,16 +47,6 @@ def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
         if not isinstance(each, bool):
             raise ArgumentError(f"offload={each!r}: expected True or False, or a list or dict of these, by stage")
     return tuple(found)
-
-
-def notes(offload: Sequence[bool], order: Schedule) -> list[str]:
-    """Notes on what offload costs."""
-    split = sorted({action.stage for row in order.rows for action in row if action.op is Op.I})
-    return [
-        f"stage {stage}: with offload its backward is not split; its I's do all of it, and its W's are empty"
-        for stage in split
-        if offload[stage % len(offload)]
-    ]
 
 
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:

@@ -17,9 +17,10 @@ from penstock.errors import PartitionError
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
+from penstock.runtime.features.away import Away
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Rerun
-from penstock.runtime.features.offload import Away, Offload, can_go
+from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.per_stage import Recompute
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action, Op, Schedule
@@ -195,25 +196,25 @@ class RecomputedStage(Feature):
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        if self._offload is not None and can_go(arg):
-            return self._offload.away(arg, microbatch)
         if position in self._overwritten:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
+        if self._offload is not None and self._offload.takes(arg, microbatch):
+            return self._offload.send(arg, microbatch)
         return SavedTensor.of(arg)
 
     def _arg(self, position: int, arg: Any) -> Any:
         """A kept argument, in the form that the forward takes. Raises PartitionError if it was updated in place since
         then, which the recording did not show.
         """
-        if isinstance(arg, Away):
-            return arg.get()
-        if not isinstance(arg, SavedTensor):
+        if not isinstance(arg, (Away, SavedTensor)):
             return arg
         if arg.is_changed:
             raise PartitionError(
                 f"recompute: value {self._meta.inputs[position].name!r}, which enters stage {self._meta.index}, was "
                 f"updated in place after its forward; choose recompute={{{self._meta.index}: 'never'}}"
             )
+        if isinstance(arg, Away):
+            return arg.get()
         tensor = arg.tensor
         return exact.on_memory_of(tensor, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 

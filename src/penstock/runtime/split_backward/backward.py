@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PartitionError, ScheduleError
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
+from penstock.runtime.exact.saved import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.split_backward.weight_gradients import Product, Term, value_of
@@ -39,7 +40,7 @@ class SplitBackward:
         microbatches: the microbatches whose backward is split; the others have a full one.
         in_order: whether F, and I or B, come in ascending order of microbatch, so that I adds to `.grad` in that
             order. Otherwise its terms are kept until W.
-        can_wait: false if nothing can: then I is a full backward, and W is empty.
+        keeper: keeps what W needs of a forward; None: it stays as it is.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class SplitBackward:
         microbatches: Iterable[int],
         *,
         in_order: bool,
-        can_wait: bool = True,
+        keeper: Keeper | None = None,
     ) -> None:
         self.microbatches = frozenset(microbatches)
         self._given = parameters
@@ -62,7 +63,7 @@ class SplitBackward:
         self._in_order = in_order
         self._unsplit: set[int] = set()
         self._learning = False
-        self._can_wait = can_wait
+        self._keeper = keeper
         self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -112,7 +113,7 @@ class SplitBackward:
         self._parameters = [p for p in parameters.values() if p.requires_grad]
         compiled = {id(p) for part in self._module.modules() if is_compiled(part) for p in part.parameters()}
         able = [p for p in self._parameters if id(p) not in compiled and not is_distributed(p)]
-        self._uses = WeightUses(able if self._can_wait else ())
+        self._uses = WeightUses(able, self._keeper)
 
     def learn(self, roots: Iterable[GradientEdge | None]) -> None:
         """Called after a forward: `roots` are what its backward starts from."""

@@ -212,7 +212,7 @@ class WeightUses:
 
     def _put_off(self, plan: DeferredCall, waiting: list[Waiting]) -> Tensor | None:
         """The call's result; None if autograd did not record what was expected."""
-        save = SavedTensor.of if self._keeper is None else self._keeper.keep
+        save = SavedTensor.of if self._keeper is None else self._keeper.save
         kept = tuple(save(tensor) for tensor in plan.kept)
         result = plan.run(*(weight.detach() for weight in plan.weights))
         keep = partial(self._keep, waiting, partial(Waiting, plan.weights, plan.gradients, kept))
