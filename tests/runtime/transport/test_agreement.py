@@ -35,6 +35,16 @@ def test_all_else_must_be_the_same(other: Tensor | None) -> None:
         agreement.check(0, (torch.zeros(1, 8)[:, :4], other))
 
 
+def test_a_link_that_varies_learns_in_every_step() -> None:
+    agreement = Agreement(Link(1, 0, ((0, "value_0"),), varies=True))
+    for rows in (1, 2):
+        (layout,) = agreement.check(0, (torch.zeros(rows, 4),))
+        assert layout is not None
+        assert layout.shape == (rows, 4)
+        assert not agreement.end_step()
+        assert agreement.learning
+
+
 @pytest.mark.parametrize(
     "shape", [(2, 3, 1, 1), (2, 1, 5, 5), (2, 3, 4, 5), (1, 3, 4, 5), (2, 3, 1, 1, 1), (2, 1, 4, 4, 4)]
 )
