@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +29,45 @@ class Block(nn.Module):
         return torch.tanh(self.layer(x))
 
 
+class Settings:
+    FACTOR = 1.0
+
+
+class OwnSettings(Settings):
+    pass
+
+
+def factor_of_call(by_position: float = 1.0, *, by_name: float = 1.0) -> float:
+    return by_position * by_name * getattr(factor_of_call, "late", 1.0)
+
+
+@lru_cache
+def remembered() -> float:
+    return FACTOR_REMEMBERED
+
+
+FACTOR_REMEMBERED = 1.0
+
+
+class Tower(nn.Module):
+    """Holds layers, which the model calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
 class Model(nn.Module):
     factor_of_class = 1.0
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(Block() for _ in range(2))})
+        self.tower = Tower()
         self.factors, self.factor = [1.0], torch.ones(())
         self.config = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
         self.act = torch.tanh
@@ -41,6 +75,11 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x) * block.scale
+        for block in self.transformer.h:
+            x = block(x) * block.scale
+        for block in self.tower.layers:
+            x = x if getattr(block, "left_out", False) else block(x)
+        x = x * OwnSettings.FACTOR * factor_of_call() * remembered()
         x = self.act(x * self.factors[0] * self.config.inner.factor * self.factor * self.factor_of_class)
         return x * FACTOR
 
@@ -73,6 +112,39 @@ def in_global(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
 
 
+def of_a_block_in_nested_containers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.transformer.h[1].scale = 3.0
+
+
+def of_a_block_by_getattr(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.tower.layers[0].left_out = True
+
+
+def of_a_global_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Settings, "FACTOR", 3.0)
+
+
+def of_a_derived_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnSettings, "FACTOR", 3.0)
+
+
+def default_by_position(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factor_of_call, "__defaults__", (3.0,))
+
+
+def default_by_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(factor_of_call.__kwdefaults__, "by_name", 3.0)  # type: ignore[arg-type]
+
+
+def of_a_function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factor_of_call, "late", 3.0, raising=False)
+
+
+def behind_a_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "FACTOR_REMEMBERED", 3.0)
+    remembered.cache_clear()
+
+
 def hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.register_forward_hook(lambda _, __, output: output * 3)
 
@@ -81,7 +153,11 @@ def forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.forward = lambda x, own=model.forward: own(x) * 3
 
 
-CHANGES = [in_list, in_config, tensor, function, of_class, of_block, in_global, hook, forward]
+CHANGES = [
+    *(in_list, in_config, tensor, function, of_class, of_block, in_global, hook, forward),
+    *(of_a_block_in_nested_containers, of_a_block_by_getattr, of_a_global_class, of_a_derived_class),
+    *(default_by_position, default_by_name, of_a_function, behind_a_cache),
+]
 
 
 def plain_gradients(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
@@ -95,6 +171,7 @@ def test_what_changes_between_steps_takes_effect(
     change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
+    remembered.cache_clear()
     model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     other = deepcopy(model)
     with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
@@ -105,7 +182,8 @@ def test_what_changes_between_steps_takes_effect(
     change(other, monkeypatch)
     expected = plain_gradients(other, x, y)
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter.grad, expected[name]), name
+        wanted = expected[name]
+        assert parameter.grad is None if wanted is None else torch.equal(parameter.grad, wanted), name
 
 
 def test_an_input_that_is_a_plain_object_may_change() -> None:

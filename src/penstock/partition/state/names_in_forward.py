@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -73,30 +73,60 @@ def names_of(module: nn.Module) -> list[Names]:
         for entry in _of_function((*path, label), function):
             found.setdefault(entry.path, entry)
             pending += [Followed(path, None, f) for _, f in entry.functions()]
-        for inner, part in () if owner is None else (((), owner), *_inside(owner)):
+        words = words_of(function.__code__) | texts_of(function.__code__)
+        for inner, part in () if owner is None else (((), owner), *_inside(owner, words)):
             where = (*path, *inner)
-            for entry in _of_module((*where, label), part, words_of(function.__code__)):
+            for entry in _of_module((*where, label), part, words):
                 found.setdefault(entry.path, entry)
                 named = [] if entry.holder is vars(part) else entry.functions()
                 pending += [Followed(where, part, f) for name, f in named if name != "forward" or part is owner]
     return [entry for entry in found.values() if entry.names]
 
 
+class Defaults(Mapping[str, Any]):
+    """A function's default arguments as they are now: by position, or by name for those that only have one."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._function = function
+
+    def _now(self) -> Mapping[str, Any]:
+        by_position = {str(i): value for i, value in enumerate(self._function.__defaults__ or ())}
+        return by_position | (self._function.__kwdefaults__ or {})
+
+    def __getitem__(self, name: str) -> Any:
+        return self._now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
 def _of_function(path: Path, function: FunctionType) -> Iterator[Names]:
-    """A function's globals, those of modules it names, its closure and defaults; nothing from installed packages."""
+    """A function's globals, what it names in those that are modules, classes or functions, its closure and defaults;
+    nothing from installed packages.
+    """
     if _is_installed(function.__module__):
         return
-    words = words_of(function.__code__)
-    defaults = {str(i): value for i, value in enumerate(function.__defaults__ or ())} | (function.__kwdefaults__ or {})
+    words = words_of(function.__code__) | texts_of(function.__code__)
+    defaults = Defaults(function)
     closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     named = words & function.__globals__.keys()
     yield Names((*path, "globals"), function.__globals__, named)
     yield Names((*path, "closure"), closure, frozenset(closure))
     yield Names((*path, "defaults"), defaults, frozenset(defaults))
     for name in sorted(named):
-        space = function.__globals__[name]
-        if isinstance(space, ModuleType) and not is_library(space.__name__):
-            yield Names((*path, name), vars(space), words & vars(space).keys())
+        for label, space in _spaces(function.__globals__[name]).items():
+            yield Names((*path, name, label), space, words)
+
+
+def _spaces(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    """The namespaces of a module, of a class and its bases, or of a function, unless they are a library's; by name."""
+    if isinstance(value, ModuleType):
+        return {} if is_library(value.__name__) else {"": vars(value)}
+    owners = value.__mro__ if isinstance(value, type) else [value] if isinstance(value, FunctionType) else []
+    return {owner.__qualname__: vars(owner) for owner in owners if not is_library(owner.__module__)}
 
 
 def _of_module(path: Path, module: nn.Module, words: frozenset[str]) -> Iterator[Names]:
@@ -118,6 +148,8 @@ def _functions(*values: Any) -> Iterator[FunctionType]:
             yield from _functions(value.func)
         elif isinstance(value, FunctionType):
             yield value
+            yield from _functions(getattr(value, "__wrapped__", None))
+        elif callable(getattr_static(value, "cache_clear", None)):
             yield from _functions(getattr(value, "__wrapped__", None))
 
 
@@ -150,6 +182,13 @@ def words_of(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+@functools.cache
+def texts_of(code: CodeType) -> frozenset[str]:
+    """The texts in a function's code that may be names, as in `getattr(block, "skip", False)`."""
+    inner = [texts_of(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier()).union(*inner)
+
+
 def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
     """What a module's forward may write to through `.data`, even if only for some values.
 
@@ -166,13 +205,16 @@ def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
     words = frozenset[str]().union(*(words_of(function.__code__) for function in found.values()))
     if words.isdisjoint(("data", "set_")):
         return
-    for part in (module, *(part for path, part in _inside(module) if path[0] in words)):
+    for part in (module, *(part for path, part in _inside(module, words) if path[0] in words)):
         yield from (*part.parameters(recurse=False), *part.buffers(recurse=False))
 
 
-def _inside(module: nn.Module) -> Iterator[tuple[Path, nn.Module]]:
-    """The inner modules, including those in lists of modules."""
-    for name, child in module.named_children():
-        yield (name,), child
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            yield from (((name, inner), grandchild) for inner, grandchild in child.named_children())
+def _inside(module: nn.Module, words: Collection[str]) -> Iterator[tuple[Path, nn.Module]]:
+    """The inner modules that code with these words may reach from a module, such as `self.transformer.h[0]`."""
+    pending: list[tuple[Path, nn.Module]] = [((name,), child) for name, child in module.named_children()]
+    while pending:
+        path, part = pending.pop(0)
+        yield path, part
+        only_holds = isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+        inner = part.named_children()
+        pending += [((*path, name), child) for name, child in inner if only_holds or name in words]
