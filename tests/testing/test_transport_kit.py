@@ -79,6 +79,8 @@ def test_a_mailbox_that_both_ranks_share_conforms() -> None:
 def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None:
     with pytest.raises((AssertionError, queue.Empty)) as error:
         check_factory(shared_mailbox(key))
+    if isinstance(error.value, AssertionError):
+        assert str(error.value).startswith(f"{script}: ")
     assert f"penstock: in the script {script}" in error.value.__notes__
 
 

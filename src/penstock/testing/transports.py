@@ -60,6 +60,8 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
                 if rank in ranks:
                     step(ranks[rank])
         except BaseException as error:
+            if isinstance(error, AssertionError):
+                error.args = (f"{script.__name__}: {error}",)
             error.add_note(f"penstock: in the script {script.__name__}")
             raise
         names.append(script.__name__)
