@@ -22,12 +22,14 @@ def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = [*inspect.signature(function).parameters, *names]
+        parameters = inspect.signature(function).parameters
+        known = [*parameters, *names]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given: dict[str, Any] = kwargs
-            for name in given.keys() - set(known):
+            for name in () if takes_any else given.keys() - set(known):
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
                 raise TypeError(f"{function.__name__}() has no argument {name}={hint}")
