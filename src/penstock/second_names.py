@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -15,13 +17,22 @@ T = TypeVar("T")
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
-    The function raises ArgumentError if both are given.
+    The function raises ArgumentError if both are given, and TypeError for a name that it does not know, with the
+    nearest one that it does.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        parameters = inspect.signature(function).parameters
+        known = [*parameters, *names]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given: dict[str, Any] = kwargs
+            for name in () if takes_any else given.keys() - set(known):
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
+                raise TypeError(f"{function.__name__}() has no argument {name}={hint}")
             for second in names.keys() & given.keys():
                 name = names[second]
                 if name in given:

@@ -17,7 +17,7 @@ OPTIONS = {"--ranks", "--schedule", "--opens", "--microbatches", "--join-timeout
     ("text", "expected"),
     [
         ("ranks=0: expected 1", "--ranks 0: expected 1"),
-        ("name='1f2b' is not a known schedule", "--schedule 1f2b is not a known schedule"),
+        ("schedule='1f2b' is not a known schedule", "--schedule 1f2b is not a known schedule"),
         ("join_seconds is 0.0: expected a time", "--join-timeout 0: expected a time"),
         ("factor is -1.5: give a factor above 1", "--factor -1.5: give a factor above 1"),
         ("ranks is 0, but", "--ranks 0, but"),

@@ -173,8 +173,9 @@ def over(folder: Path, case: str, left: set[int]) -> bool:
     others = left - {int(victim)}
     if not others:
         return True
-    fell = how in ("sleep", "hang") and (folder / f"{case}.fell").exists()
-    return fell and all("has waited" in log_of(folder, case, rank).read_text() for rank in others)
+    words = {"sleep": "has waited", "hang": "the device of rank"}.get(how)  # on a slow machine all wait now and then
+    fell = words is not None and (folder / f"{case}.fell").exists()
+    return fell and all(words in log_of(folder, case, rank).read_text() for rank in others)
 
 
 def main() -> None:

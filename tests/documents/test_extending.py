@@ -103,11 +103,14 @@ def test_a_feature_and_recomputations_are_added(names: dict[str, Any], monkeypat
         assert report.ok, kind
 
 
-def test_its_table_has_every_method() -> None:
+def test_its_tables_have_every_method_and_every_hook() -> None:
+    from penstock.runtime.features.feature import Feature
     from penstock.runtime.transport.protocol import POINT_TO_POINT
 
     page = PAGE.read_text(encoding="utf-8")
-    assert {*re.findall(r"^\| `(\w+)\(", page, re.MULTILINE)} == {*POINT_TO_POINT}
+    hooks = [name for name in vars(Feature) if not name.startswith("_")]
+    rows = re.findall(r"^\| `.*?` \|", page, re.MULTILINE)
+    assert sorted(name for row in rows for name in re.findall(r"`(\w+)\(", row)) == sorted([*POINT_TO_POINT, *hooks])
 
 
 def test_a_step_has_these_frames(names: dict[str, Any]) -> None:

@@ -226,13 +226,17 @@ def test_trap_17_every_option_is_used(option: str) -> None:
 
 def test_trap_17_no_option_is_left_out() -> None:
     assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(SHOWN)
-    with pytest.raises(TypeError, match="unknown_option"):
+    with pytest.raises(TypeError, match=r"pipeline\(\) has no argument unknown_option=$"):
         pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
+    for name in ("micro_batches", "num_microbatches", "microbatch"):
+        with pytest.raises(TypeError, match=rf"no argument {name}=; did you mean microbatches=\?"):
+            pipeline(mlp(), batch()[:1], **{name: 2})  # type: ignore[arg-type]
 
 
 SECOND_NAMES = {
     "loss": ("loss_fn", squared_error),
     "stages_per_rank": ("chunks", 2),
+    "n_microbatches": ("microbatches", 2),
     "example_args": ("args", (X,)),
     "example_kwargs": ("kwargs", {}),
 }

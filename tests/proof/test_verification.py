@@ -55,6 +55,7 @@ def test_a_gradient_that_is_wrong_in_one_step_is_found(monkeypatch: pytest.Monke
     assert {row.step for row in wrongs} == {spoiled}
     assert report.summary().startswith("12 of 17 values differ; the first is gradient")
     assert report.summary().endswith(f", in step {spoiled}")
+    assert str(report) == report.summary()
     assert report.steps == 2
 
 

@@ -184,6 +184,10 @@ def test_an_unknown_name_offers_the_nearest() -> None:
         generate("G-Pipe", 2, 2)
 
 
+def test_names_are_known_in_any_case() -> None:
+    assert generate("ZB-H1", 2, 2) == generate("zb-h1", 2, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [

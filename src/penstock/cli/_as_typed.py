@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from penstock.errors import ArgumentError
 
-_OTHERS = {"name": "--schedule", "join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
+_OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
 """Library arguments whose options have a different name."""
 
 _VALUE = r"(?:'[^']*'|-?\d[\w.+-]*(?<![.])|-?inf|nan)"

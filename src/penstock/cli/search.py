@@ -134,9 +134,10 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and not limit >= 1:
         raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
     where = question.where()
-    if any(cost.unsharded_bytes for cost in costs.of_stages(where, "this placement")):
+    of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks")
+    if any(cost.unsharded_bytes for cost in of_stages):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-    stages = with_activations(where, costs.of_stages(where, f"this placement of {question.ranks} ranks"))
+    stages = with_activations(where, of_stages)
     return find(
         where,
         question.microbatches,

@@ -45,7 +45,13 @@ if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(loss="loss_fn", stages_per_rank="chunks", example_args="args", example_kwargs="kwargs")
+@also(
+    loss="loss_fn",
+    n_microbatches="microbatches",
+    stages_per_rank="chunks",
+    example_args="args",
+    example_kwargs="kwargs",
+)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

@@ -138,7 +138,13 @@ class Inspection:
         return asdict(self)
 
 
-@also(loss="loss_fn", stages_per_rank="chunks", example_args="args", example_kwargs="kwargs")
+@also(
+    loss="loss_fn",
+    n_microbatches="microbatches",
+    stages_per_rank="chunks",
+    example_args="args",
+    example_kwargs="kwargs",
+)
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

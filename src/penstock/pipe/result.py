@@ -46,6 +46,12 @@ class SharedLoss:
                     slot[1] = float(1 + _DTYPES.index(term.dtype))
         return made
 
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` waits neither for another rank nor for a device."""
+        terms = (term for terms in self._terms for term in terms if term is not None)
+        return not self.waits and ("buffers" in vars(self) or all(term.device.type == "cpu" for term in terms))
+
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
         while self.waits:
@@ -58,9 +64,9 @@ class SharedLoss:
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class StepResult:
-    """What one `step` or `evaluate` gives back.
+    """What one `step` or `evaluate` gives back. Printing it shows the loss only if that takes no waiting.
 
     Attributes:
         losses: each microbatch's own loss, unweighted, in order of microbatch; empty except on the last stage's rank.
@@ -73,6 +79,12 @@ class StepResult:
     sizes: tuple[int, ...] = ()
     _loss: SharedLoss | None = field(default=None, repr=False)
     _outputs: tuple[Any, ...] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        shown = "under way" if self._loss is not None and not self._loss.is_here else "none here"
+        if self._loss is not None and self._loss.is_here and (loss := self._loss.read()) is not None:
+            shown = f"{float(loss):.6g}"
+        return f"{type(self).__name__}(loss={shown}, sizes={self.sizes})"
 
     @property
     def loss(self) -> Tensor:

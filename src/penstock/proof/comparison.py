@@ -102,8 +102,11 @@ class WholeBatch:
 class Report:
     """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
+    Printing it prints its summary.
+
     Attributes:
         rows: each covers all steps.
+        exact: whether equality to the bit was demanded.
         steps: how many were compared.
         whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
         notes: the pipeline's, including what runs again in backward.
@@ -129,6 +132,9 @@ class Report:
     @property
     def wrong(self) -> tuple[Comparison, ...]:
         return tuple(row for row in self.rows if not row.ok)
+
+    def __str__(self) -> str:
+        return self.summary()
 
     def summary(self) -> str:
         """One line: what was proven, or the first layer that differs, or why the batch cannot be cut this way."""

@@ -49,7 +49,7 @@ STEPS = 2
 """The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
 
 
-@also(loss="loss_fn", example_args="args", example_kwargs="kwargs")
+@also(loss="loss_fn", n_microbatches="microbatches", example_args="args", example_kwargs="kwargs")
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),

@@ -66,7 +66,7 @@ def check_enough(cut: CutBatch, microbatches: int) -> None:
         raise ArgumentError(
             f"microbatches={microbatches}, but the example makes {len(cut.sizes)}, of "
             f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
-            "give a larger one or fewer microbatches"
+            f"give a larger one or fewer microbatches, such as microbatches={len(cut.sizes)}"
         )
 
 

@@ -46,7 +46,7 @@ class BoundSchedule:
     """A schedule bound to partitions, for the ranks of this process."""
 
     number: int
-    """The number of its programs, which is the same on every rank."""
+    """Tells its programs from those of other schedules; the same on every rank."""
     partitions: tuple[Partition, ...]
     """One per microbatch."""
     actions: tuple[BoundAction, ...]

@@ -57,7 +57,8 @@ def load_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor], known: Set
     for name, tensor in there.items():
         if state[name].shape != tensor.shape:
             raise ArgumentError(
-                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model"
+                f"{name} has shape {tuple(state[name].shape)} in the state and {tuple(tensor.shape)} in the model; "
+                "build the model with the sizes that it was saved with, or leave this tensor out and pass strict=False"
             )
     for name, tensor in there.items():
         copy_into(tensor, state[name])

@@ -75,7 +75,7 @@ _TWO_CHUNKS = Rule("chunks", "exactly 2 chunks a rank, placed as a V", lambda ch
 _WAVES = Rule("chunks", "an even number of chunks a rank, 2 a wave", lambda chunks: chunks % 2 == 0)
 _WHOLE = Rule("slices", "whole microbatches (1 slice)", lambda slices: slices == 1)
 _EVEN_RANKS = Rule(
-    "ranks", "an even number of ranks, as two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
+    "ranks", "an even number of ranks, since its two pipelines meet in the middle", lambda ranks: ranks % 2 == 0
 )
 _EVEN_MICROBATCHES = Rule("microbatches", "an even number of microbatches, half for each copy", lambda m: m % 2 == 0)
 
@@ -289,12 +289,12 @@ def generators() -> tuple[Generator, ...]:
 
 
 def generator(name: str) -> Generator:
-    """The entry with that name or alias. Raises ArgumentError if there is none."""
-    found = _BY_NAME.get(name)
+    """The entry with that name or alias, in any case. Raises ArgumentError if there is none."""
+    found = _BY_NAME.get(name.lower())
     if found is None:
         near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ArgumentError(f"name={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
+        raise ArgumentError(f"schedule={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
     return found
 
 
