@@ -12,6 +12,7 @@ from penstock.schedule import (
     Action,
     Op,
     Schedule,
+    Violation,
     add_communication,
     check,
     generate,
@@ -182,6 +183,8 @@ def test_many_violations_are_summed_up() -> None:
     assert summary(found) == f"{first}; {found[1].text}; {found[2].text} (and 57 more)"
     assert summary(found[:1]) == first
     assert summary([]) == ""
+    harmless = Violation(0, None, "inexact", "other bits than on one device", fatal=False)
+    assert summary([harmless, found[0]], 1) == f"{first} (and 1 more)"
 
 
 def test_a_deadlock_across_ranks_names_the_cycle() -> None:

@@ -86,12 +86,13 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
 
 
 def summary(violations: Sequence[Violation], most: int = 3) -> str:
-    """The texts of the first few, then how many more there are; empty if there are none.
+    """The texts of the first few, fatal ones before others, then how many more there are; empty if there are none.
 
     A single slip in a schedule may be wrong once for each microbatch.
     """
+    ordered = sorted(violations, key=lambda violation: not violation.fatal)
     more = f" (and {len(violations) - most} more)" if len(violations) > most else ""
-    return "; ".join(violation.text for violation in violations[:most]) + more
+    return "; ".join(violation.text for violation in ordered[:most]) + more
 
 
 def peak_activations(schedule: Schedule) -> list[int]:

@@ -71,15 +71,15 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
             continue
         forwards = sum(action.stage == stage and action.op is Op.F for action in order.rows[rank])
         if not isinstance(policy, str):
-            which = f"layers 0, {policy}, {2 * policy}, ..."
+            text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
         elif policy in KEPT_FORWARDS:
             again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
-            which = f"{again} of {forwards} forwards"
+            text = f"{again} of {forwards} forwards run again in backward on "
         else:
-            which = "the forwards that it chooses"
-        said.setdefault(f"recompute={policy!r}: {which} run again in backward", []).append(stage)
+            text = "its own choice of forwards runs again in backward, out of those on "
+        said.setdefault(f"recompute={policy!r}: {text}", []).append(stage)
     return [
-        f"{text} on {'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
+        f"{text}{'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
         for text, at in said.items()
     ]
 
