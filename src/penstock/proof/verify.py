@@ -257,7 +257,7 @@ def _run_unsplit(
     outputs: list[Any] = []
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
-    with alone.session.drawing() as streams, alone.session.steps.deferring() as norms:
+    with alone.session.drawing() as streams, alone.session.steps.deferring_norms() as norms:
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})
