@@ -113,7 +113,7 @@ def test_its_tables_have_every_method_and_every_hook() -> None:
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)\(", row)) == sorted([*POINT_TO_POINT, *hooks])
 
 
-def test_a_step_has_these_frames(names: dict[str, Any]) -> None:
+def test_a_step_has_these_frames_which_docs_design_draws_too(names: dict[str, Any]) -> None:
     (drawn,) = section("How a step runs")
     calls, files = _drawn(drawn.text)
     assert len(calls) == 6
