@@ -104,6 +104,17 @@ def _until_steady(measure: Callable[[], T], is_steady: Callable[[T], bool]) -> T
     pytest.skip("this machine stood still during most of four measurements: nothing can be said of times")
 
 
+def _steadily(sent: Callable[[], list[list[Arrival]]]) -> tuple[list[list[Arrival]], list[np.ndarray]]:
+    """What came of each flow, and how long its frames took where the machine did not stand still."""
+
+    def measure() -> tuple[list[list[Arrival]], Standstills]:
+        with Standstills() as still:
+            return sent(), still
+
+    found, still = _until_steady(measure, lambda both: _is_steady(*both))
+    return found, [_took(_steady(one, still)) for one in found]
+
+
 # One network with a link of its own for most hosts, on which all is measured at once.
 
 SHARES = {
@@ -348,10 +359,10 @@ def test_links_of_single_hosts_and_of_single_directions(changing: Machines) -> N
     try:
         changing.change(Topology(parse_link("100mbit delay 5ms"), own, SEED))
         flows = [Flow(source, target, 60, 0.01) for source, target in pairs]
-        arrived = [_took(one) for one in wire.sent(changing, flows, last=0.1)]
+        _, arrived = _steadily(lambda: wire.sent(changing, flows, last=0.1))
         took, quickest = [np.median(one) for one in arrived], [min(one) for one in arrived]
         changing.change(Topology(parse_link("up 100mbit delay 7ms down 100mbit delay 1ms"), {}, SEED))
-        both = [np.median(_took(one)) for one in wire.sent(changing, flows, last=0.1)]
+        both = [np.median(one) for one in _steadily(lambda: wire.sent(changing, flows, last=0.1))[1]]
         late = _late(changing.told())
     finally:
         changing.change(before)
@@ -435,11 +446,15 @@ def test_frames_that_are_not_read_in_time_are_told() -> None:
 def test_links_without_a_text_are_what_they_are() -> None:
     link = Link(100e6 / 8, impairment=Impairment(delay_seconds=0.01, loss=Bursts(0.2, 0.3)))
     own = replace(parse_link("100mbit delay 5ms"), impairment=Impairment(delay_seconds=0.02))
-    with Machines(3, Topology(link, {2: own}, SEED), shaper="switch") as machines:
-        far, own_way = wire.sent(machines, [Flow(0, 1, 300, 0.003), Flow(0, 2, 300, 0.003)], last=0.1)
-    assert np.median(_took(own_way)) == pytest.approx(0.02, rel=0.05)
-    assert np.median(_took(far)) == pytest.approx(0.01, rel=0.05)
-    assert [one.number for one in far] == np.flatnonzero(
+
+    def sent() -> list[list[Arrival]]:
+        with Machines(3, Topology(link, {2: own}, SEED), shaper="switch") as machines:
+            return wire.sent(machines, [Flow(0, 1, 300, 0.003), Flow(0, 2, 300, 0.003)], last=0.1)
+
+    found, took = _steadily(sent)
+    assert np.median(took[1]) == pytest.approx(0.02, rel=0.05)
+    assert np.median(took[0]) == pytest.approx(0.01, rel=0.05)
+    assert [one.number for one in found[0]] == np.flatnonzero(
         ~Draws(link.impairment, SEED, 0).next(300).fate & LOST
     ).tolist()
 
@@ -465,7 +480,10 @@ def test_the_seed_decides_which_frames_are_lost() -> None:
 def test_tcp_gets_through_whatever_a_link_does_to_it() -> None:
     harm = "loss 0.5% duplicate 1% corrupt 0.5% reorder 1% stall 50ms every 1s"
     with _network(2, f"100mbit delay 2ms 1ms distribution pareto {harm}") as machines:
-        forth, back = wire.stream(machines, [(0, 1), (1, 0)], 2)
+        for _ in range(3):  # a crowded machine may be slow, a network that keeps TCP from its way is slow every time
+            forth, back = wire.stream(machines, [(0, 1), (1, 0)], 2)
+            if min(forth, back) > 1e6:
+                break
         told = machines.told()["links"]
     assert forth > 1e6
     assert back > 1e6
