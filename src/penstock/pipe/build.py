@@ -31,8 +31,8 @@ from penstock.runtime.gradients.dtypes import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of

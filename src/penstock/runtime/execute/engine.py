@@ -28,8 +28,8 @@ from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
