@@ -25,7 +25,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.processes import groups, rendezvous
-from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

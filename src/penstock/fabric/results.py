@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.autocorrelation import effective_counts
 from penstock.fabric.bounds import lower_bound_seconds
-from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links

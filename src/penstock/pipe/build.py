@@ -31,27 +31,21 @@ from penstock.runtime.gradients.dtypes import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.second_names import also
+from penstock.second_names import OF_PIPELINE, also
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(
-    loss="loss_fn",
-    n_microbatches="microbatches",
-    stages_per_rank="chunks",
-    example_args="args",
-    example_kwargs="kwargs",
-)
+@also(**OF_PIPELINE)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock.compat import default_store
 from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.board import Process
+from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport

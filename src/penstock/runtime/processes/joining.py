@@ -1,6 +1,6 @@
 """How ranks find each other before anything watches them, and what they say while one is missing.
 
-Ranks meet at torch's store, which only tells who has come. The board (board.py) takes over as soon as rank 0 has come.
+Ranks meet at torch's store, which only tells who has come. The failure detector takes over as soon as rank 0 has come.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import name_ranks
+from penstock.runtime.processes.failure_detector import Patience
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes import board_server, host_clock
-from penstock.runtime.processes.board import Patience, Process, silence
-from penstock.runtime.processes.board_server import Address, BoardServer, Connection
+from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes.failure_detector import Patience, Process, silence
+from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 
@@ -69,7 +69,7 @@ class Watchdog:
         self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
         self._clock, self._leave = clock, leave
         self._pid = os.getpid()
-        self._server: BoardServer | None = None
+        self._server: HeartbeatServer | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._known = threading.Event()
@@ -99,11 +99,11 @@ class Watchdog:
         patience = patience or Patience()
         if ranks == 1 or store is None:
             return cls(rank, None, None, patience)
-        server = BoardServer(ranks, patience) if rank == 0 else None
+        server = HeartbeatServer(ranks, patience) if rank == 0 else None
         try:
             with Missing(rank, ranks, patience) as missing:
                 address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
-                connection = board_server.join(address, rank, patience, missing)
+                connection = heartbeat_server.join(address, rank, patience, missing)
         except BaseException:
             if server:
                 server.stop()
@@ -163,7 +163,7 @@ class Watchdog:
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
 
-    def _start(self, server: BoardServer | None) -> None:
+    def _start(self, server: HeartbeatServer | None) -> None:
         self._server = server
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
@@ -195,7 +195,8 @@ class Watchdog:
         try:
             if self._connection is None:
                 assert self._address is not None
-                self._connection, self._asked = board_server.connect(self._address, self._rank, self._patience), False
+                self._connection = heartbeat_server.connect(self._address, self._rank, self._patience)
+                self._asked = False
             if not self._asked:
                 self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
@@ -297,7 +298,7 @@ class Watchdog:
         self._leave(1)
 
     def _await_others(self) -> None:
-        """Waits for the other ranks before rank 0 exits, which takes the board with it."""
+        """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
             self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
 
