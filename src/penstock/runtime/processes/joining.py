@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes.failure import name_ranks
-from penstock.runtime.processes.launcher import Launcher
 from penstock.runtime.processes.failure_detector import Patience
+from penstock.runtime.processes.launcher import Launcher
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
