@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -203,6 +203,13 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
 def accumulation_hooks(parameter: Tensor) -> list[object]:
     """A parameter's hooks on its accumulated gradient."""
     return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def reduction_dtype(part: nn.Module) -> torch.dtype | None:
+    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters."""
+    state: Any = part._get_fsdp_state()  # type: ignore[operator]
+    dtype: torch.dtype | None = state._mp_policy.reduce_dtype
+    return dtype
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
