@@ -175,7 +175,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     bind = program.with_neighbours
 
     def noting(*given: Any) -> list[program.BoundAction]:
-        return [replace(each, run=_noted(copies, each.run)) for each in bind(*given)]
+        return [replace(each, work=_noted(copies, each.work)) for each in bind(*given)]
 
     monkeypatch.setattr(program, "with_neighbours", noting)
     return copies
@@ -186,10 +186,10 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
     stream.owner.record_stream(tensor)
 
 
-def _noted(copies: SlowCopies, run: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:
+def _noted(copies: SlowCopies, work: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:
     def noted(action: Action, ready: Any) -> None:
         copies.running = str(action)
-        run(action, ready)
+        work(action, ready)
         copies.on_end(copies.running)
 
     return noted

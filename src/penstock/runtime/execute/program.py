@@ -1,7 +1,7 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run` is the only executor. If one process drives all ranks, `run` gets the actions
-of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
+`Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
+actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """One action of one rank, run as `run(action, wait(microbatch))`. Only `wait` may block."""
+    """One action of one rank, run as `work(action, wait(microbatch))`. Only `wait` may block."""
 
     rank: int
     action: Action
     wait: Callable[[int], Any] | None
-    run: Callable[[Action, Any], None]
+    work: Callable[[Action, Any], None]
     waiting: Position
     running: Position
 
 
-def run(actions: Sequence[BoundAction], watched: Watched) -> None:
+def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
     """Runs actions in order."""
     for each in actions:
         ready = None
@@ -55,7 +55,7 @@ def run(actions: Sequence[BoundAction], watched: Watched) -> None:
             watched.position = each.waiting
             ready = each.wait(number(each.action))
         watched.position = each.running
-        each.run(each.action, ready)
+        each.work(each.action, ready)
     watched.position = OUTSIDE
 
 
@@ -76,7 +76,7 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
             ready = each.wait(number(each.action))
         was_ready = clock.mark()
         watched.position = each.running
-        each.run(each.action, ready)
+        each.work(each.action, ready)
         marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
     return marks
@@ -111,6 +111,7 @@ class Program:
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
         numbers: the ranks' numbers in messages.
+        partners: the numbers of the processes with which sharded stages are gathered.
         averages: averages over replicas, by stage.
     """
 
@@ -124,6 +125,7 @@ class Program:
         streams: Streams | None,
         device: torch.device,
         numbers: Sequence[int],
+        partners: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -150,7 +152,7 @@ class Program:
                 arriving.add(action.stage)
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
-                bound = _gathered(bound, binding.sharded[action.stage])
+                bound = _after_unshard(bound, binding.sharded[action.stage], partners)
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
@@ -168,18 +170,17 @@ class Program:
             return BoundAction(rank, action, None, lambda _, __: start(), running, running)
         if action.op in (Op.UNSHARD, Op.RESHARD):
             sharded = self._sharded[action.stage]
-            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
-            gathering = Position(text)
-            return BoundAction(rank, action, None, lambda _, __: turn(), gathering, gathering)
+            act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            return BoundAction(rank, action, None, lambda _, __: act(), running, running)
         runner = self.runners[action.stage]
         routes, microbatch = runner.routes, number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                return BoundAction(rank, action, runner.gather, runner.forward, waiting, running)
+                return BoundAction(rank, action, runner.await_inputs, runner.forward, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                return BoundAction(rank, action, runner.collect, runner.backward, waiting, running)
+                return BoundAction(rank, action, runner.await_grads, runner.backward, waiting, running)
             case Op.W:
                 return BoundAction(rank, action, None, runner.weight_backward, running, running)
             case Op.SEND_F | Op.SEND_B:
@@ -206,7 +207,7 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
     """The first computation after a gather, which waits for the parameters too."""
     receive = bound.wait
 
@@ -214,9 +215,10 @@ def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
         sharded.wait()
         return None if receive is None else receive(microbatch)
 
-    gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
-    position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
-    return replace(bound, wait=wait, waiting=position)
+    unshard, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    words = f"{unshard} and {waiting.action}" if waiting.peers else unshard
+    peers = tuple(sorted({*waiting.peers, *partners}))
+    return replace(bound, wait=wait, waiting=Position(words, peers))
 
 
 def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
@@ -226,16 +228,16 @@ def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Featu
         actions: of one rank, in order.
         features: by stage.
     """
-    found, work = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
-    first: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    last: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    for before, after in pairwise(work):
+    found, computing = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
+    first: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    last: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    for before, after in pairwise(computing):
         action, following = actions[before].action, actions[after].action
         first[before] = [partial(call, following) for call in features[following.stage].upcoming]
         last[after] = [partial(call, action) for call in features[action.stage].past]
-    for place in work:
+    for place in computing:
         if first[place] or last[place]:
-            found[place] = replace(actions[place], run=_between(first[place], actions[place].run, last[place]))
+            found[place] = replace(actions[place], work=_between(first[place], actions[place].work, last[place]))
     return found
 
 
@@ -255,17 +257,17 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
         return called
 
     return [
-        replace(each, wait=None if each.wait is None else there(each.wait), run=there(each.run)) for each in actions
+        replace(each, wait=None if each.wait is None else there(each.wait), work=there(each.work)) for each in actions
     ]
 
 
 def _between(
-    first: Sequence[Callable[[], None]], run: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
+    first: Sequence[Callable[[], None]], work: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
 ) -> Callable[[Action, Any], None]:
     def accompanied(action: Action, ready: Any) -> None:
         for call in first:
             call()
-        run(action, ready)
+        work(action, ready)
         for call in last:
             call()
 

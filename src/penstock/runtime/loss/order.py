@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition.state.cells import contents
 from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.closure_cells import contents
 from penstock.partition.state.library import OF_TORCH, is_library
 from penstock.partition.state.places import MISSING, Key, Place, Survey, named_by_code, stored_globals
 from penstock.partition.state.reach import Trace
