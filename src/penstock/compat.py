@@ -201,11 +201,17 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return bool(accumulation_hooks(parameter))
 
 
+def any_gradient_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of these has hooks on the gradient of each backward."""
+    return any(map(_gradient_hooks_of, parameters))
+
+
 def any_accumulation_hooks(parameters: Iterable[Tensor]) -> bool:
     """Whether any of these has hooks on its accumulated gradient."""
     return any(map(_accumulation_hooks_of, parameters))
 
 
+_gradient_hooks_of = attrgetter("_backward_hooks")
 _accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 

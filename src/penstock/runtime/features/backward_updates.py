@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import accumulation_hooks, any_accumulation_hooks, storage_of
+from penstock.compat import accumulation_hooks, any_accumulation_hooks, any_gradient_hooks, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
@@ -215,6 +215,8 @@ class BackwardUpdates(Feature):
 
     def _gradient_hooks(self) -> set[tuple[str, int]]:
         """The hooks on gradients of parameters: for each the parameter's name and the hook's number."""
+        if not any_gradient_hooks(self._held):
+            return set()
         return {(name, key) for name, p in self._parameters.items() for key in p._backward_hooks or ()}
 
     def _refuses_hook(self, why: str) -> PartitionError:
