@@ -43,6 +43,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/runtime/bench.py
+	$(BIN)/python benchmarks/overhead/bench.py
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -144,7 +144,7 @@ class StageRunner:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         roots: list[GradientEdge | None] = []
         passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs] if self._root_inputs else []
-        split = self._split_of(microbatch)
+        split = None if self.split is None else self._split_of(microbatch)
         outputs = self._compute(microbatch, args, split, runs_again)
         args.clear()
         self._check(outputs)
@@ -214,7 +214,7 @@ class StageRunner:
         grads.clear()
         if not edges:
             return
-        split = self._split_of(microbatch)
+        split = None if self.split is None else self._split_of(microbatch)
         if split is None:
             with self.features.autograd(microbatch):
                 exact.backward(edges, seeds)
