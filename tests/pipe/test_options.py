@@ -44,7 +44,8 @@ def step(**options: Any) -> penstock.StepResult:
 
 def shows_kwargs() -> None:
     with made(args=(), kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
-        pipe.step(input=X, target=Y)
+        loss = pipe.step(input=X, target=Y).loss
+    assert loss == step(model=mlp(1), ranks=1).loss
 
 
 def shows_balance() -> None:

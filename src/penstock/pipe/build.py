@@ -38,20 +38,14 @@ from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.second_names import also
+from penstock.second_names import OF_PIPELINE, also
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(
-    loss="loss_fn",
-    n_microbatches="microbatches",
-    stages_per_rank="chunks",
-    example_args="args",
-    example_kwargs="kwargs",
-)
+@also(**OF_PIPELINE)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

@@ -174,7 +174,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     bind = program.with_neighbours
 
     def noting(*given: Any) -> list[program.BoundAction]:
-        return [replace(each, run=_noted(copies, each)) for each in bind(*given)]
+        return [replace(each, work=_noted(copies, each)) for each in bind(*given)]
 
     monkeypatch.setattr(program, "with_neighbours", noting)
     return copies
@@ -188,7 +188,7 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
 def _noted(copies: SlowCopies, each: program.BoundAction) -> Callable[..., None]:
     def noted(*ready: Any) -> None:
         copies.running = str(each.action)
-        each.run(*ready)
+        each.work(*ready)
         copies.on_end(copies.running)
 
     return noted

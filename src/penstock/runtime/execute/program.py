@@ -1,7 +1,7 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run` is the only executor. If one process drives all ranks, `run` gets the actions
-of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
+`Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
+actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """One action of one rank, run as `run(wait())`, or as `run()` if it waits for nothing. Only `wait` may block."""
+    """One action of one rank, run as `work(wait())`, or as `work()` if it waits for nothing. Only `wait` may block."""
 
     rank: int
     action: Action
     wait: Callable[[], Any] | None
-    run: Callable[..., None]
+    work: Callable[..., None]
     waiting: Position
     running: Position
 
 
-def run(actions: Sequence[BoundAction], watched: Watched) -> None:
+def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
     """Runs actions in order."""
     for each in actions:
         if each.wait is None:
             watched.position = each.running
-            each.run()
+            each.work()
         else:
             watched.position = each.waiting
             ready = each.wait()
             watched.position = each.running
-            each.run(ready)
+            each.work(ready)
     watched.position = OUTSIDE
 
 
@@ -78,7 +78,7 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
         ready = () if each.wait is None else (each.wait(),)
         was_ready = clock.mark()
         watched.position = each.running
-        each.run(*ready)
+        each.work(*ready)
         marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
     return marks
@@ -152,7 +152,7 @@ class Program:
                 arriving.add(action.stage)
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
-                bound = _gathered(bound, binding.sharded[action.stage])
+                bound = _after_unshard(bound, binding.sharded[action.stage])
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
@@ -169,20 +169,19 @@ class Program:
             return BoundAction(rank, action, None, self._reduction(action), running, running)
         if action.op in (Op.UNSHARD, Op.RESHARD):
             sharded = self._sharded[action.stage]
-            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
-            gathering = Position(text)
-            return BoundAction(rank, action, None, turn, gathering, gathering)
+            act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            return BoundAction(rank, action, None, act, running, running)
         runner = self.runners[action.stage]
         routes, microbatch = runner.routes, number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
                 work = partial(within(runner.features.around, runner.forward), action)
-                return BoundAction(rank, action, partial(runner.gather, microbatch), work, waiting, running)
+                return BoundAction(rank, action, partial(runner.await_inputs, microbatch), work, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
                 work = partial(within(runner.features.around, runner.backward), action)
-                return BoundAction(rank, action, partial(runner.collect, microbatch), work, waiting, running)
+                return BoundAction(rank, action, partial(runner.await_grads, microbatch), work, waiting, running)
             case Op.W:
                 work = partial(within(runner.features.around, runner.weight_backward), action)
                 return BoundAction(rank, action, None, work, running, running)
@@ -209,7 +208,7 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: Sharded) -> BoundAction:
     """The first computation after a gather, which waits for the parameters too."""
     receive = bound.wait
 
@@ -217,12 +216,12 @@ def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
         sharded.wait()
         return None if receive is None else receive()
 
-    def run(_: None) -> None:
-        bound.run()
+    def work(_: None) -> None:
+        bound.work()
 
-    gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
-    position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
-    return replace(bound, wait=wait, waiting=position, run=bound.run if receive is not None else run)
+    unshard, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    position = Position(f"{unshard} and {waiting.action}", waiting.peers) if waiting.peers else Position(unshard)
+    return replace(bound, wait=wait, waiting=position, work=bound.work if receive is not None else work)
 
 
 def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
@@ -232,16 +231,16 @@ def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Featu
         actions: of one rank, in order.
         features: by stage.
     """
-    found, work = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
-    first: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    last: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    for before, after in pairwise(work):
+    found, computing = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
+    first: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    last: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    for before, after in pairwise(computing):
         action, following = actions[before].action, actions[after].action
         first[before] = [partial(call, following) for call in features[following.stage].upcoming]
         last[after] = [partial(call, action) for call in features[action.stage].past]
-    for place in work:
+    for place in computing:
         if first[place] or last[place]:
-            found[place] = replace(actions[place], run=_between(first[place], actions[place].run, last[place]))
+            found[place] = replace(actions[place], work=_between(first[place], actions[place].work, last[place]))
     return found
 
 
@@ -261,17 +260,17 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
         return called
 
     return [
-        replace(each, wait=None if each.wait is None else there(each.wait), run=there(each.run)) for each in actions
+        replace(each, wait=None if each.wait is None else there(each.wait), work=there(each.work)) for each in actions
     ]
 
 
 def _between(
-    first: Sequence[Callable[[], None]], run: Callable[..., None], last: Sequence[Callable[[], None]]
+    first: Sequence[Callable[[], None]], work: Callable[..., None], last: Sequence[Callable[[], None]]
 ) -> Callable[..., None]:
     def accompanied(*ready: Any) -> None:
         for call in first:
             call()
-        run(*ready)
+        work(*ready)
         for call in last:
             call()
 

@@ -70,7 +70,7 @@ class StageRunner:
         self.routes = routes.routes(stage.index)
         self.features = features
         self.split = split
-        self._compute = within(features.run, self._outputs)
+        self._compute = within(features.code, self._outputs)
         self._functions = functions
         self._head = stage.head
         self._streams = stage.streams
@@ -100,7 +100,7 @@ class StageRunner:
             self.split.begin_step()
         self.features.begin_step(start)
 
-    def gather(self, microbatch: int) -> list[Any]:
+    def await_inputs(self, microbatch: int) -> list[Any]:
         """Waits for everything that a microbatch's forward needs."""
         args: list[Any] = [None] * len(self.meta.inputs)
         for route in self.routes.values_in:
@@ -119,7 +119,7 @@ class StageRunner:
         if self.features.keeps and not self._learns_from_loss(microbatch):
             rerun = self.features.keep(microbatch, args)
         with self.features.forward(microbatch, runs_again=rerun is not None):
-            saved, outputs = self._run(microbatch, args, runs_again=rerun is not None)
+            saved, outputs = self._run_code(microbatch, args, runs_again=rerun is not None)
         if rerun is not None:
             self._kept[microbatch] = rerun
         elif self._training:
@@ -127,7 +127,9 @@ class StageRunner:
         if self.routes.values_out:
             self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
-    def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
+    def _run_code(
+        self, microbatch: int, args: list[Any], *, runs_again: bool = False
+    ) -> tuple[_Saved, Sequence[Tensor]]:
         """Runs the forward, and the loss if there is one. Empties `args`.
 
         Returns what backward starts from, and the outputs with their graph.
@@ -174,9 +176,9 @@ class StageRunner:
         """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
-            return self._run(microbatch, rerun.args())[0]
+            return self._run_code(microbatch, rerun.args())[0]
 
-    def collect(self, microbatch: int) -> list[Tensor | None]:
+    def await_grads(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         if self._head is not None:
             return [] if microbatch in self._kept else [self._head.seed(microbatch)]

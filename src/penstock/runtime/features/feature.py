@@ -91,7 +91,7 @@ class Feature:
         """Wraps the first run of a forward. `runs_again`: whether backward starts from a later run of it."""
         return NOTHING
 
-    def run(self, microbatch: int) -> Context:
+    def code(self, microbatch: int) -> Context:
         """Wraps every run of the stage's code."""
         return NOTHING
 
@@ -119,7 +119,7 @@ class Features:
         self._features = tuple(features)
         self.around = self._hook("around")
         self.forward = self._hook("forward")
-        self.run = self._hook("run")
+        self.code = self._hook("code")
         self.backward = self._hook("backward")
         self.again = self._hook("again")
         self.autograd = self._hook("autograd")

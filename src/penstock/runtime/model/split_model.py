@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import autocast_kinds, autocast_state
-from penstock.errors import ArgumentError, PartitionError, PenstockError
+from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
@@ -129,12 +128,12 @@ class SplitModel:
         if self._frames is None:  # sharding replaces the parameters
             self._originals.refuse_others()
 
-    def changes(self) -> int:
+    def count_changes(self) -> int:
         """How often the model's modules were found changed between two steps."""
         return self._touched.look()
 
     @contextmanager
-    def settling(self) -> Iterator[None]:
+    def accepting_own_changes(self) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
         raises may have ended before anything was learned about the model."""
         before = self._partitioner.attributes()
@@ -264,12 +263,11 @@ class SplitModel:
         new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
         self._known_parameters = known | set(used)
         if new:
-            warnings.warn(
+            warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
                 "pipe.parameters() does not have it, so an optimizer made from that never trains it. Give the "
                 "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
-                "such a batch is refused)",
-                stacklevel=9,
+                "such a batch is refused)"
             )
 
     def _copy(self, partition: Partition) -> Partition:

@@ -154,7 +154,7 @@ class SharedMemoryTransport:
             channel.close()
 
     def drop_step(self) -> None:
-        """Nothing to do: once one rank has failed, no other continues."""
+        """Nothing to do: between processes no step follows one that raised."""
 
     def end_step(self) -> None:
         self._inner.end_step()
