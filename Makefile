@@ -13,6 +13,9 @@ PYTEST := $(BIN)/python -m pytest -q
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALONE := tests/fabric tests/network
 
+# Where the environment forbids bytecode, each of the hundreds of processes would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-part test-all check format bench gpu clean
 
 demo: $(READY)

@@ -238,6 +238,7 @@ class Steps:
                 sharded=split.sharded,
                 compile=arguments_of(self._options.compile),
                 check_finite=self._options.check_finite,
+                features=self._options.features,
             )
         return self._engine.bind(binding)
 

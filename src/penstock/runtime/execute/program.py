@@ -113,6 +113,7 @@ class Program:
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
         numbers: the ranks' numbers in messages.
+        partners: the numbers of the processes with which sharded stages are gathered.
         averages: averages over replicas, by stage.
     """
 
@@ -126,6 +127,7 @@ class Program:
         streams: Streams | None,
         device: torch.device,
         numbers: Sequence[int],
+        partners: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -152,7 +154,7 @@ class Program:
                 arriving.add(action.stage)
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
-                bound = _after_unshard(bound, binding.sharded[action.stage])
+                bound = _after_unshard(bound, binding.sharded[action.stage], partners)
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
@@ -208,7 +210,7 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _after_unshard(bound: BoundAction, sharded: Sharded) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
     """The first computation after a gather, which waits for the parameters too."""
     receive = bound.wait
 
@@ -220,8 +222,10 @@ def _after_unshard(bound: BoundAction, sharded: Sharded) -> BoundAction:
         bound.work()
 
     unshard, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
-    position = Position(f"{unshard} and {waiting.action}", waiting.peers) if waiting.peers else Position(unshard)
-    return replace(bound, wait=wait, waiting=position, work=bound.work if receive is not None else work)
+    words = f"{unshard} and {waiting.action}" if waiting.peers else unshard
+    peers = tuple(sorted({*waiting.peers, *partners}))
+    after = bound.work if receive is not None else work
+    return replace(bound, wait=wait, waiting=Position(words, peers), work=after)
 
 
 def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
