@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -218,6 +218,13 @@ _accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 def accumulation_hooks(parameter: Tensor) -> list[object]:
     """A parameter's hooks on its accumulated gradient."""
     return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def reduction_dtype(part: nn.Module) -> torch.dtype | None:
+    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters."""
+    state: Any = part._get_fsdp_state()  # type: ignore[operator]
+    dtype: torch.dtype | None = state._mp_policy.reduce_dtype
+    return dtype
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
