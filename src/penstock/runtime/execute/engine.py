@@ -192,6 +192,7 @@ class Engine:
                 self.streams if draws else None,
                 self.devices[rank],
                 self.world.numbers,
+                self.world.partners,
                 averages,
             )
             for rank in self.ranks
