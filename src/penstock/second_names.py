@@ -23,17 +23,21 @@ OF_PIPELINE = {
 """The second names of arguments of `pipeline`, `inspect` and `verify`."""
 
 
-def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def also(rest: Callable[..., Any] | None = None, /, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if both are given, and TypeError for a name that it does not know, with the
     nearest one that it does.
+
+    Args:
+        rest: the function that takes the keyword arguments that the decorated one passes on.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        known = [*parameters, *names]
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        passed_on = () if rest is None else inspect.signature(rest).parameters
+        known = [*parameters, *passed_on, *names]
+        takes_any = rest is None and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
