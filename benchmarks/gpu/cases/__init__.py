@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 
-from cases import environment, proofs
+from cases import environment, falls, features, proofs, waits
 from cases.case import Case
 
-_EVERY: Iterable[Case] = chain(environment.cases(), proofs.cases())
+_EVERY: Iterable[Case] = chain(environment.cases(), features.cases(), waits.cases(), falls.cases(), proofs.cases())
 
 TABLE: dict[str, Case] = {case.name: case for case in _EVERY}
