@@ -46,6 +46,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/runtime/bench.py
+	$(BIN)/python benchmarks/overhead/bench.py
 
 # With the Python that is given, its torch and transformers, since .venv has a torch for CPUs; installs nothing.
 # Parts take less than ten minutes each: `make gpu PART=2`; GPU has further options, such as GPU=--missing.
