@@ -19,8 +19,6 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
-from penstock.runtime.execute import assembly
-from penstock.runtime.features import recompute
 from penstock.schedule import check, generate, generators, peak_activations
 from penstock.simulate import StageCost, simulate
 
@@ -85,16 +83,13 @@ def test_a_transport_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyP
     follow(section("Add a transport"), names)
 
 
-def test_a_feature_and_recomputations_are_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feature_and_recomputations_are_added(names: dict[str, Any]) -> None:
     follow(section("Add a recomputation, or another feature"), names)
-    counts, kinds = names["Counts"], {"elsewhere": names["NotTheLastStage"].of}
-    monkeypatch.setattr(assembly, "FEATURES", (*assembly.FEATURES, counts.of))
-    monkeypatch.setattr(recompute, "KEPT_FORWARDS", {**recompute.KEPT_FORWARDS, **names["odd"]})
-    kinds |= dict.fromkeys(recompute.KEPT_FORWARDS, recompute.RecomputedStage.of)
-    for name, make in kinds.items():
-        monkeypatch.setitem(assembly.RECOMPUTE, name, make)  # type: ignore[arg-type]
-    model, given = names["model"], {"ranks": 2, "microbatches": 4, "schedule": "gpipe"}
-    for kind, forwards in {"never": (4, 4), "odd": (6, 6), "elsewhere": (8, 4)}.items():
+    counts, odd, elsewhere = names["Counts"], names["odd"], names["NotTheLastStage"].of
+    model = names["model"]
+    given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "gpipe"}
+    given["features"] = [counts.of]
+    for kind, forwards in (("never", (4, 4)), (odd, (6, 6)), (elsewhere, (8, 4)), ({1: elsewhere, 0: odd}, (6, 4))):
         with penstock.pipeline(model, (names["x"],), loss_fn=mse_loss, recompute=kind, **given) as pipe:
             counts.counts.clear()
             pipe.step(names["x"], target=names["y"])

@@ -1,7 +1,7 @@
-"""When this machine stood still: processors that a host lent to others, for up to a tenth of a second at a time.
+"""When this machine stood still: a host may take processors away from it, for up to a tenth of a second at a time.
 
-A process on each processor, before all others, asks to be woken every millisecond and notes when it was woken late. No
-emulation keeps its times then, so frames that were under way are not judged by them; everything else about them is.
+A real-time process on each processor asks to be woken every millisecond and notes when it was woken late. No emulation
+is on time then.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Sequence
 
 EVERY_SECONDS = 1e-3
 LATE_SECONDS = 0.5e-3
-"""How late a wake-up is a standstill."""
+"""A wake-up this late is a standstill."""
 AFTER_SECONDS, AFTER_SHARE = 2e-3, 0.1
-"""How long what had to wait meanwhile keeps the processors busy, and what share of the standstill beside that."""
+"""Afterwards, the backlog keeps the processors busy: for this long, plus this share of the standstill."""
 
 
 class Standstills:
-    """Of all processors that we may use, from `with` until its end; seconds of the wall clock, like a frame's."""
+    """Those of all processors that we may use, while the `with` block runs; in seconds of the wall clock."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
@@ -51,7 +51,7 @@ class Standstills:
         self._begins = [begin for begin, _ in self._spans]
 
     def met(self, begin: float, end: float, least: float = 0.0) -> bool:
-        """Whether any processor stood still then, or was busy with what had waited, for `least` seconds or longer."""
+        """Whether a standstill (with its backlog) of `least` seconds or longer overlaps this time."""
         place = bisect_right(self._begins, end)
         while place and self._spans[place - 1][1] > begin:
             place -= 1

@@ -1,9 +1,9 @@
-"""What is asked of a network is found back on it, measured from host to host by means that are not the switch's.
+"""The emulated network matches its settings, as measured from host to host by means that are not the switch's.
 
 Bounds are those of the promise (5% or 0.2 ms, 3% of a rate, a 99.9% interval of a share). Where the machine keeps the
-switch from its work, which the switch itself tells, a measurement is made once more, and what is told is allowed beside
-the bound. Frames that were under way while the machine stood still (standstill.py) are judged by everything but their
-times. benchmarks/switch/truth.py has the figures of an idle machine.
+switch from its work, which the switch itself reports, a measurement is repeated, and the reported lateness is allowed
+on top of the bound. The times of frames that were under way while the machine stood still (standstill.py) are ignored;
+everything else about these frames is checked. benchmarks/switch/truth.py has the figures of an idle machine.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def _took(arrivals: Sequence[Arrival]) -> np.ndarray:
 
 
 LEAST_STEADY = 0.1
-"""Of a flow's frames, how many must have come without a standstill, or nothing can be said of their times."""
+"""The least share of a flow's frames that must have met no standstill; with fewer, their times mean nothing."""
 
 
 def _steady(arrivals: Sequence[Arrival], still: Standstills, within: float = 0.0) -> list[Arrival]:
-    """The frames that the machine did not keep, neither on their way nor `within` seconds before they were sent."""
+    """The frames that met no standstill on their way or in the `within` seconds before they were sent."""
     return [one for one in arrivals if not still.met(one.sent - within, one.came)]
 
 
@@ -97,15 +97,15 @@ def _is_steady(flows: Sequence[Sequence[Arrival]], still: Standstills, within: f
 
 
 def _until_steady(measure: Callable[[], T], is_steady: Callable[[T], bool]) -> T:
-    """What is measured while the machine did not stand still for most of the time."""
+    """Repeats a measurement until the machine ran for long enough during it."""
     for _ in range(4):
         if is_steady(found := measure()):
             return found
-    pytest.skip("this machine stood still during most of four measurements: nothing can be said of times")
+    pytest.skip("this machine stood still for most of four measurements, so their times mean nothing")
 
 
 def _steadily(sent: Callable[[], list[list[Arrival]]]) -> tuple[list[list[Arrival]], list[np.ndarray]]:
-    """What came of each flow, and how long its frames took where the machine did not stand still."""
+    """What arrived of each flow, and how long those of its frames took that met no standstill."""
 
     def measure() -> tuple[list[list[Arrival]], Standstills]:
         with Standstills() as still:
@@ -135,7 +135,7 @@ SHARED_FRAMES, SHARED_APART = 2500, 0.002
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of each flow, what the switch tells, and when the machine stood still."""
+    """What arrived of each flow, what the switch reports of itself, and when the machine stood still."""
 
     flows: list[list[Arrival]]
     told: dict
@@ -175,7 +175,7 @@ def test_delays_have_the_distribution_that_was_asked_for(host: int, measured: Me
         asked, found = np.quantile(decided, share), np.quantile(took, share)
         late = _late(measured.told, "p99" if share < 0.95 else "worst") + CROWDED_SECONDS[int(share > 0.5)]
         assert -1e-5 < found - asked < max(0.05 * asked, late), f"p{share * 100:.0f}"
-    # And the model itself, as far as so many frames tell: of all of them, since slow ones meet a standstill more often.
+    # And the model itself, as far as so many frames can show: all of them, because slow ones meet more standstills.
     spread = SIGMAS * np.sqrt(shares * (1 - shares) / FRAMES)
     low, high = (5e-3 + 1e-3 * quantile(DISTRIBUTIONS[host], np.clip(shares + way * spread, 0, 1)) for way in (-1, 1))
     assert (np.quantile(_took(measured.flows[host]), shares) > low - 1e-5).all()
@@ -204,7 +204,7 @@ def test_shares_are_those_that_were_asked_for(place: int, measured: Measured) ->
         "reorder": sorted(one.number for one in measured.flows[host] if one.took < 20e-3),
     }
     decided = np.flatnonzero(_drawn(host, SHARED_FRAMES).fate & bit).tolist()
-    if name == "reorder":  # one that jumps may be kept by the machine for as long as others by their link
+    if name == "reorder":  # a standstill can delay a frame that jumps by as much as the link delays the others
         kept = {one.number for one in measured.flows[host] if measured.still.met(one.sent, one.came)}
         happened[name] = sorted({*happened[name]} | ({*decided} & kept))
     assert happened[name] == decided
@@ -392,7 +392,7 @@ def test_neighbours_take_their_share_of_a_link_and_of_nobody_elses() -> None:
                 shared, alone = wire.sent(machines, flows, last=0.1)
             return shared, alone, _steady(alone, still, 0.02), machines.told()
 
-    # Frames that a sender has kept leave all at once, and wait for each other for as long as a link needs for them.
+    # After a standstill, a sender sends what it owes at once, and these frames queue for each other.
     shared, alone, steady, told = _until_steady(measure, lambda found: len(found[2]) >= LEAST_STEADY * count)
     assert len(alone) == count
     assert np.median(_took(steady)) < 5e-3
@@ -413,7 +413,7 @@ def test_an_incast_fills_the_queue_and_runs_dry() -> None:
         found = wire.sent(machines, [Flow(0, 1, 1000, 0.002)], last=0.1)[0]
     drained = 500 * 1024 / (100e6 / 8)
     assert len(found) == 1000
-    # The quickest of all frames at the same time of a period: what the machine kept came later, but never all of them.
+    # The quickest frame at each moment of the period: a standstill delays some of them, but never all.
     quickest: dict[int, float] = {}
     for one in found:
         at = int((one.sent - found[0].sent) % 0.2 / 0.002)
@@ -480,7 +480,7 @@ def test_the_seed_decides_which_frames_are_lost() -> None:
 def test_tcp_gets_through_whatever_a_link_does_to_it() -> None:
     harm = "loss 0.5% duplicate 1% corrupt 0.5% reorder 1% stall 50ms every 1s"
     with _network(2, f"100mbit delay 2ms 1ms distribution pareto {harm}") as machines:
-        for _ in range(3):  # a crowded machine may be slow, a network that keeps TCP from its way is slow every time
+        for _ in range(3):  # a crowded machine may be slow once; a network that stops TCP is slow every time
             forth, back = wire.stream(machines, [(0, 1), (1, 0)], 2)
             if min(forth, back) > 1e6:
                 break

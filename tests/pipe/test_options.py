@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
@@ -44,7 +46,8 @@ def step(**options: Any) -> penstock.StepResult:
 
 def shows_kwargs() -> None:
     with made(args=(), kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
-        pipe.step(input=X, target=Y)
+        loss = pipe.step(input=X, target=Y).loss
+    assert loss == step(model=mlp(1), ranks=1).loss
 
 
 def shows_balance() -> None:
@@ -99,6 +102,40 @@ def shows_offload() -> None:
 def shows_compiled() -> None:
     assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
     refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
+
+
+class Forwards(Feature):
+    """Notes the stages that run forwards."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, stage: StageContext) -> None:
+        self.index = stage.index
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Feature | None:
+        return None if stage.index == 0 else cls(stage)
+
+    def code(self, microbatch: int) -> Context:
+        self.seen.append(self.index)
+        return NOTHING
+
+
+def shows_features() -> None:
+    Forwards.seen.clear()
+    with made(features=[Forwards.of]) as pipe:
+        pipe.step(X, target=Y)
+        pipe.predict(X)
+    assert Forwards.seen == [1] * 4
+    assert verify(mlp(), (X,), target=Y, loss_fn=squared_error, ranks=2, features=[Forwards.of]).ok
+    assert set(Forwards.seen[4:]) == {1}
+    refused(
+        ArgumentError, r"features: Forwards is a class; give what makes a stage's: Forwards\.of", features=[Forwards]
+    )
+    refused(ArgumentError, r"features=Forwards: expected a list of functions that", features="Forwards")
+    refused(ArgumentError, r"features: \S*<lambda> made an object of int for stage 0; expected", features=[lambda _: 3])
+    refused(ArgumentError, r"recompute: \S*<lambda> made an object of int for stage 0", recompute=lambda _: 3)
+    refused(ArgumentError, r"recompute: Forwards is a class; give .*Forwards\.of", recompute=[Forwards, "never"])
 
 
 def shows_check_finite() -> None:
@@ -206,6 +243,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     ),
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
+    "features": shows_features,
     "gradient_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
@@ -231,6 +269,61 @@ def test_trap_17_no_option_is_left_out() -> None:
     for name in ("micro_batches", "num_microbatches", "microbatch"):
         with pytest.raises(TypeError, match=rf"no argument {name}=; did you mean microbatches=\?"):
             pipeline(mlp(), batch()[:1], **{name: 2})  # type: ignore[arg-type]
+
+
+def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:
+    with made() as pipe:
+        for verb in (pipe.step, pipe.evaluate):
+            with pytest.raises(TypeError, match=r"neither a step nor the model .* targets=; did you mean target="):
+                verb(X, targets=Y)
+        with pytest.raises(TypeError, match=r"argument output=; did you mean outputs="):
+            pipe.predict(X, output=True)
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'mask'"):
+            pipe.step(X, mask=Y)
+        assert pipe.step(X, target=Y).loss > 0
+    with pytest.raises(TypeError, match=r"verify\(\) has no argument targets=; did you mean target=\?"):
+        verify(mlp(), (X,), targets=Y, loss_fn=squared_error, ranks=2)
+    assert verify(mlp(), (X,), target=Y, loss=squared_error, n_microbatches=2, stages_per_rank=1, ranks=2).ok
+
+
+def test_an_argument_of_the_model_may_resemble_a_steps() -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + targets
+
+    with made(model=Doubled(*mlp()), kwargs={"targets": Y}) as pipe:
+        assert pipe.step(X, targets=Y, target=Y).loss > 0
+
+
+def test_a_model_that_was_converted_is_refused_as_such() -> None:
+    model = nn.Sequential(*mlp(3), nn.BatchNorm1d(WIDTH))
+    with made(model=model) as pipe:
+        pipe.step(X, target=Y)
+        model.double()
+        with pytest.raises(ArgumentError, match=r"was float32 on cpu .* and is float64 on cpu now: the model was conv"):
+            pipe.step(X, target=Y)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skip = mlp(4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if self.skip and number % 2 == 0 else layer(x)
+        return x
+
+
+def test_automatic_cuts_that_a_later_batch_lacks_are_not_called_the_users() -> None:
+    chosen = "this batch cannot be cut where Penstock cut the first one, at 'layers.2'"
+    for cuts, said in ((None, chosen), (["layers.2"], "cuts: ")):
+        with made(model=Skipping(), cuts=cuts) as pipe:
+            assert pipe.cuts == ("layers.2",)
+            pipe.step(X, target=Y)
+            pipe.model.skip = True  # type: ignore[assignment]
+            with pytest.raises(PartitionError, match=f"{said}.*'layers.2' never runs for these inputs"):
+                pipe.step(X, target=Y)
 
 
 SECOND_NAMES = {

@@ -25,6 +25,7 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
+from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import MakeFrontEnd
 from penstock.runtime.gradients.dtypes import accumulate_in
@@ -77,6 +78,7 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: Compile = False,
     check_finite: bool = False,
+    features: Sequence[MakeFeature] = (),
     gradient_dtype: torch.dtype | None = None,
     lost_after: float | None = None,
     group_timeout: float | None = None,
@@ -135,14 +137,17 @@ def pipeline(
             first action to its last.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
-            "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
-            `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
-            stage.
+            "except_last" (all but each stage's last microbatch), "always", a whole number n (every n-th layer), or a
+            function that makes a kind of your own; see `penstock.runtime.features.context.Recompute`. One for all
+            stages, a list with one for each, or a dict by stage.
         offload: keep activations in the host's memory between forward and backward, if they are away for long enough
             to make room; also by stage.
         deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.
+        features: what stages do besides, in your own code: functions that make a
+            `penstock.runtime.features.feature.Feature` for a stage, or None; see docs/extending.md. They come after
+            Penstock's own, the outermost first. Each stays within its process, so ranks may have different ones.
         gradient_dtype: torch.float32: gradients of parameters in bfloat16 or float16 accumulate, and are summed over
             ranks, in float32, and `.grad` is in float32: sets `Tensor.grad_dtype`, which stays after `close`. None: in
             the parameter's own dtype, or whatever you set there.
@@ -184,6 +189,7 @@ def pipeline(
         deferred_batch_norm=deferred_batch_norm,
         compile=compile,
         check_finite=check_finite,
+        features=features,
         gradient_dtype=gradient_dtype,
         lost_after=lost_after,
         group_timeout=group_timeout,
@@ -192,7 +198,8 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    return build(model, example, world, order, options)
+    by_default = microbatches is None and isinstance(schedule, str)
+    return build(model, example, world, order, options, by_default=by_default)
 
 
 def build(
@@ -202,6 +209,7 @@ def build(
     order: Schedule,
     options: Options,
     *,
+    by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
 ) -> Pipeline:
@@ -209,10 +217,11 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
+        by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
     """
-    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
+    given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
     current = _device_of(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -229,7 +238,7 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close):
         whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting)
+        given = given or _cut(whole, order, options.cutting, by_default)
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
@@ -281,12 +290,14 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(
+    example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting, by_default: bool
+) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
     cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
-    batches.check_enough(cut, order.microbatches)
+    batches.check_enough(cut, order.microbatches, by_default)
     return cut
 
 

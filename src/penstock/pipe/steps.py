@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class Steps:
                 refuse_none(first.partitions[0].stages)
         self.schedule = first.schedule
 
-    @property
+    @cached_property
     def has_inputs(self) -> bool:
         """Whether this process runs the first stage."""
         return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
@@ -109,7 +109,7 @@ class Steps:
         by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
-    @property
+    @cached_property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage."""
         return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
@@ -238,6 +238,7 @@ class Steps:
                 sharded=split.sharded,
                 compile=arguments_of(self._options.compile),
                 check_finite=self._options.check_finite,
+                features=self._options.features,
             )
         return self._engine.bind(binding)
 

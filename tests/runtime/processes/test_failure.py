@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
 from penstock.runtime.processes.failure_detector import FailureDetector, Patience, Process, ProcessState
 from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, join
 from penstock.runtime.processes.joining import Meeting, Missing, place_of
+from penstock.runtime.processes.launcher import Launcher
 from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -337,6 +338,57 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     assert bench.dog.failure is not None
     assert (bench.dog.failure.rank, bench.dog.failure.kind) == (0, "stalled")
     assert bench.statuses[0] == 1
+
+
+def test_long_action_is_told_every_half_minute_and_is_no_failure(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may wait where nobody sees it: in FSDP's collectives, or the user's."""
+    bench.dog.position = Position("1F0")
+    bench.beats(40)
+    assert capsys.readouterr().err == "penstock: rank 1 runs 1F0 (30 s so far)\n"
+    bench.dog.partners = (0,)
+    bench.beats(2000)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "penstock: rank 1 runs 1F0 (60 s so far); rank 0 is outside of a step (0 s so far), with the same stages"
+    )
+    assert bench.dog.failure is None
+    bench.dog.position = OUTSIDE
+    bench.beats(100)
+    assert capsys.readouterr().err == "", "the caller's code may take its time"
+
+
+def test_partners_in_the_same_action_are_not_told_apart() -> None:
+    running = Sighting(Position("1F0"), 31.0)
+    assert long_action(0, [running, running], (1,)) == "rank 0 runs 1F0 (31 s so far)"
+
+
+def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    bench.dog._launcher = Launcher()
+    bench.dog.position = RECEIVE
+    bench.beats(2)
+    assert bench.dog.failure is None
+    started = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    bench.beats(1)
+    error = f"its torchrun agent (process {started}) is gone"
+    assert bench.dog.failure == Failure(1, "1RECV_F0", error, "lost")
+    assert bench.statuses[0] == 1
+    assert "failure" in bench.rank0.receive()[-1]
+    missing = Missing(0, 2, Patience())
+    missing._launcher = bench.dog._launcher
+    with pytest.raises(PipelineFailure, match="rank 0 stops: its torchrun agent"):
+        missing.check()
+
+
+def test_a_rank_that_torchrun_did_not_start_has_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    launcher = Launcher()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launcher.gone() is None
 
 
 def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -> None:

@@ -60,11 +60,13 @@ class CutBatch:
     kind: Hashable
 
 
-def check_enough(cut: CutBatch, microbatches: int) -> None:
-    """Raises ArgumentError if an example makes fewer microbatches than a schedule has."""
+def check_enough(cut: CutBatch, microbatches: int, by_default: bool = False) -> None:
+    """Raises ArgumentError if an example makes fewer microbatches than a schedule has. `by_default`: the user did not
+    say how many.
+    """
     if len(cut.sizes) < microbatches:
         raise ArgumentError(
-            f"microbatches={microbatches}, but the example makes {len(cut.sizes)}, of "
+            f"microbatches={microbatches}{' (the default)' * by_default}, but the example makes {len(cut.sizes)}, of "
             f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
             f"give a larger one or fewer microbatches, such as microbatches={len(cut.sizes)}"
         )
@@ -164,7 +166,7 @@ def split(
 
 
 def split_leaves(
-    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
+    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims
 ) -> list[tuple[Any, ...]]:
     """Like `split`, for a batch that is already flattened: the leaves of each microbatch."""
     if not flat.leaves:

@@ -74,7 +74,7 @@ class SplitModel:
             stages = self._record(training=True)[0].stages
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
-            self._refuse_copies(stages, shared, parallelize)
+            self._refuse_copies(stages, parallelize)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()
@@ -305,9 +305,7 @@ class SplitModel:
         """Where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(
-        self, stages: Sequence[Stage], shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None
-    ) -> None:
+    def _refuse_copies(self, stages: Sequence[Stage], parallelize: Parallelize | None) -> None:
         if parallelize is not None and self._placement.pipelines > 1:
             raise ArgumentError(
                 "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "

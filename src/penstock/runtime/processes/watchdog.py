@@ -19,11 +19,21 @@ from typing import Any
 
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes import heartbeat_server, host_clock
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes.failure import (
+    OUTSIDE,
+    Behind,
+    Failure,
+    Position,
+    Sighting,
+    long_action,
+    name_ranks,
+    wait_chain,
+)
 from penstock.runtime.processes.failure_detector import Patience, Process, silence
 from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
+from penstock.runtime.processes.launcher import Launcher
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
@@ -47,6 +57,7 @@ class Watchdog:
         behind: what it said last.
         offset: from this host's clock to that of rank 0's.
         sightings: each rank as its last beat showed it, at most a beat or two old.
+        partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
     """
 
     def __init__(
@@ -81,6 +92,8 @@ class Watchdog:
         self._asked = False
         self._warned_seconds = 0.0
         self.sightings: Sequence[Sighting] = [Sighting()] * ranks
+        self.partners: Sequence[int] = ()
+        self._launcher = Launcher()
 
     @classmethod
     def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
@@ -229,8 +242,13 @@ class Watchdog:
         """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         device_waits = self.behind is not None and bool(self.behind.position.peers)
-        if self.failure is None and (waits or device_waits) and (self.step, self.position) == self._held[:2]:
-            self._suspect(now)
+        if self.failure is None and (without := self._launcher.gone()):
+            self._record(Failure(self._rank, self._sighting().doing.action or None, without, "lost"))
+        if self.failure is None and (self.step, self.position) == self._held[:2]:
+            if waits or device_waits:
+                self._suspect(now)
+            elif self.position.action:
+                self._mention(now)
         if self.failure is not None and not self._closed.is_set():
             self._failed = now if self._failed is None else self._failed
             seconds = now - self._failed
@@ -267,6 +285,15 @@ class Watchdog:
         else:
             self._warned_seconds = seconds
             say(chain)
+
+    def _mention(self, now: float) -> None:
+        """Says that an action takes long. It may wait, unseen: in a collective of FSDP, or of the user's own."""
+        seconds = now - self._since
+        if seconds >= self._warned_seconds + self._patience.warn_seconds:
+            self._warned_seconds = seconds
+            sightings = list(self.sightings)
+            sightings[self._rank] = self._sighting()
+            say(long_action(self._rank, sightings, self.partners))
 
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
