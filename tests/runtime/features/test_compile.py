@@ -16,7 +16,6 @@ import penstock
 from distributed.jobs import train, train_here
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
-from penstock.schedule import generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import CASES, Case, gpt
 from scaffolding.ranks import Ranks
@@ -238,9 +237,9 @@ def test_what_cannot_be_compiled_is_refused(compile: Any, says: str) -> None:
     ],
 )
 def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> None:
-    notes = notes_of(compile, generate("1f1b", 2, 4), draws=True)
+    notes = notes_of(compile, draws=True)
     assert any("of the compiler's own" in note for note in notes) is expected
-    assert not any("of the compiler's own" in note for note in notes_of(compile, generate("1f1b", 2, 4), draws=False))
+    assert not any("of the compiler's own" in note for note in notes_of(compile, draws=False))
 
 
 @pytest.mark.long
