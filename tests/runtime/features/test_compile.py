@@ -87,17 +87,16 @@ def test_draws_do_not_make_it_compile_again() -> None:
     assert backend.graphs == before
 
 
-def test_a_split_backward_runs_whole_at_i_and_the_pipeline_says_so() -> None:
+def test_a_pipeline_says_that_compiled_stages_are_close_and_nothing_else() -> None:
     x, y = batch(8)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss}
-    with penstock.pipeline(mlp(), (x,), schedule="zb-h1", compile=SAME_BITS, **options) as pipe:
-        pipe.step(x, target=y)
-        assert pipe.split_share == {0: 0.0, 1: 0.0}
-        assert any("split_share is 0" in note for note in pipe.notes)
-    with penstock.pipeline(mlp(), (x,), schedule="1f1b", compile=SAME_BITS, **options) as pipe:
-        assert not any("split_share" in note for note in pipe.notes)
-        assert any("close, not equal" in note for note in pipe.notes)
+    for schedule in ("zb-h1", "1f1b"):
+        with penstock.pipeline(mlp(), (x,), schedule=schedule, compile=SAME_BITS, **options) as pipe:
+            pipe.step(x, target=y)
+            assert any("close, not equal" in note for note in pipe.notes)
+            assert not any("split_share" in note for note in pipe.notes)
     with penstock.pipeline(mlp(), (x,), schedule="zb-h1", **options) as pipe:
+        pipe.step(x, target=y)
         assert not any("compiled" in note for note in pipe.notes)
 
 
@@ -198,6 +197,15 @@ def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: st
         schedule=schedule,
         exact=True,
     ).check()
+
+
+def test_blocks_that_the_model_compiles_have_a_whole_backward_and_the_pipeline_says_so() -> None:
+    case = compiled_blocks(in_place=True)
+    with penstock.pipeline(case.model, case.args, schedule="zb-h1", ranks=2, microbatches=4, loss=case.loss) as pipe:
+        assert not any("split_share" in note for note in pipe.notes)
+        pipe.step(*case.args, target=case.target)
+        assert pipe.split_share == {0: 0.0, 1: 0.0}
+        assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
 
 
 @pytest.mark.distributed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -131,11 +131,17 @@ class TappedCode:
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Runs the code."""
-        uses, parameters = running(), {place: inputs[place] for place in self.parameters}
-        groups = ([inputs[place] for place in group] for group in self.groups)
-        run = _Run(self, parameters, None if uses is None else uses.deferral(map(tuple, groups)))
-        weights = [inputs[place] for place in self.weights]
-        taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, *weights)  # type: ignore[no-untyped-call]
+        parameters = {place: inputs[place] for place in self.parameters}
+        uses = running()
+        deferral = (
+            None
+            if uses is None
+            else uses.deferral([tuple(parameters[place] for place in group) for group in self.groups])
+        )
+        waiting = {p for p in self.weights if deferral is not None and deferral.waits(parameters[p])}
+        run = _Run(self, parameters, deferral, waiting)
+        now = [inputs[place] for place in self.weights if place not in waiting]
+        taps: tuple[Tensor, ...] = _Taps.apply(run, inputs, _ANCHOR, *now)  # type: ignore[no-untyped-call]
         given = list(inputs)
         for place in self.weights:
             given[place] = given[place].detach()
@@ -146,18 +152,23 @@ class TappedCode:
 
 @dataclass
 class _Run:
-    """One run of the code: what its backward needs beside what autograd keeps."""
+    """One run of the code: what its backward needs beside what autograd keeps.
+
+    Attributes:
+        waiting: the places of the weights whose gradients are put off.
+        further: the further results.
+    """
 
     code: TappedCode
     parameters: Mapping[int, Tensor]
     deferral: Deferral | None
-    further: Sequence[Tensor] = field(default=())
+    waiting: Collection[int]
+    further: Sequence[Tensor] = ()
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Puts off the weight gradients that can wait, and returns the others."""
-        deferral = self.deferral
-        if deferral is not None:
-            deferral.begin_backward()
+        if self.deferral is not None:
+            self.deferral.begin_backward()
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
         with torch.no_grad():
             for product in reversed(self.code.products):  # in autograd's order
@@ -166,46 +177,48 @@ class _Run:
                     continue
                 weights = tuple(self.parameters[place] for place in product.weights)
                 call = Waiting(weights, partial(product.terms, self.parameters), self._kept(product, grads), grad)
-                if deferral is not None and deferral.put_off(call):
+                if self.deferral is not None and product.weights[0] in self.waiting:
+                    self.deferral.put_off(call)
                     continue
                 with exact.outside_autocast(grad.device.type):
                     for place, term in zip(product.weights, call.terms(), strict=True):
                         terms[place].append(value_of(term))
-        sums = {place: total_of(self.parameters[place], values) for place, values in terms.items()}
-        return [sums.get(place) for place in self.code.weights]
+            sums = {place: total_of(self.parameters[place], values) for place, values in terms.items()}
+        return [sums.get(place) for place in self.code.weights if place not in self.waiting]
 
     def _kept(self, product: Product, grads: Sequence[Tensor | None]) -> list[SavedTensor]:
         kept: list[SavedTensor] = []
         for source in product.kept:
             if isinstance(source, TapOf):
                 value = grads[source.place]
-                assert value is not None, "it comes with the result's gradient"
-                kept.append(SavedTensor.of(value.squeeze(0)))
             else:
-                found = self.parameters if isinstance(source, Parameter) else self.further
-                kept.append(SavedTensor.of(found[source.place]))
+                value = (self.parameters if isinstance(source, Parameter) else self.further)[source.place]
+            assert value is not None, "what is kept comes with the result's gradient"
+            kept.append(SavedTensor.of(value))
         return kept
+
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""Makes taps take a gradient where all weights wait. (A weight must not be among the inputs then: autograd would call
+its hooks without a gradient.)"""
 
 
 class _Taps(torch.autograd.Function):
     """Makes the taps of a run, and passes their gradients to it."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, inputs: Sequence[Any], *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: _Run, inputs: Sequence[Any], anchor: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.run = run
         return tuple(tap.make(inputs) for tap in run.code.taps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *ctx.run.backward(grads)
+        return None, None, None, *ctx.run.backward(grads)
 
 
 class Tapped(torch.autograd.Function):
-    """Within the code: a product's result, as it is. In backward, the taps get the result's gradient and the input.
-
-    The input gets a dimension, so that no compiler takes what it has saved for a result that it must compute anew.
-    """
+    """Within the code: a product's result, as it is. In backward, the taps get the result's gradient and the input."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, tap: Tensor, input: Tensor | None, input_tap: Tensor | None) -> Tensor:
@@ -216,7 +229,7 @@ class Tapped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         given = grads[0]
         kept = ctx.saved_tensors
-        return given, given, None, kept[0].unsqueeze(0) if kept else None
+        return given, given, None, kept[0] if kept else None
 
 
 def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: Tensor | None = None) -> Tensor:

@@ -150,6 +150,7 @@ class _Tapping:
     def tap(self, node: fx.Node, found: _Found) -> Product:
         """Taps a product."""
         result: Tensor = node.meta["example_value"]
+        given, named = node.args, node.kwargs
         of_result, own = self._new(result.shape, result)
         taps, kept, places = [own], list[Source](), dict[fx.Node, Parameter | Kept]()
         for value in found.plan.kept:
@@ -158,13 +159,13 @@ class _Tapping:
             if input in found.weights:
                 kept.append(Parameter(self._places[input]))
             elif value.is_floating_point():
-                of_input, other = self._new((1, *value.shape), result)
+                of_input, other = self._new(value.shape, result)
                 taps += [self._cast(node, input, result.dtype), other]
                 kept.append(of_input)
             else:
                 kept.append(self._returned(node, input))
         places |= {arg: Parameter(self._places[arg]) for arg in node.all_input_nodes if self._is_parameter(arg)}
-        args, kwargs = fx.node.map_arg(node.args, places.get), fx.node.map_arg(node.kwargs, places.get)
+        args, kwargs = fx.node.map_arg(given, places.get), fx.node.map_arg(named, places.get)
         with self._graph.inserting_after(node):
             self._tapped[node] = self._graph.call_function(tapped, (node, *taps))
         weights = tuple(self._places[weight] for weight in found.weights)

@@ -276,12 +276,14 @@ class Deferral:
         self._uses._note_backward(None)
         self._uses._refuse_backward(self._waiting)
 
-    def put_off(self, call: Waiting) -> bool:
-        """Puts a call's weight gradients off, if they can wait."""
-        if self._waiting is None or not all(map(self._uses._waits, call.weights)):
-            return False
+    def waits(self, weight: Tensor) -> bool:
+        """Whether a weight's gradient is put off."""
+        return self._waiting is not None and self._uses._waits(weight)
+
+    def put_off(self, call: Waiting) -> None:
+        """Puts off a call's weight gradients."""
+        assert self._waiting is not None, "a weight waits"
         self._waiting.append(call)
-        return True
 
 
 def running() -> WeightUses | None:
