@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from distributed.jobs import train, train_here
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
-from scaffolding.models import CASES, Case, gpt
+from scaffolding.models import CASES, TRANSFORMERS, Case, gpt
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
 
@@ -260,6 +261,29 @@ def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_inductor_leaves_most_of_a_transformer_to_w(name: str) -> None:
+    """The short test, with another backend: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
+    case, grads = TRANSFORMERS[name](), list[dict[str, Tensor]]()
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "attention_mask"}
+    for schedule in ("1f1b", "zb-h1"):
+        model = copy.deepcopy(case.model)
+        assert isinstance(model, nn.Module)
+        options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": schedule, "compile": True}
+        with penstock.pipeline(model, case.args, kwargs, loss_fn=case.loss, **options) as pipe:
+            for _ in range(2):
+                pipe.step(*case.args, **kwargs)
+            assert all(share > 0.8 for share in pipe.split_share.values())
+            assert bool(pipe.split_share) is (schedule == "zb-h1")
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[0].items():
+        assert (grad - grads[1][key]).abs().max() <= 1e-5 * grad.abs().max(), key
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
