@@ -13,7 +13,10 @@ PYTEST := $(BIN)/python -m pytest -q
 TOGETHER := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ALONE := tests/fabric tests/network
 
-.PHONY: demo test test-part test-all check format bench clean
+# Where the environment forbids bytecode, each of the hundreds of processes would compile every module again.
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test test-part test-all check format bench gpu clean
 
 demo: $(READY)
 	$(BIN)/penstock demo
@@ -43,6 +46,12 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/runtime/bench.py
+	$(BIN)/python benchmarks/overhead/bench.py
+
+# With the Python that is given, its torch and transformers, since .venv has a torch for CPUs; installs nothing.
+# Parts take less than ten minutes each: `make gpu PART=2`; GPU has further options, such as GPU=--missing.
+gpu:
+	$(PYTHON) benchmarks/gpu/run.py $(if $(PART),--part $(PART)) $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

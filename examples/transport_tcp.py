@@ -83,7 +83,7 @@ class Sockets:
             channel.agreement.end_step()
 
     def drop_step(self):
-        """Nothing to do: if one rank fails, no other continues."""
+        """Nothing to do: between processes no step follows one that raised."""
 
     def close(self):
         for connection in self.connections.values():

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,22 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
-        gc.collect()
-        gc.freeze()
+        _freeze()
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Freezes what is left after each file: mostly modules that its tests have imported."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
+    return done
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 FOLDERS_ALONE = ("fabric", "network")
@@ -46,14 +60,15 @@ LONGEST_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def top(item: pytest.Item) -> str:
-        return item.path.relative_to(Path(__file__).parent).parts[0]
+    @cache
+    def top(path: Path) -> str:
+        return path.relative_to(Path(__file__).parent).parts[0]
 
     for item in items:
-        if item.get_closest_marker("alone") and top(item) not in FOLDERS_ALONE:
+        if item.get_closest_marker("alone") and top(item.path) not in FOLDERS_ALONE:
             raise pytest.UsageError(f"{item.nodeid} is to run alone: move it to one of the folders {FOLDERS_ALONE}")
     rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: rank.get(top(item), len(rank)))
+    items.sort(key=lambda item: rank.get(top(item.path), len(rank)))
 
 
 @pytest.fixture

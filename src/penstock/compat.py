@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -200,9 +201,30 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return bool(accumulation_hooks(parameter))
 
 
+def any_gradient_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of these has hooks on the gradient of each backward."""
+    return any(map(_gradient_hooks_of, parameters))
+
+
+def any_accumulation_hooks(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of these has hooks on its accumulated gradient."""
+    return any(map(_accumulation_hooks_of, parameters))
+
+
+_gradient_hooks_of = attrgetter("_backward_hooks")
+_accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
+
+
 def accumulation_hooks(parameter: Tensor) -> list[object]:
     """A parameter's hooks on its accumulated gradient."""
     return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def reduction_dtype(part: nn.Module) -> torch.dtype | None:
+    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters."""
+    state: Any = part._get_fsdp_state()  # type: ignore[operator]
+    dtype: torch.dtype | None = state._mp_policy.reduce_dtype
+    return dtype
 
 
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:

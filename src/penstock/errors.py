@@ -19,6 +19,12 @@ Each also derives from the built-in exception that callers would expect, so `exc
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
+import warnings
+from pathlib import Path
+
+_OWN_FOLDER = str(Path(__file__).parent) + os.sep
 
 
 class PenstockError(Exception):
@@ -74,3 +80,11 @@ class VerificationError(PenstockError, AssertionError):
 
 class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens to a run)
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
+
+
+def warn(message: str) -> None:
+    """Warns the user at the line of theirs that called Penstock."""
+    level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -13,6 +13,15 @@ from penstock.errors import ArgumentError
 P = ParamSpec("P")
 T = TypeVar("T")
 
+OF_PIPELINE = {
+    "loss": "loss_fn",
+    "n_microbatches": "microbatches",
+    "stages_per_rank": "chunks",
+    "example_args": "args",
+    "example_kwargs": "kwargs",
+}
+"""The second names of arguments of `pipeline`, `inspect` and `verify`."""
+
 
 def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.

@@ -94,11 +94,15 @@ def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> 
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     """Rebuilds a value from its leaves and its structure."""
+    if structure is LEAF:
+        return leaves[0]
     return _build(structure, iter(leaves), [])
 
 
 def map_tensors(function: Any, tree: Any) -> Any:
     """Replaces each tensor in a tree with `function(tensor)`. Objects that hold tensors are rebuilt."""
+    if isinstance(tree, Tensor):
+        return function(tree)
     flat = flatten(tree)
     return unflatten([function(x) if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
 

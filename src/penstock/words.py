@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
 
 
 def counted(number: int, what: str) -> str:
@@ -30,6 +32,12 @@ def in_ranges(names: Iterable[str]) -> list[str]:
         else:
             found.append((before, number, number, behind))
     return [f"{before}{first if first == last else f'{first}-{last}'}{behind}" for before, first, last, behind in found]
+
+
+def named(function: Any) -> Any:
+    """What gives a callable its name: a partial's function, or the class of an object that can be called."""
+    function = function.func if isinstance(function, partial) else function
+    return function if hasattr(function, "__qualname__") else type(function)
 
 
 def in_a_line(error: BaseException) -> str:

@@ -15,7 +15,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.verify import Line, block, fold, rank_main
+from penstock.cli._comparison_table import Line, block, fold
+from penstock.cli.verify import rank_main
 from penstock.errors import ArgumentError
 from penstock.launch.target import load
 from scaffolding.ranks import Ranks

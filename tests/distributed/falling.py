@@ -94,11 +94,11 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     found = [index for index, each in enumerate(bound.actions) if each.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
 
-    def run(microbatch: int, ready: Any) -> None:
+    def end(action: Any, ready: Any) -> None:
         fall(case["how"], folder / f"{case['name']}.fell")
 
     actions: list[BoundAction] = list(bound.actions)
-    actions[index] = replace(actions[index], run=run)
+    actions[index] = replace(actions[index], work=end)
     again = replace(cached, bound=replace(bound, actions=tuple(actions)))
     pipe.session.steps.bound_schedules._cached[bound.number] = again
 

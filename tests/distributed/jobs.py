@@ -292,8 +292,9 @@ def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     assert engine.control.groups is not None
     engine.control.groups.make((0, 1))  # as for a parameter that both hold
     checked = check_transport({rank: engine.transports[rank]})
+    kind = type(engine.transports.pop(rank)).__name__  # the checks have closed it
     engine.close()
-    return type(engine.transports[rank]).__name__, checked
+    return kind, checked
 
 
 def memory(rank: int) -> list[bool]:

@@ -61,7 +61,7 @@ class Nodes:
         self._folder = folder
         self._holders: list[subprocess.Popen[str]] = []
         self._started: list[subprocess.Popen[str]] = []
-        self._pids: list[int] = []
+        self.pids: list[int] = []
 
     def __enter__(self) -> Self:
         known = [f"{address} {name}" for address, name in zip(self.addresses, self.names, strict=True)]
@@ -73,7 +73,7 @@ class Nodes:
                 hosts = self._folder / f"hosts-{node}"
                 hosts.write_text("\n".join([*lines, ""]))
                 self._hold(host, hosts)
-            ends = [["name", "cable", "netns", str(pid)] for pid in self._pids]
+            ends = [["name", "cable", "netns", str(pid)] for pid in self.pids]
             _call("ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1])
             for node, address in enumerate(self.addresses):
                 _call(*self.enter(node), "ip", "address", "add", f"{address}/24", "dev", "cable")
@@ -104,9 +104,15 @@ class Nodes:
         self._started.append(process)
         return process
 
+    def cut(self) -> None:
+        """Cuts the cable: from now on neither machine hears from the other, nor that it is gone."""
+        too_small = ("tbf", "rate", "1kbit", "burst", "10b", "limit", "10b")  # for any frame, so that all are dropped
+        for node in range(len(self.names)):
+            _call(*self.enter(node), "tc", "qdisc", "add", "dev", "cable", "root", *too_small)
+
     def enter(self, node: int) -> list[str]:
         """What runs the command that follows it on a machine."""
-        return ["nsenter", "--target", str(self._pids[node]), *_SPACES, "--"]
+        return ["nsenter", "--target", str(self.pids[node]), *_SPACES, "--"]
 
     def _hold(self, name: str, hosts: Path) -> None:
         holder = subprocess.Popen(
@@ -121,7 +127,7 @@ class Nodes:
         assert holder.stderr is not None
         if holder.stdout.readline() != "ready\n":
             raise NodesError(f"namespaces cannot be made here: {holder.stderr.read().strip()}")
-        self._pids.append(int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text()))
+        self.pids.append(int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text()))
 
     def _end(self) -> None:
         for holder in self._holders:

@@ -1,9 +1,10 @@
 """What each rank of two machines runs, under torchrun. Its arguments are a folder, the name of another machine, and
-how to end: "well" or "badly".
+how to end: "well", "badly" or "not".
 
 It leaves FOLDER/shown.RANK, a JSON object: which ranks are reached through shared memory, and what `penstock.verify`
 says of each transport; for the second, MASTER_ADDR names the other machine. To end badly it then trains, and the last
-rank is killed in the middle of its second step.
+rank is killed in the middle of its second step. Not to end, it proves nothing, leaves
+FOLDER/trains.RANK after some steps, and trains until it is ended.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,11 +21,14 @@ import torch
 import torch.distributed as dist
 
 import penstock
-from penstock.runtime.processes.board import Process
+from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import models
+
+LOST_AFTER = 8.0
+"""Seconds."""
 
 
 def neighbours() -> list[int]:
@@ -72,8 +77,23 @@ def fall() -> None:
             pipe.step(x, target=x)
 
 
+def go_on(folder: Path) -> None:
+    """Trains for ever. A rank on another machine is lost after `LOST_AFTER`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    x = torch.randn(8, 8)
+    loss = torch.nn.functional.mse_loss
+    with penstock.pipeline(model, (x,), loss=loss, microbatches=4, lost_after=LOST_AFTER) as pipe:
+        for step in count():
+            pipe.step(x, target=x)
+            if step == 5:
+                (folder / f"trains.{dist.get_rank()}").touch()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[3] == "not":
+        go_on(Path(sys.argv[1]))
     dist.init_process_group("gloo")
     master = os.environ["MASTER_ADDR"]
     (Path(sys.argv[1]) / f"shown.{dist.get_rank()}").write_text(json.dumps(prove(sys.argv[2])))

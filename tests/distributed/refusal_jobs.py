@@ -15,7 +15,7 @@ from torch import nn
 
 import penstock
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure_detector import Patience
 from scaffolding.models import squared_error
 
 BEAT_SECONDS = 0.02

@@ -82,7 +82,7 @@ def conform(rank: int, neighbours: bool) -> tuple[str, list[str]]:
     engine.control.groups.make((0, 1))  # as for a parameter that both hold
     with mock.patch.object(StandIn, "data_ptr", address):  # so that alignment can be seen
         checked = check_transport({rank: engine.transports[rank]}, device)
-    inner = type(engine.transports[rank].inner).__name__  # type: ignore[attr-defined]
+    inner = type(engine.transports.pop(rank).inner).__name__  # type: ignore[attr-defined]
     engine.close()
     return inner, checked
 

@@ -12,7 +12,7 @@ from jobs import TASKS
 from torch import Tensor
 
 from penstock.schedule import Op, generators
-from penstock.testing.transport_scripts import SCRIPTS
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.ranks import Ranks, RanksError
 from scaffolding.representatives import representatives
@@ -291,7 +291,10 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_conformance(ranks2: Ranks, transport: str) -> None:
     kind = {"auto": "SharedMemoryTransport", "distributed": "DistributedTransport"}[transport]
-    assert ranks2.run(jobs.conform, transport) == [(kind, [script.__name__ for script in SCRIPTS])] * 2
+    assert (
+        ranks2.run(jobs.conform, transport)
+        == [(kind, [script.__name__ for script in scripts_for(collectives=True)])] * 2
+    )
 
 
 def test_a_pool_says_what_a_rank_raised(ranks2: Ranks) -> None:

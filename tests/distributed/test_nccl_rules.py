@@ -14,7 +14,7 @@ from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
-from penstock.testing.transport_scripts import SCRIPTS
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
@@ -124,4 +124,7 @@ def test_the_rules_with_a_device_id(ranks3: Ranks) -> None:
 
 
 def test_conformance(ranks2: Ranks) -> None:
-    assert ranks2.run(nccl_jobs.conform, seconds=SECONDS) == [[script.__name__ for script in SCRIPTS]] * 2
+    assert (
+        ranks2.run(nccl_jobs.conform, seconds=SECONDS)
+        == [[script.__name__ for script in scripts_for(collectives=True)]] * 2
+    )

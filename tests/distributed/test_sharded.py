@@ -117,6 +117,16 @@ def test_mixed_precision_of_fsdp(ranks4: Ranks, schedule: str) -> None:
     assert not torch.equal(half[0].losses[0], plain[0].losses[0])
 
 
+def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) -> None:
+    """What W adds meets in `.grad` what the next W or the last backward adds, before FSDP takes the sum away."""
+    options = {"dropout": 0.0, "microbatches": 6}
+    merged, split = (run(ranks4, DP, "half_precision", schedule=name, **options) for name in ("1f1b", "zb-h1"))
+    assert max(max(each.share.values(), default=0.0) for each in split) > 0.5
+    expected = together(merged, "gradients")
+    for name, gradient in together(split, "gradients").items():
+        assert torch.equal(gradient, expected[name]), name
+
+
 @pytest.mark.parametrize(("schedule", "how"), representatives(2, ["1f1b", "zb-h1"], ["by_plan", "by_sequence"]))
 def test_tensor_parallel_layers(ranks4: Ranks, schedule: str, how: str) -> None:
     dropout = 0.1 if how == "by_plan" else 0.0  # on activations that are divided, masks would be others

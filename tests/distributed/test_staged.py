@@ -11,7 +11,7 @@ import staged_jobs as jobs
 import torch.nn.functional as F
 
 import penstock
-from penstock.testing.transport_scripts import SCRIPTS
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
 
@@ -78,7 +78,10 @@ def test_replicas(four: Ranks, name: str) -> None:
 @pytest.mark.parametrize("neighbours", [True, False])
 def test_conformance(pair: Ranks, neighbours: bool) -> None:
     inner = "SharedMemoryTransport" if neighbours else "DistributedTransport"
-    assert pair.run(jobs.conform, neighbours) == [(inner, [script.__name__ for script in SCRIPTS])] * 2
+    assert (
+        pair.run(jobs.conform, neighbours)
+        == [(inner, [script.__name__ for script in scripts_for(collectives=True)])] * 2
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}], ids=str)

@@ -13,7 +13,7 @@ from distributed import factory_jobs, jobs
 from penstock import ArgumentError, pipeline
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
-from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks, RanksError
 from scaffolding.small import batch, mlp
 from scaffolding.tcp import EXAMPLE, EXAMPLES_OWN, sockets
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_conformance_of_two_threads() -> None:
-    assert check_factory(sockets) == [script.__name__ for script in POINT_TO_POINT_SCRIPTS]
+    assert check_factory(sockets) == [script.__name__ for script in scripts_for(collectives=False)]
 
 
 def test_the_kit_sees_a_transport_that_loses_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,10 @@ def test_the_kit_ends_where_a_message_never_arrives(monkeypatch: pytest.MonkeyPa
 
 
 def test_conformance_with_the_collectives_of_torch(ranks2: Ranks) -> None:
-    assert ranks2.run(jobs.conform, sockets) == [("Paired", [script.__name__ for script in SCRIPTS])] * 2
+    assert (
+        ranks2.run(jobs.conform, sockets)
+        == [("Paired", [script.__name__ for script in scripts_for(collectives=True)])] * 2
+    )
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("skips", "zb-h1"), ("tied_gpt", "interleaved-1f1b")])

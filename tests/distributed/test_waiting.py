@@ -23,6 +23,8 @@ SAID = {
     "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
     "device-hang-1": r"the device of rank 1 runs 1F1 \(\d+ s so far; it has finished 1RECV_F1; the host waits for "
     r"1SEND_F1 from rank 2\)",
+    "collective-sleep-2": r"rank 1 runs 1F0 \(\d+ s so far",
+    "sharded-sleep-1": r"has waited \d+ s for 0UNSHARD from ranks .*; rank 1 runs 0UNSHARD",
     "closing-sleep-1": r"rank 0 has reached the end of its program, and has waited \d+ s for rank 1 to close the",
 }
 """By phase, how a rank falls, and its number: what the others say."""

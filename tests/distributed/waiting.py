@@ -17,15 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import penstock
 from penstock import checkpoint
 from penstock.pipe import build
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.stage_runner import StageRunner
+from penstock.runtime.features.frame import Sharded
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.processes import groups, rendezvous
-from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -64,6 +67,20 @@ def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None])
     layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
     options = {"loss": nn.functional.mse_loss, "microbatches": 2, "schedule": "gpipe", "transport": sockets}
     pipe = penstock.pipeline(layers, (x,), devices=stand_in.DEVICE, **options)
+    for _ in range(2):
+        pipe.step(x, target=x)
+
+
+def train_sharded(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
+    """Three shards of one stage. The victim does not come to the second all-gather."""
+    calls = iter(range(99))
+    before(Sharded, "unshard", lambda: act() if next(calls) == 1 else None)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(4, 6)
+    options = {"loss": nn.functional.mse_loss, "microbatches": 2, "mesh": mesh}
+    pipe = penstock.pipeline(layers, (x,), parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"]), **options)
     for _ in range(2):
         pipe.step(x, target=x)
 
@@ -121,6 +138,9 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
         }
     else:
         dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    if phase == "collective":
+        meet = partial(dist.barrier, dist.new_group([1, 2]))  # of the user's own: Penstock does not know of it
+        before(StageRunner, "forward", meet if rank else nothing)
     here("init", nothing)()
     here("join", nothing)()
     ids = torch.randint(0, 11, (4, 5))
@@ -144,7 +164,7 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
         materialize=materialize if phase == "materialize" else None,
         parallelize=parallelize if phase == "parallelize" else None,
     )
-    here("stepping", nothing)()
+    here("stepping", here("collective", nothing))()
     pipe.step(ids, target=ids)
     here("gather", nothing)()
     pipe.gather(rank)
@@ -163,17 +183,20 @@ def work(folder: Path, case: str, rank: int) -> None:
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
     if phase == "device":
         train_on_device(rank, folder, case, act)
+    elif phase == "sharded":
+        train_sharded(rank, folder, case, act)
     else:
         train(rank, phase, folder, case, act)
 
 
 def over(folder: Path, case: str, left: set[int]) -> bool:
     """Whether nothing more is to be seen of a case: each of its ranks that are left has said what it waits for."""
-    _, how, victim = case.split("-")
+    phase, how, victim = case.split("-")
     others = left - {int(victim)}
     if not others:
         return True
     words = {"sleep": "has waited", "hang": "the device of rank"}.get(how)  # on a slow machine all wait now and then
+    words = "rank 1 runs 1F0" if phase == "collective" else words
     fell = words is not None and (folder / f"{case}.fell").exists()
     return fell and all(words in log_of(folder, case, rank).read_text() for rank in others)
 

@@ -19,8 +19,6 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
-from penstock.runtime.execute import assembly
-from penstock.runtime.features import recompute
 from penstock.schedule import check, generate, generators, peak_activations
 from penstock.simulate import StageCost, simulate
 
@@ -85,16 +83,13 @@ def test_a_transport_is_added(names: dict[str, Any], monkeypatch: pytest.MonkeyP
     follow(section("Add a transport"), names)
 
 
-def test_a_feature_and_recomputations_are_added(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feature_and_recomputations_are_added(names: dict[str, Any]) -> None:
     follow(section("Add a recomputation, or another feature"), names)
-    counts, kinds = names["Counts"], {"elsewhere": names["NotTheLastStage"].of}
-    monkeypatch.setattr(assembly, "FEATURES", (*assembly.FEATURES, counts.of))
-    monkeypatch.setattr(recompute, "KEPT_FORWARDS", {**recompute.KEPT_FORWARDS, **names["odd"]})
-    kinds |= dict.fromkeys(recompute.KEPT_FORWARDS, recompute.RecomputedStage.of)
-    for name, make in kinds.items():
-        monkeypatch.setitem(assembly.RECOMPUTE, name, make)  # type: ignore[arg-type]
-    model, given = names["model"], {"ranks": 2, "microbatches": 4, "schedule": "gpipe"}
-    for kind, forwards in {"never": (4, 4), "odd": (6, 6), "elsewhere": (8, 4)}.items():
+    counts, odd, elsewhere = names["Counts"], names["odd"], names["NotTheLastStage"].of
+    model = names["model"]
+    given: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": "gpipe"}
+    given["features"] = [counts.of]
+    for kind, forwards in (("never", (4, 4)), (odd, (6, 6)), (elsewhere, (8, 4)), ({1: elsewhere, 0: odd}, (6, 4))):
         with penstock.pipeline(model, (names["x"],), loss_fn=mse_loss, recompute=kind, **given) as pipe:
             counts.counts.clear()
             pipe.step(names["x"], target=names["y"])
@@ -113,30 +108,51 @@ def test_its_tables_have_every_method_and_every_hook() -> None:
     assert sorted(name for row in rows for name in re.findall(r"`(\w+)\(", row)) == sorted([*POINT_TO_POINT, *hooks])
 
 
-def test_a_step_has_these_frames(names: dict[str, Any]) -> None:
+def test_a_step_has_these_frames_which_docs_design_draws_too(names: dict[str, Any]) -> None:
     (drawn,) = section("How a step runs")
-    expected = [tuple(line.split()) for line in drawn.text.splitlines()]
-    seen: list[list[tuple[str, str]]] = []
+    calls, files = _drawn(drawn.text)
+    assert len(calls) == 6
+    assert _drawn((ROOT / "docs" / "design.md").read_text(encoding="utf-8").split("```\n")[1])[0] == calls
+    taken: list[tuple[str, ...]] = []
+    found: dict[str, str] = {}
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_qualname
+        if event == "call" and name in files:
+            found[name] = str(Path(frame.f_code.co_filename).relative_to(SOURCE))
+            taken.append(tuple(_frames(frame)))
+
     x = names["x"]
     with penstock.pipeline(names["model"], (x,), ranks=2, microbatches=2, loss_fn=mse_loss) as pipe:
-        hook = names["model"][0].register_forward_pre_hook(lambda *_: seen.append(list(_frames())))
-        pipe.step(x, target=names["y"])
-        hook.remove()
-    assert len(seen) == 2
-    assert all(frames[: len(expected)] == expected for frames in seen), seen[0]
+        sys.setprofile(note)
+        try:
+            pipe.step(x, target=names["y"])
+        finally:
+            sys.setprofile(None)
+    assert found == files
+    assert {call: taken.count(call) for call in taken} == {call: 4 if len(call) == 5 else 1 for call in calls}
 
 
-def _frames() -> Iterator[tuple[str, str]]:
-    """The functions that are being called, from `Pipeline.step` inwards, and their files."""
-    found: list[tuple[str, str]] = []
-    frame: Any = sys._getframe(1)
+def _drawn(text: str) -> tuple[list[tuple[str, ...]], dict[str, str]]:
+    """Each call of a diagram, as the functions from the outermost inwards, and what is written beside each function."""
+    calls: list[tuple[str, ...]] = []
+    beside: dict[str, str] = {}
+    for line in text.splitlines():
+        name, said = line.split(maxsplit=1)
+        depth = (len(line) - len(line.lstrip())) // 2
+        calls.append((*(calls[-1][:depth] if calls else ()), name))
+        beside[name] = said
+    return calls, beside
+
+
+def _frames(frame: Any) -> Iterator[str]:
+    """The functions that are being called, from `Pipeline.step` inwards."""
+    names: list[str] = []
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        inside = str(path.relative_to(SOURCE)) if path.is_relative_to(SOURCE) else ""
-        found.append((frame.f_code.co_qualname, inside))
+        names.append(frame.f_code.co_qualname)
         frame = frame.f_back
-    found.reverse()
-    yield from found[[name for name, _ in found].index("Pipeline.step") :]
+    names.reverse()
+    yield from names[names.index("Pipeline.step") :]
 
 
 def test_its_files_and_functions_exist() -> None:

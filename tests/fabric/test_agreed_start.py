@@ -15,10 +15,10 @@ import pytest
 
 from penstock.errors import FabricError
 from penstock.fabric.emulation import signals
-from penstock.fabric.emulation.board import VARIABLE, Board
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import enough
 from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.start_board import VARIABLE, StartBoard
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
 from scaffolding.ranks import Ranks
@@ -45,7 +45,7 @@ def test_no_host_begins_before_the_moment(ranks2: Ranks, path: str, by_board: bo
 
 
 def test_words_come_in_order_and_whole(path: str) -> None:
-    host, other = (Board(path, writes=writes, stall_seconds=10) for writes in (True, False))
+    host, other = (StartBoard(path, writes=writes, stall_seconds=10) for writes in (True, False))
     heard = []
 
     def listen() -> None:
@@ -68,7 +68,7 @@ def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, m
     """However slow it is, and whatever it loses, they begin at one moment."""
     monkeypatch.setattr(signals, "dist", None)
     host, other = (
-        signals.Signals(Members(rank, 2, None, None), Board(path, writes=rank == 0, stall_seconds=10))
+        signals.Signals(Members(rank, 2, None, None), StartBoard(path, writes=rank == 0, stall_seconds=10))
         for rank in range(2)
     )
     for flags in (0, 2, 0):
@@ -77,20 +77,21 @@ def test_between_hosts_of_one_machine_no_word_goes_over_the_network(path: str, m
 
 
 def test_nobody_waits_for_a_host_that_has_ended_or_is_silent(path: str) -> None:
-    Board(path, writes=True, stall_seconds=10)
+    StartBoard(path, writes=True, stall_seconds=10)
     with pytest.raises(FabricError, match=r"host 0 has not answered for 0\.2 s"):
-        Board(path, writes=False, stall_seconds=0.2).hear()
-    code = f"from penstock.fabric.emulation.board import Board; Board({path!r}, writes=True, stall_seconds=1)"
+        StartBoard(path, writes=False, stall_seconds=0.2).hear()
+    imported = "from penstock.fabric.emulation.start_board import StartBoard"
+    code = f"{imported}; StartBoard({path!r}, writes=True, stall_seconds=1)"
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(FabricError, match="host 0 has ended"):
-        Board(path, writes=False, stall_seconds=10).hear()
+        StartBoard(path, writes=False, stall_seconds=10).hear()
 
 
 def test_only_who_starts_the_hosts_gives_them_a_board(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert Board.of_environment(0, 1.0) is None
+    assert StartBoard.of_environment(0, 1.0) is None
     monkeypatch.setenv(VARIABLE, path)
-    assert isinstance(Board.of_environment(0, 1.0), Board)
+    assert isinstance(StartBoard.of_environment(0, 1.0), StartBoard)
     assert Path(path).stat().st_size == 40
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.fabric.dependence import correlation_time, effective_counts
+from penstock.fabric.autocorrelation import correlation_time, effective_counts
 from penstock.fabric.statistics import (
     PERCENTILES,
     StreamingQuantile,

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.demo import mlp
+from penstock.demo import mlp_training
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset
 from penstock.fabric.workload import Workload
@@ -18,16 +18,16 @@ from scaffolding.ranks import Ranks, RanksError
 STEPS, BATCH = 4, 8
 
 
-def train(rank: int, steps: int = STEPS, batch: int = BATCH) -> mlp.Training | None:
-    return mlp.train_mlp(steps, batch, warmup=0, images=mlp.random_images(), offset_ns=1000 * rank)
+def train(rank: int, steps: int = STEPS, batch: int = BATCH) -> mlp_training.Training | None:
+    return mlp_training.train_mlp(steps, batch, warmup=0, images=mlp_training.random_images(), offset_ns=1000 * rank)
 
 
 def by_hand(ranks: int) -> list[float]:
     """One process with all ranks' rows."""
-    data, targets, _ = mlp.random_images()
+    data, targets, _ = mlp_training.random_images()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = mlp.classifier()
+        model = mlp_training.classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order, losses = torch.Generator().manual_seed(0), []
     for _ in range(STEPS):
@@ -65,9 +65,9 @@ def test_its_emulation_has_the_presets_sizes_and_its_own_times(ranks2: Ranks):
     assert Workload.from_dict(workload.to_dict()) == workload
 
 
-def train_and_keep(rank: int) -> tuple[mlp.Training | None, list[list[tuple[int, ...]]]]:
+def train_and_keep(rank: int) -> tuple[mlp_training.Training | None, list[list[tuple[int, ...]]]]:
     kept: list[list[tuple[int, ...]]] = []
-    training = mlp.train_mlp(STEPS, BATCH, warmup=1, images=mlp.random_images(), keep=kept.append)
+    training = mlp_training.train_mlp(STEPS, BATCH, warmup=1, images=mlp_training.random_images(), keep=kept.append)
     return training, kept
 
 
@@ -90,24 +90,24 @@ def test_a_batch_that_the_data_cannot_give(ranks2: Ranks):
 
 def test_without_a_process_group():
     with pytest.raises(ArgumentError, match="init_process_group"):
-        mlp.train_mlp(1)
+        mlp_training.train_mlp(1)
 
 
 def test_layers_are_summed_as_the_preset_says():
     sizes: list[int] = []
-    steps = mlp._Steps(0, 0.1, lambda flat: sizes.append(flat.numel() * 4))
-    data, targets, _ = mlp.random_images()
+    steps = mlp_training._Steps(0, 0.1, lambda flat: sizes.append(flat.numel() * 4))
+    data, targets, _ = mlp_training.random_images()
     for _ in range(2):
         steps.step(data[:2], targets[:2])
     assert sizes == [t.bytes for t in preset("mlp").transfers] * 2
 
 
 def test_digits_are_scaled_up_or_random(monkeypatch):
-    images, targets, source = mlp.digits()
-    assert images.shape == mlp.random_images()[0].shape == (1797, 784)
+    images, targets, source = mlp_training.digits()
+    assert images.shape == mlp_training.random_images()[0].shape == (1797, 784)
     assert (float(images.min()), sorted(set(targets.tolist()))) == (0.0, list(range(10)))
     assert images.max() <= 1
     assert "scikit-learn" in source
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert mlp.digits()[2] == "random images"
-    assert torch.equal(mlp.digits()[0], mlp.random_images()[0])
+    assert mlp_training.digits()[2] == "random images"
+    assert torch.equal(mlp_training.digits()[0], mlp_training.random_images()[0])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError
+from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here
 
 JOB = Path(__file__).with_name("lightning_job.py")
@@ -50,18 +51,34 @@ def test_a_run_goes_on_as_it_would_have(tmp_path: Path, monkeypatch: pytest.Monk
     assert resumed.stdout.splitlines() == steps[1:]
 
 
+def lines_of_lightning(rank: int) -> list[str]:
+    """What a rank of a pool prints, which Lightning believes to be torchrun's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK"):
+            patch.setenv(name, str(rank))
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.setenv(name, "2")
+        patch.setenv("TORCHELASTIC_RUN_ID", "pool")
+        return lines_here(JOB)
+
+
 @pytest.mark.distributed
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.long)], ids=["of a pool", "launched"])
 def test_validation_logging_and_early_stopping_agree_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (alone,) = lines_here(JOB)
     _, steps, expected = json.loads(alone)
     assert steps == 6, "EarlyStopping ended it after three epochs of two"
     assert float.fromhex(expected.pop("rank")) == 0
-    together = run(*RUN, JOB, folder=tmp_path)
-    assert together.returncode == 0, together.stderr
-    ranks = sorted(map(json.loads, together.stdout.splitlines()))
+    if launched:
+        together = run(*RUN, JOB, folder=tmp_path)
+        assert together.returncode == 0, together.stderr
+        lines = together.stdout.splitlines()
+    else:
+        lines = [line for of_rank in ranks2.run(lines_of_lightning) for line in of_rank]
+    ranks = sorted(map(json.loads, lines))
     assert [(rank, taken) for rank, taken, _ in ranks] == [(0, 6), (1, 6)]
     for _, _, shown in ranks:
         assert float.fromhex(shown.pop("rank")) == 2, "0 and 1 were added, for two batches"

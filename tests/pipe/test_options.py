@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
@@ -44,7 +46,8 @@ def step(**options: Any) -> penstock.StepResult:
 
 def shows_kwargs() -> None:
     with made(args=(), kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
-        pipe.step(input=X, target=Y)
+        loss = pipe.step(input=X, target=Y).loss
+    assert loss == step(model=mlp(1), ranks=1).loss
 
 
 def shows_balance() -> None:
@@ -99,6 +102,40 @@ def shows_offload() -> None:
 def shows_compiled() -> None:
     assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
     refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
+
+
+class Forwards(Feature):
+    """Notes the stages that run forwards."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, stage: StageContext) -> None:
+        self.index = stage.index
+
+    @classmethod
+    def of(cls, stage: StageContext) -> Feature | None:
+        return None if stage.index == 0 else cls(stage)
+
+    def run(self, microbatch: int) -> Context:
+        self.seen.append(self.index)
+        return NOTHING
+
+
+def shows_features() -> None:
+    Forwards.seen.clear()
+    with made(features=[Forwards.of]) as pipe:
+        pipe.step(X, target=Y)
+        pipe.predict(X)
+    assert Forwards.seen == [1] * 4
+    assert verify(mlp(), (X,), target=Y, loss_fn=squared_error, ranks=2, features=[Forwards.of]).ok
+    assert set(Forwards.seen[4:]) == {1}
+    refused(
+        ArgumentError, r"features: Forwards is a class; give what makes a stage's: Forwards\.of", features=[Forwards]
+    )
+    refused(ArgumentError, r"features=Forwards: expected a list of functions that", features="Forwards")
+    refused(ArgumentError, r"features: \S*<lambda> made an object of int for stage 0; expected", features=[lambda _: 3])
+    refused(ArgumentError, r"recompute: \S*<lambda> made an object of int for stage 0", recompute=lambda _: 3)
+    refused(ArgumentError, r"recompute: Forwards is a class; give .*Forwards\.of", recompute=[Forwards, "never"])
 
 
 def shows_check_finite() -> None:
@@ -206,6 +243,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     ),
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
+    "features": shows_features,
     "gradient_dtype": shows_gradient_dtype,
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,

@@ -26,7 +26,7 @@ CPU_SECONDS = {
     "tests/distributed/test_staged.py": 150,
     "tests/distributed/test_mesh.py": 85,
     "tests/distributed/test_cluster_examples.py": 70,
-    "tests/distributed/test_nodes.py": 70,
+    "tests/distributed/test_nodes.py": 150,
     "tests/cli/test_resume.py": 60,
     "tests/distributed/test_recompute_ranks.py": 55,
     "tests/search/test_exact_found.py": 50,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.errors import ShapeError
 from penstock.runtime.transport import Agreement, Endpoint, from_bytes, to_bytes
+from penstock.runtime.transport.local import LocalChannel, LocalHub, LocalTransport
 from penstock.stages import Link
-from penstock.testing import check_factory
-from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS
+from penstock.testing import check_factory, check_transport
+from penstock.testing.transport_scripts import scripts_for
 
-Mailbox = defaultdict[Any, "queue.Queue[Any]"]
+Mailbox = dict[Any, "queue.Queue[Any]"]
 
 
 class Posted:
@@ -27,18 +30,21 @@ class Posted:
     def send(self, microbatch: int, tensors: Any) -> None:
         layouts = self.agreement.check(microbatch, tensors)
         parts = [None if t is None else (layout, to_bytes(t)) for layout, t in zip(layouts, tensors, strict=True)]
-        self.box[(*self.key, microbatch)].put(parts)
+        self.place(microbatch).put(parts)
+
+    def place(self, microbatch: int) -> queue.Queue[Any]:
+        return self.box.setdefault((*self.key, microbatch), queue.Queue())  # either rank may be the first to look
 
     def post(self, microbatch: int) -> None: ...
 
     def receive(self, microbatch: int) -> list[Any]:
-        parts = self.box[(*self.key, microbatch)].get(timeout=5)
+        parts = self.place(microbatch).get(timeout=5)
         return [part and from_bytes(part[1], part[0], torch.device("cpu")) for part in parts]
 
 
-def shared_mailbox(key: Callable[[int, Link, bool], Any]) -> Any:
+def shared_mailbox(key: Callable[[int, Link, bool], Any], kind: type[Posted] = Posted) -> Any:
     """A factory of transports whose channels have this key."""
-    box: Mailbox = defaultdict(queue.Queue)
+    box: Mailbox = {}
 
     class Shared:
         def __init__(self, endpoint: Endpoint) -> None:
@@ -47,7 +53,7 @@ def shared_mailbox(key: Callable[[int, Link, bool], Any]) -> Any:
         def connect(self, source_rank: int, target_rank: int) -> None: ...
 
         def channel(self, program: int, link: Link, source_rank: int, target_rank: int, *, backward: bool) -> Posted:
-            made = Posted(box, key(program, link, backward), link)
+            made = kind(box, key(program, link, backward), link)
             self.channels.append((program, made))
             return made
 
@@ -66,7 +72,7 @@ def shared_mailbox(key: Callable[[int, Link, bool], Any]) -> Any:
 
 def test_a_mailbox_that_both_ranks_share_conforms() -> None:
     names = check_factory(shared_mailbox(lambda program, link, backward: (program, link, backward)))
-    assert names == [script.__name__ for script in POINT_TO_POINT_SCRIPTS]
+    assert names == [script.__name__ for script in scripts_for(collectives=False)]
 
 
 @pytest.mark.parametrize(
@@ -81,6 +87,59 @@ def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None
         check_factory(shared_mailbox(key))
     if isinstance(error.value, AssertionError):
         assert str(error.value).startswith(f"{script}: ")
+    assert f"penstock: in the script {script}" in error.value.__notes__
+
+
+class Late(Posted):
+    """Sends a little later, as from a queue of its own, unless it is closed before."""
+
+    def __init__(self, box: Mailbox, key: Any, link: Link) -> None:
+        super().__init__(box, key, link)
+        self.queue = ThreadPoolExecutor(1)
+
+    def send(self, microbatch: int, tensors: Any) -> None:
+        self.agreement.check(microbatch, tensors)
+        self.queue.submit(time.sleep, 0.02)
+        self.queue.submit(super().send, microbatch, list(tensors))
+
+
+def test_a_close_that_drops_what_is_under_way_is_found() -> None:
+    made = shared_mailbox(lambda *key: key, Late)
+
+    def close(self: Any) -> None:
+        for _, channel in self.channels:
+            channel.queue.shutdown(cancel_futures=True)
+
+    made.close = close
+    with pytest.raises(queue.Empty) as error:
+        check_factory(made)
+    assert "penstock: in the script what_was_sent_arrives_after_close" in error.value.__notes__
+
+
+def local() -> dict[int, LocalTransport]:
+    hub = LocalHub([torch.device("cpu")] * 2)
+    return {rank: LocalTransport(rank, hub) for rank in (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "script"),
+    [
+        ("LocalTransport", "a_dropped_step_leaves_nothing"),
+        ("LocalChannel", "a_dropped_step_leaves_nothing"),
+        ("_Sum", "a_dropped_step_leaves_no_sums"),
+    ],
+)
+def test_a_dropped_step_that_leaves_something_is_found(
+    broken: str, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def only_channels(self: LocalTransport) -> None:
+        for channel in self._hub.channels.values():
+            channel.drop_step()
+
+    owner = LocalChannel if broken == "LocalChannel" else LocalTransport
+    monkeypatch.setattr(owner, "drop_step", only_channels if broken == "_Sum" else lambda self: None)
+    with pytest.raises((AssertionError, ShapeError)) as error:
+        check_transport(local())
     assert f"penstock: in the script {script}" in error.value.__notes__
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint import folders
-from penstock.checkpoint.agreement import OWN_PART, attempt, together
+from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint import folders
-from penstock.checkpoint.agreement import on_first, together
+from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.contents import (
     Rest,
     Stateful,

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock.checkpoint import folders, storage
-from penstock.checkpoint.agreement import OWN_PART, attempt, on_first, together
+from penstock.checkpoint.all_or_none import OWN_PART, attempt, on_first, together
 from penstock.checkpoint.contents import (
     REST,
     Group,

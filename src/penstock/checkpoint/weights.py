@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from penstock.checkpoint.agreement import together
+from penstock.checkpoint.all_or_none import together
 from penstock.checkpoint.sources import Source, source_of
 from penstock.errors import ArgumentError
 from penstock.partition.units.chain import as_module, known_names

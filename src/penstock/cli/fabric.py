@@ -226,7 +226,7 @@ def train(
     _refuse_unmade(network)
     spec = how.spec(preset("mlp"), network, counts.count())
     _check(spec, how.number())
-    _on_hosts(spec, network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp")
+    _on_hosts(spec, network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp_training")
 
 
 def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:

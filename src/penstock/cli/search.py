@@ -15,8 +15,8 @@ from rich.console import Console
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
-from penstock.cli._elsewhere import Elsewhere, place, shorter
 from penstock.cli._microbatches import CUT
+from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
 from penstock.cli._size import weigh_search
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
@@ -150,7 +150,7 @@ def answer(question: Question, costs: Costs) -> Found:
     )
 
 
-def summary(found: Found, elsewhere: Elsewhere | None) -> dict[str, str]:
+def summary(found: Found, elsewhere: ShorterSchedule | None) -> dict[str, str]:
     """What a search adds to its schedule's figures, one line each."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {

@@ -10,21 +10,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._spread import OUTPUT_PANEL, Json
+from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import (
-    BalanceName,
     BalanceOption,
     Cuts,
     Leaves,
@@ -38,7 +34,6 @@ from penstock.cli._target import (
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, generate
-from penstock.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,12 +42,6 @@ if TYPE_CHECKING:
     from penstock.runtime.batch.cutting import Microbatch
     from penstock.runtime.execute.transports import TransportChoice
     from penstock.runtime.transport.protocol import TransportFactory
-
-LONG_TABLE = 24
-"""In a table with more rows than this, equal ones are folded by module."""
-
-_STYLES = {"equal": "green", "close": "yellow"}
-
 
 ReductionName = Literal["mean", "sum"]
 """How the loss is reduced over the batch."""
@@ -64,53 +53,30 @@ GradientDtype = Literal["float32", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to verify.
+    """What to verify."""
 
-    `chunks` None: the schedule's usual number. `microbatches` None: see `Cutting.usual`. `exact` None: wherever that
-    is promised. `transport`: "staged" or the name of a factory; None: the library chooses.
-    """
-
-    target: str
-    ranks: int
-    chunks: int | None
-    microbatches: int | None
-    schedule: str
-    reduction: ReductionName
-    cuts: Sequence[str] | None
-    exact: bool | None
-    recompute: str | int = "never"
-    whole_batch: bool = True
-    leaves: Sequence[str] | None = None
-    opens: Sequence[str] | None = None
-    balance: BalanceName = "flops"
-    replicas: int = 1
-    transport: str | None = None
-    gradient_dtype: GradientDtype | None = None
-
-
-def verify(
-    target: TargetName,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2,
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None,
+    target: TargetName
+    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None
     microbatches: Annotated[
         int | None, typer.Option(help=f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
-    ] = None,
-    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
+    ] = None
+    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b"
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
-    ] = "mean",
-    cuts: Cuts = None,
-    leaves: Leaves = None,
-    opens: Opens = None,
-    balance: BalanceOption = "flops",
-    recompute: Recompute = "never",
+    ] = "mean"
+    cuts: Cuts = None
+    leaves: Leaves = None
+    opens: Opens = None
+    balance: BalanceOption = "flops"
+    recompute: Recompute = "never"
     gradient_dtype: Annotated[
         GradientDtype | None,
         typer.Option(help="What gradients of parameters in lower precision accumulate in; default: in the same."),
-    ] = None,
+    ] = None
     replicas: Annotated[
         int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
-    ] = 1,
+    ] = 1
     transport: Annotated[
         str | None,
         typer.Option(
@@ -119,18 +85,23 @@ def verify(
             "staged: the same, through the host's memory; FILE:FACTORY: the same, over your own transport, made by "
             "that function.",
         ),
-    ] = None,
+    ] = None
     exact: Annotated[
         bool | None,
         typer.Option("--exact/--no-exact", help="Demand equality to the bit; default: wherever it is promised."),
-    ] = None,
+    ] = None
     whole_batch: Annotated[
         bool,
         typer.Option(
             "--whole-batch/--no-whole-batch",
             help="Also compare with the whole batch, and say why if it differs.",
         ),
-    ] = True,
+    ] = True
+
+
+@spread
+def verify(
+    case: Case,
     as_json: Json = False,
     show_all: Annotated[
         bool, typer.Option("--all", help="Print a row for every value.", rich_help_panel=OUTPUT_PANEL)
@@ -148,20 +119,10 @@ def verify(
     The exit status is 0 if everything is equal, 1 if something differs or nothing
     is proven because the loss is NaN or infinite, and 2 on any other error.
     """
-    case = Case(
-        *(target, ranks, chunks, microbatches, schedule, reduction, names(cuts), exact, recomputed(recompute)),
-        leaves=names(leaves),
-        opens=names(opens),
-        whole_batch=whole_batch,
-        balance=balance,
-        replicas=replicas,
-        gradient_dtype=gradient_dtype,
-        transport=None if transport in (None, "local", "distributed") else transport,
-    )
     _choice(case.transport)  # raises before any process starts
-    in_one_process = _is_local(transport, replicas)
-    count = MICROBATCHES if microbatches is None else microbatches
-    generate(schedule, ranks, count, chunks)  # raises before anything is loaded
+    in_one_process = _is_local(case.transport, case.replicas)
+    count = MICROBATCHES if case.microbatches is None else case.microbatches
+    generate(case.schedule, case.ranks, count, case.chunks)  # raises before anything is loaded
     try:
         report = prove(case) if in_one_process else prove_distributed(case)
     except KeyboardInterrupt:
@@ -221,12 +182,12 @@ def prove(case: Case) -> dict[str, Any]:
             ranks=case.ranks,
             chunks=case.chunks,
             microbatches=case.microbatches,
-            cuts=case.cuts,
-            opens=case.opens,
+            cuts=names(case.cuts),
+            opens=names(case.opens),
             balance=case.balance,
-            recompute=case.recompute,
+            recompute=recomputed(case.recompute),
             gradient_dtype=case.gradient_dtype and getattr(torch, case.gradient_dtype),
-            leaves=case.leaves,
+            leaves=names(case.leaves),
             whole_batch=case.whole_batch,
             transport=_choice(case.transport),
             **given.cutting,
@@ -237,8 +198,10 @@ def _choice(name: str | None) -> TransportChoice:
     """`transport=` of `penstock.verify`. Raises ArgumentError if there is no such choice."""
     from penstock.launch.target import function_named
 
-    if name in (None, "staged"):
-        return "auto" if name is None else "staged"
+    if name in (None, "local", "distributed"):  # where the ranks run; what carries messages, the library chooses
+        return "auto"
+    if name == "staged":
+        return "staged"
     if ":" not in name:
         raise ArgumentError(
             f"--transport {name}: expected local, distributed, staged, or a factory of your own as module:function or "
@@ -311,76 +274,6 @@ def rank_main(folder: Path) -> int:
         left = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(left), encoding="utf-8")
     return 2 if "error" in left else 0
-
-
-def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False) -> None:
-    """Prints what was compared, one row per value, and the summary."""
-    rows = report["rows"]
-    lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("value", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("max|difference|", justify="right", no_wrap=True)
-    if any(line.step for line in lines):
-        table.add_column("step", no_wrap=True)
-    for line in lines:
-        verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
-        step = [str(line.step)] if line.step else []
-        stages = ", ".join(map(str, line.stages))
-        table.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
-    console.print(table)
-    counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
-    if report["replicas"] > 1:
-        counts = {"replica": report["replicas"]} | counts
-    sizes = ", ".join(counted(count, what) for what, count in counts.items())
-    if report["notes"]:
-        console.print("\n" + "\n".join(f"note: {note}" for note in report["notes"]), soft_wrap=True, markup=False)
-    whole = report["whole_batch"]
-    if whole is not None and whole["verdict"] == "explained":
-        console.print(f"\nwhole batch: {whole['text']}", soft_wrap=True, markup=False)
-    console.print(f"\n{report['schedule']}, {sizes}: {report['summary']}", soft_wrap=True, markup=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A row of the table: one comparison, or several whose values are equal."""
-
-    kind: str
-    name: str
-    stages: tuple[int, ...]
-    verdict: str
-    difference: float
-    step: int = 0
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Line:
-        stages, step = tuple(row["stages"]), row.get("step", 0)
-        return cls(row["kind"], row["name"], stages, row["verdict"], row["max_difference"], step)
-
-
-def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """Merges neighbouring rows of one block that are all equal, or all undefined; keeps the others as they are."""
-
-    def key(line: Line) -> tuple[Any, ...]:
-        place = block(line.name) if line.kind in ("gradient", "buffer") else ""
-        alike = line.verdict in ("equal", "undefined")
-        return (line.kind, place, line.stages, line.verdict, line.step) if alike else (line,)
-
-    for _, group in groupby(map(Line.of, rows), key):
-        first, *others = group
-        if others:
-            place = block(first.name) if first.kind in ("gradient", "buffer") else ""
-            first = replace(first, name=f"{place}.* ({len(others) + 1})" if place else f"all {len(others) + 1}")
-        yield first
-
-
-def block(name: str) -> str:
-    """The repeated block that a parameter is in (`layers.3` for `layers.3.norm.weight`), or otherwise its module."""
-    parts = name.split(".")
-    end = next((i + 1 for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[:end])
 
 
 def _finite(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.fabric.dependence import correlation_time
+from penstock.fabric.autocorrelation import correlation_time
 from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run

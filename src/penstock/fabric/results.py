@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.fabric.autocorrelation import effective_counts
 from penstock.fabric.bounds import lower_bound_seconds
-from penstock.fabric.dependence import effective_counts
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
@@ -278,7 +278,7 @@ def _step(run: Run, workload: Workload, times: list[TransferTimes], transfers: l
     return {
         "name": "step",
         "bytes": size,
-        "collective": _common(transfers, "collective"),
+        "collective": _common_collective(transfers),
         "algorithm": str(run.record.get("algorithm", "")),
         "trials": len(measured),
         **_times("time", summary),
@@ -298,9 +298,9 @@ def _if_transfers_took(workload: Workload, seconds: list[float], hosts: int, *, 
     return float(computed_step(workload, [np.array([one]) for one in seconds], hosts, overlap=overlap)[0])
 
 
-def _common(transfers: list[dict[str, Any]], key: str) -> str | None:
-    """Returns the value that all of them share; None if they differ."""
-    found = {one[key] for one in transfers}
+def _common_collective(transfers: list[dict[str, Any]]) -> str | None:
+    """Returns the collective that all of them share; None if they differ."""
+    found = {one["collective"] for one in transfers}
     return found.pop() if len(found) == 1 else None
 
 

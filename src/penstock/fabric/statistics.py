@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import ArgumentError, require
-from penstock.fabric.dependence import correlation_time, effective_counts
+from penstock.fabric.autocorrelation import correlation_time, effective_counts
 
 Interval = tuple[float, float]
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}

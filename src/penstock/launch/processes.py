@@ -215,7 +215,7 @@ def memory(name: str) -> Iterator[str]:
         os.close(descriptor)
 
 
-def cores_for(ranks: int, threads: int | None = None) -> dict[str, str]:
+def cores_for(ranks: int, threads: int | None) -> dict[str, str]:
     """What sets the number of threads of each rank; nothing if the environment does, and none is given."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return {}

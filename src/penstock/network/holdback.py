@@ -5,8 +5,8 @@ has less to spare, a host gets less.
 
 The kernel enforces it through a cgroup quota, a number of microseconds of processor time per period on any cores.
 Without such a cgroup (for example in a container where none is writable), a process of ours stops and continues the
-host's processes (duty.py). That is coarser: a waiting system call may return EINTR, a process of the host that was
-stopped by someone else is continued, and each slow host costs a few percent of a core.
+host's processes (signal_throttle.py). That is coarser: a waiting system call may return EINTR, a process of the host
+that was stopped by someone else is continued, and each slow host costs a few percent of a core.
 
 The period is short, because otherwise a host is not slow but stalls: whatever fits into one quota runs at full speed,
 and the rest waits for the next. At 25%, 3 ms of work should take 12 ms, and 10 ms of work 40 ms. Measured, from the 5th
@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.errors import ArgumentError, FabricError
-from penstock.network import duty, keeper
+from penstock.network import keeper, signal_throttle
 from penstock.network.programs import start_program
 
 PERIOD_US = 10_000
@@ -207,7 +207,7 @@ class GroupsV1(_Groups):
 
 
 class Signals(Means):
-    """A process of ours for each slow host, which stops and continues the host's processes (duty.py).
+    """A process of ours for each slow host, which stops and continues the host's processes (signal_throttle.py).
 
     A command stops itself before its first instruction, and our process continues it once it has seen it.
     """
@@ -223,7 +223,7 @@ class Signals(Means):
         for host, share in self._slow.items():
             namespace = keeper.FOLDER / f"{self._emulation}-h{host}"
             self._processes[host] = start_program(
-                str(duty.__file__),
+                str(signal_throttle.__file__),
                 (str(namespace), repr(share), str(os.getpid())),
                 f"slows host {host}",
                 stdin=subprocess.DEVNULL,

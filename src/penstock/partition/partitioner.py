@@ -24,7 +24,7 @@ from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.partition import Origin, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
-from penstock.partition.state.given import Attributes, Given
+from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, refuse_compiled, refuse_lazy
@@ -92,7 +92,7 @@ class Partitioner:
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        self._given = Given()
+        self._assumptions = Assumptions()
         self._look_around()
 
     def __call__(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Partition:
@@ -146,15 +146,15 @@ class Partitioner:
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
-        return self._given.read()
+        return self._assumptions.read()
 
     def settle(self, attributes: Attributes) -> None:
         """Call after a step, with the earlier `attributes`: what the step itself changed does not count as a change."""
-        self._given.settle(attributes)
+        self._assumptions.settle(attributes)
 
     def opened_modules(self) -> frozenset[int]:
         """`id` of each module whose forward is recorded call by call."""
-        return frozenset(map(id, self._given.opened.values()))
+        return frozenset(map(id, self._assumptions.opened.values()))
 
     def names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the model, including tied ones, the name that stages use."""
@@ -167,7 +167,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        self._given.look_around(self.model, _opened(self.model, units))
+        self._assumptions.look_around(self.model, _opened(self.model, units))
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]

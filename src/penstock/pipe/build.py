@@ -25,33 +25,28 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
+from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
 from penstock.runtime.front_end import MakeFrontEnd
 from penstock.runtime.gradients.dtypes import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
-from penstock.second_names import also
+from penstock.second_names import OF_PIPELINE, also
 from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
 
 
-@also(
-    loss="loss_fn",
-    n_microbatches="microbatches",
-    stages_per_rank="chunks",
-    example_args="args",
-    example_kwargs="kwargs",
-)
+@also(**OF_PIPELINE)
 def pipeline(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),
@@ -83,6 +78,7 @@ def pipeline(
     deferred_batch_norm: bool = False,
     compile: Compile = False,
     check_finite: bool = False,
+    features: Sequence[MakeFeature] = (),
     gradient_dtype: torch.dtype | None = None,
     lost_after: float | None = None,
     group_timeout: float | None = None,
@@ -141,14 +137,17 @@ def pipeline(
             first action to its last.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
-            "except_last" (all but each stage's last microbatch), "always", or a whole number n (every n-th layer); see
-            `penstock.runtime.features.per_stage.Recompute`. One for all stages, a list with one for each, or a dict by
-            stage.
+            "except_last" (all but each stage's last microbatch), "always", a whole number n (every n-th layer), or a
+            function that makes a kind of your own; see `penstock.runtime.features.context.Recompute`. One for all
+            stages, a list with one for each, or a dict by stage.
         offload: keep activations in the host's memory between forward and backward, if they are away for long enough
             to make room; also by stage.
         deferred_batch_norm: batch norms update their running statistics once per step, from the whole batch.
         compile: run each stage through `torch.compile`: True, or a dict of its arguments.
         check_finite: raise NonFiniteError in the step that makes a NaN or Inf. For debugging: every call is checked.
+        features: what stages do besides, in your own code: functions that make a
+            `penstock.runtime.features.feature.Feature` for a stage, or None; see docs/extending.md. They come after
+            Penstock's own, the outermost first. Each stays within its process, so ranks may have different ones.
         gradient_dtype: torch.float32: gradients of parameters in bfloat16 or float16 accumulate, and are summed over
             ranks, in float32, and `.grad` is in float32: sets `Tensor.grad_dtype`, which stays after `close`. None: in
             the parameter's own dtype, or whatever you set there.
@@ -190,6 +189,7 @@ def pipeline(
         deferred_batch_norm=deferred_batch_norm,
         compile=compile,
         check_finite=check_finite,
+        features=features,
         gradient_dtype=gradient_dtype,
         lost_after=lost_after,
         group_timeout=group_timeout,

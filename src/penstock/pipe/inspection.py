@@ -30,7 +30,7 @@ from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
-from penstock.second_names import also
+from penstock.second_names import OF_PIPELINE, also
 from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
 from penstock.words import counted
 
@@ -138,13 +138,7 @@ class Inspection:
         return asdict(self)
 
 
-@also(
-    loss="loss_fn",
-    n_microbatches="microbatches",
-    stages_per_rank="chunks",
-    example_args="args",
-    example_kwargs="kwargs",
-)
+@also(**OF_PIPELINE)
 def inspect(
     model: nn.Module | Sequence[nn.Module],
     args: Sequence[Any] = (),

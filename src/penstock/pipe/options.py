@@ -16,7 +16,8 @@ from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
-from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
+from penstock.runtime.features.context import MakeFeature
+from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
 from penstock.runtime.gradients.dtypes import checked_dtype
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
@@ -59,6 +60,7 @@ class Options:
     deferred_batch_norm: bool = False
     compile: Compile = False
     check_finite: bool = False
+    features: Sequence[MakeFeature] = ()
     gradient_dtype: torch.dtype | None = None
     lost_after: float | None = None
     group_timeout: float | None = None
@@ -85,6 +87,7 @@ class Options:
                 f"transport={self.transport!r}: expected one of {', '.join(map(repr, transports))}, or a function of a "
                 "penstock.runtime.transport.Endpoint that makes a transport"
             )
+        _check_features(self.features)
         for name in ("share_loss", "deferred_batch_norm", "check_finite"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected True or False")
@@ -114,6 +117,15 @@ class Options:
                 "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
                 "out while you look for a NaN"
             )
+
+
+def _check_features(given: Any) -> None:
+    if not isinstance(given, Sequence) or not all(map(callable, given)):
+        raise ArgumentError(
+            f"features={given}: expected a list of functions that make a feature for a stage, such as [Counts.of]"
+        )
+    for each in given:
+        refuse_class("features", each)
 
 
 def _is_wait(seconds: object) -> bool:

@@ -76,7 +76,7 @@ class Pipeline:
         """
         self.session.refuse_closed()
         self.loss_scale = checked_scale(loss_scale)
-        result = self.session.steps.run(
+        result = self.session.steps.run_batch(
             self.step_count,
             args,
             kwargs,
@@ -99,7 +99,7 @@ class Pipeline:
         """
         self.session.refuse_closed()
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.steps.run(
+            return self.session.steps.run_batch(
                 self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
             )
 

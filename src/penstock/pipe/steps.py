@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,13 @@ from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
+
+
+class _Prepared(NamedTuple):
+    """A batch before its step: the bound schedule that runs it, and what its stages take in."""
+
+    cached: Cached
+    feed: Feed
 
 
 class Steps:
@@ -80,7 +87,7 @@ class Steps:
                 refuse_none(first.partitions[0].stages)
         self.schedule = first.schedule
 
-    @property
+    @cached_property
     def has_inputs(self) -> bool:
         """Whether this process runs the first stage."""
         return bool(self._ranks_of(self._order.placement.is_first) & set(self._engine.ranks))
@@ -102,12 +109,12 @@ class Steps:
         by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
-    @property
+    @cached_property
     def has_outputs(self) -> bool:
         """Whether this process runs the last stage."""
         return bool(self._ranks_of(self._order.placement.is_last) & set(self._engine.ranks))
 
-    def run(
+    def run_batch(
         self,
         number: int,
         args: tuple[Any, ...],
@@ -123,30 +130,31 @@ class Steps:
         if training and self._announce is not None:
             self._announce(number)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        with self._engine.control.reporting(), self.deferring() if training else nullcontext():
-            cached, feed = self._feed(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.settling():
-                moments = self._engine.run(cached.bound, feed, number, timed=timeline)
-            return self._result(cached, feed, call, moments)
+        with self._engine.control.reporting(), self.deferring_norms() if training else nullcontext():
+            prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
+            with self._split.accepting_own_changes():
+                moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
+            return self._result(prepared, call, moments)
 
-    def _feed(
+    def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
-    ) -> tuple[Cached, Feed]:
-        """The bound schedule for a batch, and the batch as its stages take it."""
+    ) -> _Prepared:
+        """Cuts a batch, and finds its bound schedule."""
         divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
         cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
         cached = self.bound_schedules.next(cut, call)
         self._refuse_aliases(cached, args, kwargs, target, divided)
         inputs = self._inputs(cached, cut)
-        changes = self._split.changes()
+        changes = self._split.count_changes()
         if not self.has_outputs:
-            return cached, Feed(inputs, loss_scale=loss_scale, changes=changes)
+            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes))
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)
-        return cached, Feed(inputs, self._there(cached, targets), weight, keeps, loss_scale, changes)
+        targets = self._to_loss_devices(cached, targets)
+        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes))
 
     @contextmanager
-    def deferring(self) -> Iterator[DeferredNorms | None]:
+    def deferring_norms(self) -> Iterator[DeferredNorms | None]:
         """Wraps a training step: with `deferred_batch_norm`, running statistics are committed at its end, and are those
         of the first replica in all."""
         if self._norms is None:
@@ -158,8 +166,8 @@ class Steps:
             self._engine.control.start_equal(self._norms.buffers())
 
     def rehearse(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, loss: bool) -> str | None:
-        """Raises what `run` would for a batch like the example before its first forward and, if `loss`, for a loss of
-        any value. One process drives all ranks. Returns why the loss could not be tried; None if it could."""
+        """Raises what `run_batch` would for a batch like the example before its first forward and, if `loss`, for a
+        loss of any value. One process drives all ranks. Returns why the loss could not be tried; None if it could."""
         cached = self._first
         divided = self._divide(args, kwargs, target)
         self._refuse_aliases(cached, args, kwargs, target, divided)
@@ -167,7 +175,7 @@ class Steps:
             return None
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)[0]
-        targets = self._there(cached, targets)
+        targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
         with self._engine.streams.drawing(0, devices):
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
@@ -192,7 +200,7 @@ class Steps:
     def microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
     ) -> list[Microbatch]:
-        """One batch as `run` cuts it, with each piece's rows and the target that the loss and `reduction` get."""
+        """One batch as `run_batch` cuts it, with each piece's rows and the target that the loss and `reduction` get."""
         divided = self._divide(args, kwargs, target)
         cut = self.cut(args, kwargs, divided, "batch", device)
         labels = not _has_target(target, divided) and self._options.loss is None
@@ -230,6 +238,7 @@ class Steps:
                 sharded=split.sharded,
                 compile=arguments_for(self._options.compile, self._order),
                 check_finite=self._options.check_finite,
+                features=self._options.features,
             )
         return self._engine.bind(binding)
 
@@ -271,7 +280,7 @@ class Steps:
         pairs = zip(self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [dict(zip(positions, batches.on(given, device), strict=True)) for given, device in pairs]
 
-    def _there(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
+    def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
         """Moves each target to the device that computes its loss."""
         devices = self._devices(cached, self._order.placement.is_last)
         return targets and [batches.on(one, device) for one, device in zip(targets, devices, strict=True)]
@@ -316,7 +325,8 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
-    def _result(self, cached: Cached, feed: Feed, call: Call, moments: Mapping[int, Any]) -> StepResult:
+    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
+        cached, feed = prepared
         bound = cached.bound
         shared = self._shared_loss(bound)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()

@@ -41,7 +41,7 @@ from penstock.runtime.loss.order import LossState
 from penstock.runtime.processes.world import World
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
-from penstock.second_names import also
+from penstock.second_names import OF_PIPELINE, also
 from penstock.stages import needs_backward, ties
 from penstock.trees import flatten
 
@@ -49,7 +49,7 @@ STEPS = 2
 """The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
 
 
-@also(loss="loss_fn", n_microbatches="microbatches", example_args="args", example_kwargs="kwargs")
+@also(**OF_PIPELINE)
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
@@ -257,7 +257,7 @@ def _run_unsplit(
     outputs: list[Any] = []
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
-    with alone.session.drawing() as streams, alone.session.steps.deferring() as norms:
+    with alone.session.drawing() as streams, alone.session.steps.deferring_norms() as norms:
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})

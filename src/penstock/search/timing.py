@@ -66,8 +66,8 @@ def time_rows(
     spans = problem.objective == "span"
     slack = [most * (1 + 1e-12) - work for work in problem.work_seconds]
     idle = [used - (start if spans else 0.0) for used, start in zip(idle, first, strict=True)]
-    if effort is not None:
-        effort.actions -= sum(at)
+    effort = effort or Effort()
+    effort.actions -= sum(at)
     sleeper = [-1] * len(seconds)
     turns = list(range(len(rows)))
     while turns:
@@ -86,8 +86,7 @@ def time_rows(
                     if i or not spans:
                         idle[rank] += arrival - time
                         if idle[rank] > slack[rank]:
-                            if effort is not None:
-                                effort.actions += sum(at) + i - at[rank]
+                            effort.actions += sum(at) + i - at[rank]
                             return None
                     time = arrival
             if not i:
@@ -100,8 +99,7 @@ def time_rows(
                 turns.append(sleeper[lane])
                 sleeper[lane] = -1
         at[rank], now[rank] = i, time
-    if effort is not None:
-        effort.actions += sum(at)
+    effort.actions += sum(at)
     if any(map(int.__lt__, at, map(len, rows))):
         return None
     if spans:

@@ -24,11 +24,9 @@ These rules show neither time nor a device's limits, such as how many kernels it
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, ClassVar
 from unittest import mock
@@ -39,6 +37,7 @@ from torch import Tensor
 
 from penstock.compat import bound_to, is_bound
 from penstock.runtime.execute import clock
+from penstock.runtime.transport.courier import Courier, Operation
 
 NCCL_DTYPES = frozenset({
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
@@ -52,62 +51,19 @@ _MEETING, _SIZES, _PAYLOAD = 901, 902, 903
 
 
 @dataclass(slots=True)
-class Operation:
+class Message(Operation):
     """A send or receive that was issued, as `isend` and `irecv` return it."""
 
-    run: Callable[[], None]
     waiting: ClassVar[list[Stream]] = []
     """The streams that are current; by default the CPU's own."""
-    ended: threading.Event = field(default_factory=threading.Event)
     ended_at: int = 0
-    error: BaseException | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Waits until the operation has run. Raises what it raised."""
+        """Waits until the message has been exchanged; on a stream, only the stream does. Raises what went wrong."""
         if self.waiting:
             self.waiting[-1].waits.append(self)
             return True
-        self.ended.wait()
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self) -> bool:
-        return self.ended.is_set()
-
-
-class Communicator:
-    """Runs operations one after another, in the order in which they were issued."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Operation | None] = SimpleQueue()
-        self._last: Operation | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="nccl-rules")
-        self._thread.start()
-
-    def issue(self, run: Callable[[], None]) -> Operation:
-        """Queues an operation."""
-        self._last = Operation(run)
-        self._queue.put(self._last)
-        return self._last
-
-    def synchronize(self) -> None:
-        """Waits for everything that was issued."""
-        if self._last is not None:
-            self._last.wait()
-
-    def end(self) -> None:
-        """Ends the thread once everything has run."""
-        self._queue.put(None)
-
-    def _serve(self) -> None:
-        while (operation := self._queue.get()) is not None:
-            try:
-                operation.run()
-            except BaseException as error:  # `wait` raises it
-                operation.error = error
-            operation.ended_at = perf_counter_ns()
-            operation.ended.set()
+        return Operation.wait(self, timeout)
 
 
 class NcclRules:
@@ -116,7 +72,7 @@ class NcclRules:
     def __init__(self, *, eager: bool = False) -> None:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
-        self._communicators: dict[tuple[dist.ProcessGroup, int], Communicator] = {}
+        self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
 
@@ -127,7 +83,7 @@ class NcclRules:
         group: dist.ProcessGroup | None = None,
         tag: int = 0,
         group_dst: int | None = None,
-    ) -> Operation:
+    ) -> Message:
         """`torch.distributed.isend`."""
         group, peer = _peer(group, dst, group_dst)
         size = torch.tensor([tensor.nbytes])
@@ -145,7 +101,7 @@ class NcclRules:
         group: dist.ProcessGroup | None = None,
         tag: int = 0,
         group_src: int | None = None,
-    ) -> Operation:
+    ) -> Message:
         """`torch.distributed.irecv`."""
         group, peer = _peer(group, src, group_src)
 
@@ -189,7 +145,7 @@ class NcclRules:
 
     def _issue(
         self, what: str, tensor: Tensor, group: dist.ProcessGroup, peer: int, run: Callable[[], None]
-    ) -> Operation:
+    ) -> Message:
         if tensor.dtype not in NCCL_DTYPES:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         if not tensor.is_contiguous():
@@ -199,8 +155,17 @@ class NcclRules:
         if key not in self._communicators:
             if not self._eager:
                 self._meet(group, peer)
-            self._communicators[key] = Communicator()
-        return self._communicators[key].issue(run)
+            self._communicators[key] = Courier("nccl-rules")
+        message = Message()
+
+        def run_timed() -> None:
+            try:
+                run()
+            finally:
+                message.ended_at = perf_counter_ns()
+
+        self._communicators[key].issue(run_timed, message)
+        return message
 
     def _meet(self, group: dist.ProcessGroup, peer: int) -> None:
         """Waits until the other rank wants to talk to this one too."""
@@ -241,7 +206,7 @@ class Stream:
     """A CPU's own stream, which has done all that it was given; or one on the side, which waits for operations."""
 
     def __init__(self, device: Any = None) -> None:
-        self.waits: list[Operation] = []
+        self.waits: list[Message] = []
 
     def wait_stream(self, other: Stream) -> None:
         """Waits for what another stream waits for."""
@@ -254,7 +219,7 @@ class Event:
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._at = 0
-        self._after: list[Operation] = []
+        self._after: list[Message] = []
 
     def record(self, stream: Stream) -> None:
         self._at, self._after = perf_counter_ns(), [*stream.waits]
@@ -286,11 +251,11 @@ class Device:
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         """Inside, what waits for an operation is `stream`, and not the thread."""
-        Operation.waiting.append(stream)
+        Message.waiting.append(stream)
         try:
             yield
         finally:
-            Operation.waiting.pop()
+            Message.waiting.pop()
 
 
 def _peer(group: dist.ProcessGroup | None, of_all: int | None, of_group: int | None) -> tuple[dist.ProcessGroup, int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,124 +10,60 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.transport.protocol import Channel, Pending, Transport
+from penstock.runtime.transport.protocol import Channel
 from penstock.stages import Link
+from penstock.testing.transport_steps import (
+    LINK,
+    Rank,
+    Step,
+    both,
+    close,
+    drop_step,
+    end_step,
+    equal,
+    looks_like,
+    message,
+    post,
+    same,
+    send,
+    take,
+)
 
-LINK = Link(0, 1, ((0, "a"), (0, "b")))
 MICROBATCHES = 3
 
-
-@dataclass(slots=True)
-class Rank:
-    """A rank's transport, and what a script's steps leave for later steps."""
-
-    transport: Transport
-    program: int
-    channels: dict[bool, Channel] = field(default_factory=dict)
-    pending: list[Pending] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-
-    def channel(self, *, backward: bool = False) -> Channel:
-        if backward not in self.channels:
-            source = int(backward)
-            self.channels[backward] = self.transport.channel(self.program, LINK, source, 1 - source, backward=backward)
-        return self.channels[backward]
-
-
-Step = tuple[int, Callable[[Rank], None]]
 Script = Callable[[], Iterator[Step]]
-
-
-def _both(step: Callable[[Rank], None]) -> Iterator[Step]:
-    yield 0, step
-    yield 1, step
-
-
-def _end_step(rank: Rank) -> None:
-    rank.transport.end_step()
-
-
-def message(step: int, microbatch: int) -> list[Tensor]:
-    """Two tensors that either rank can make: one channels-last, one that does not start on a cache line."""
-    generator = torch.Generator().manual_seed(100 * step + microbatch)
-    image = torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)
-    return [image, torch.randn(8, generator=generator)[1:]]
-
-
-def _same(got: Tensor | None, expected: Tensor | None) -> None:
-    if expected is None:
-        assert got is None, "a tensor arrived where None was sent"
-        return
-    arrived = _looks_like(got, expected)
-    assert arrived.data_ptr() % 64 == expected.data_ptr() % 64, "the address modulo a cache line changed"
-
-
-def _looks_like(got: Tensor | None, expected: Tensor) -> Tensor:
-    arrived = _equal(got, expected)
-    assert arrived.stride() == expected.stride(), f"strides {expected.stride()} became {arrived.stride()}"
-    return arrived
-
-
-def _equal(got: Tensor | None, expected: Tensor) -> Tensor:
-    """As far as values go, byte by byte: torch compares those of some types in no other way."""
-    assert got is not None, "a tensor did not arrive"
-    assert got.shape == expected.shape, f"shape {tuple(expected.shape)} became {tuple(got.shape)}"
-    assert got.dtype == expected.dtype, f"{expected.dtype} became {got.dtype}"
-    mine, other = (tensor.cpu().reshape(-1).contiguous().view(torch.uint8) for tensor in (got, expected))
-    assert torch.equal(mine, other), f"a tensor arrived with other values ({expected.dtype})"
-    return got
-
-
-def _send(rank: Rank, k: int, tensors: Sequence[Tensor | None], *, backward: bool = False) -> None:
-    rank.channel(backward=backward).send(k, tensors)
-
-
-def _post(rank: Rank, k: int, *, backward: bool = False) -> None:
-    rank.channel(backward=backward).post(k)
-
-
-def _take(
-    rank: Rank,
-    k: int,
-    expected: Sequence[Tensor | None],
-    *,
-    backward: bool = False,
-    same: Callable[[Any, Any], object] = _same,
-) -> None:
-    for pair in zip(rank.channel(backward=backward).receive(k), expected, strict=True):
-        same(*pair)
 
 
 def ranks_connect_before_they_talk() -> Iterator[Step]:
     for source in (0, 1):
-        yield from _both(lambda rank, source=source: rank.transport.connect(source, 1 - source))  # type: ignore[misc]
+        yield from both(lambda rank, source=source: rank.transport.connect(source, 1 - source))  # type: ignore[misc]
 
 
 def values_keep_bits_strides_and_alignment() -> Iterator[Step]:
     for step in range(3):
         for k in range(MICROBATCHES):
-            yield 0, partial(_send, k=k, tensors=message(step, k))
-            yield 1, partial(_post, k=k)
-            yield 1, partial(_take, k=k, expected=message(step, k))
-        yield from _both(_end_step)
+            yield 0, partial(send, k=k, tensors=message(step, k))
+            yield 1, partial(post, k=k)
+            yield 1, partial(take, k=k, expected=message(step, k))
+        yield from both(end_step)
 
 
 def sends_run_ahead_of_receives() -> Iterator[Step]:
     """As in GPipe's forwards: in the first step no send may wait for a receive; later, two sends may run ahead."""
     for step in range(2):
         for k in range(2):
-            yield 0, partial(_send, k=k, tensors=message(step, k))
+            yield 0, partial(send, k=k, tensors=message(step, k))
         for k in range(2):
-            yield 1, partial(_post, k=k)
+            yield 1, partial(post, k=k)
 
         def receive(rank: Rank, step: int = step) -> None:
             messages = [rank.channel().receive(k) for k in range(2)]
             for k, tensors in enumerate(messages):  # the first is kept for its backward while the second arrives
                 for got, expected in zip(tensors, message(step, k), strict=True):
-                    _same(got, expected)
+                    same(got, expected)
 
         yield 1, receive
-        yield from _both(_end_step)
+        yield from both(end_step)
 
 
 def absent_tensors_arrive_as_none() -> Iterator[Step]:
@@ -137,10 +72,10 @@ def absent_tensors_arrive_as_none() -> Iterator[Step]:
 
     for step in range(2):
         for k in range(2):
-            yield 1, partial(_send, k=k, tensors=without(step, k), backward=True)
-            yield 0, partial(_post, k=k, backward=True)
-            yield 0, partial(_take, k=k, expected=without(step, k), backward=True)
-        yield from _both(_end_step)
+            yield 1, partial(send, k=k, tensors=without(step, k), backward=True)
+            yield 0, partial(post, k=k, backward=True)
+            yield 0, partial(take, k=k, expected=without(step, k), backward=True)
+        yield from both(end_step)
 
 
 def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
@@ -161,7 +96,7 @@ def what_arrives_is_memory_of_its_own() -> Iterator[Step]:
     yield 0, send
     yield 1, receive
     yield 0, look
-    yield from _both(_end_step)
+    yield from both(end_step)
 
 
 def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
@@ -179,10 +114,10 @@ def another_layout_is_refused_by_the_sender() -> Iterator[Step]:
     for step in range(2):
         if step:
             yield 0, send_others
-        yield 0, partial(_send, k=0, tensors=message(step, 0))
-        yield 1, partial(_post, k=0)
-        yield 1, partial(_take, k=0, expected=message(step, 0))
-        yield from _both(_end_step)
+        yield 0, partial(send, k=0, tensors=message(step, 0))
+        yield 1, partial(post, k=0)
+        yield 1, partial(take, k=0, expected=message(step, 0))
+        yield from both(end_step)
 
 
 def a_released_program_makes_room_for_another() -> Iterator[Step]:
@@ -190,17 +125,17 @@ def a_released_program_makes_room_for_another() -> Iterator[Step]:
 
     def release(rank: Rank) -> None:
         rank.transport.release(rank.program)
-        rank.program += len(SCRIPTS)
+        rank.program += 1000  # which no other script has
         rank.channels.clear()
 
     for turn in range(3):
         for step in range(2):
             sent, expected = ([tensor[: turn + 1] for tensor in message(step, 0)] for _ in range(2))
-            yield 0, partial(_send, k=0, tensors=sent)
-            yield 1, partial(_post, k=0)
-            yield 1, partial(_take, k=0, expected=expected, same=_equal)
-            yield from _both(_end_step)
-        yield from _both(release)
+            yield 0, partial(send, k=0, tensors=sent)
+            yield 1, partial(post, k=0)
+            yield 1, partial(take, k=0, expected=expected, same=equal)
+            yield from both(end_step)
+        yield from both(release)
 
 
 def a_loss_reaches_every_rank() -> Iterator[Step]:
@@ -249,14 +184,14 @@ def directions_of_a_link_do_not_mix() -> Iterator[Step]:
     """Values down a link and their gradients up it, with the same numbers and layouts, under way at the same time."""
     for step in range(3):
         for k in range(2):
-            yield 0, partial(_send, k=k, tensors=message(step, k))
-            yield 1, partial(_send, k=k, tensors=message(step, k + 2), backward=True)
+            yield 0, partial(send, k=k, tensors=message(step, k))
+            yield 1, partial(send, k=k, tensors=message(step, k + 2), backward=True)
         for rank, backward in ((0, True), (1, False)):
             for k in range(2):
-                yield rank, partial(_post, k=k, backward=backward)
+                yield rank, partial(post, k=k, backward=backward)
             for k in range(2):
-                yield rank, partial(_take, k=k, expected=message(step, k + 2 * backward), backward=backward)
-        yield from _both(_end_step)
+                yield rank, partial(take, k=k, expected=message(step, k + 2 * backward), backward=backward)
+        yield from both(end_step)
 
 
 def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
@@ -286,11 +221,11 @@ def links_of_two_ranks_do_not_mix() -> Iterator[Step]:
                     channel(rank, link).post(k)
             for link in (other, LINK):
                 for k in (1, 0):
-                    _same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
+                    same(channel(rank, link).receive(k)[0], message(0, number(step, link, k))[0])
 
         yield 0, send
         yield 1, receive
-        yield from _both(_end_step)
+        yield from both(end_step)
 
 
 def every_dtype_travels() -> Iterator[Step]:
@@ -301,7 +236,7 @@ def every_dtype_travels() -> Iterator[Step]:
         (torch.complex64, torch.bfloat16),
         (torch.float8_e4m3fn, torch.uint64),
     )
-    yield from _each_travels(lambda: [[torch.arange(5).to(dtype) for dtype in pair] for pair in pairs], _equal, steps=2)
+    yield from _each_travels(lambda: [[torch.arange(5).to(dtype) for dtype in pair] for pair in pairs], equal, steps=2)
 
 
 def every_shape_travels() -> Iterator[Step]:
@@ -314,7 +249,7 @@ def every_shape_travels() -> Iterator[Step]:
             [torch.arange(3.0).unsqueeze(1).expand(3, 4), torch.tensor(2.0).expand(5)],
         ]
 
-    yield from _each_travels(pairs, _looks_like, steps=3)
+    yield from _each_travels(pairs, looks_like, steps=3)
 
 
 def _each_travels(
@@ -322,10 +257,10 @@ def _each_travels(
 ) -> Iterator[Step]:
     for _ in range(steps):
         for k, (sent, expected) in enumerate(zip(make(), make(), strict=True)):
-            yield 0, partial(_send, k=k, tensors=sent)
-            yield 1, partial(_post, k=k)
-            yield 1, partial(_take, k=k, expected=expected, same=same)
-        yield from _both(_end_step)
+            yield 0, partial(send, k=k, tensors=sent)
+            yield 1, partial(post, k=k)
+            yield 1, partial(take, k=k, expected=expected, same=same)
+        yield from both(end_step)
 
 
 def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
@@ -354,6 +289,64 @@ def sums_have_the_same_bits_everywhere() -> Iterator[Step]:
             yield r, read
 
 
+def a_dropped_step_leaves_nothing() -> Iterator[Step]:
+    """A first step that raises after one message of two has been taken: the next may have other layouts."""
+
+    def first_rows(turn: int, k: int) -> list[Tensor]:
+        return [tensor[:1] for tensor in message(turn, k)]
+
+    for k in range(2):
+        yield 0, partial(send, k=k, tensors=message(0, k))
+        yield 1, partial(post, k=k)
+    yield 1, partial(take, k=0, expected=message(0, 0))
+    yield from both(drop_step)
+    yield from both(end_step)  # of another kind of batch, which uses no channel of this one
+    for turn in range(1, 4):
+        for k in range(2):
+            yield 0, partial(send, k=k, tensors=first_rows(turn, k))
+            yield 1, partial(post, k=k)
+        if turn == 2:  # also a later step leaves nothing
+            yield from both(drop_step)
+            continue
+        for k in range(2):
+            yield 1, partial(take, k=k, expected=first_rows(turn, k), same=equal)
+        yield from both(end_step)
+
+
+def a_dropped_step_leaves_no_sums() -> Iterator[Step]:
+    """Nor broadcasts, if one rank began some before the step raised."""
+
+    def begin(rank: Rank) -> None:
+        rank.transport.reduce(0, (0, 1), message(9, 0))
+        rank.transport.broadcast(torch.ones(2, dtype=torch.float64), 0)
+
+    yield 0, begin
+    yield from both(drop_step)
+    yield from sums_have_the_same_bits_everywhere()
+    yield from a_loss_reaches_every_rank()
+
+
+def what_was_sent_arrives_after_close() -> Iterator[Step]:
+    """A rank that has sent all its messages may close before the other takes them. Nothing can follow."""
+    yield 1, partial(send, k=0, tensors=message(0, 0), backward=True)
+    yield 0, partial(post, k=0, backward=True)
+    yield 0, partial(take, k=0, expected=message(0, 0), backward=True)  # so all earlier scripts have ended
+    for turn in range(2):
+        for k in range(2):
+            yield 0, partial(send, k=k, tensors=message(turn, k))
+        if turn == 1:
+            yield 0, end_step
+            yield 0, close
+        for k in range(2):
+            yield 1, partial(post, k=k)
+        for k in range(2):
+            yield 1, partial(take, k=k, expected=message(turn, k))
+        yield 1, end_step
+        if turn == 0:
+            yield 0, end_step
+    yield 1, close
+
+
 POINT_TO_POINT_SCRIPTS: tuple[Script, ...] = (
     ranks_connect_before_they_talk,
     values_keep_bits_strides_and_alignment,
@@ -372,4 +365,12 @@ COLLECTIVE_SCRIPTS: tuple[Script, ...] = (
     values_of_several_ranks_cross_each_other,
     sums_have_the_same_bits_everywhere,
 )
-SCRIPTS = (*POINT_TO_POINT_SCRIPTS, *COLLECTIVE_SCRIPTS)
+
+
+def scripts_for(*, collectives: bool, one_process: bool = False) -> list[Script]:
+    """The scripts for transports with or without collectives. `one_process`: one process drives both ranks, so that
+    after a step that raised another may follow."""
+    found = [*POINT_TO_POINT_SCRIPTS, *(COLLECTIVE_SCRIPTS if collectives else ())]
+    if one_process:
+        found += [a_dropped_step_leaves_nothing, *([a_dropped_step_leaves_no_sums] if collectives else [])]
+    return [*found, what_was_sent_arrives_after_close]

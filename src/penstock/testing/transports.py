@@ -24,21 +24,23 @@ from penstock.runtime.transport.protocol import (
     missing,
 )
 from penstock.testing.on_device import OnDevice
-from penstock.testing.transport_scripts import POINT_TO_POINT_SCRIPTS, SCRIPTS, Rank
+from penstock.testing.transport_scripts import scripts_for
+from penstock.testing.transport_steps import Rank
 
 WAIT_SECONDS = 60.0
 """How long `check_factory` waits for the scripts to end, and how long one rank waits for the other."""
 
 
 def check_transport(transports: Mapping[int, PointToPoint], device: torch.device | None = None) -> list[str]:
-    """Runs every script on those of ranks 0 and 1 whose transports are given. Both ranks must call it.
+    """Runs every script on those of ranks 0 and 1 whose transports are given, then closes these. Both must call it.
 
     Args:
         transports: by rank.
         device: where their tensors are; None: on the CPU.
 
-    Returns the names of the scripts it ran; it skips `COLLECTIVE_SCRIPTS` if the transports have no collectives. Raises
-    AssertionError if a transport does not conform.
+    Returns the names of the scripts it ran: those for collectives only if the transports have them, those for a step
+    that raised only if both transports are given (see `PointToPoint.drop_step`). Raises AssertionError if a transport
+    does not conform.
     """
     if device is not None:
         transports = {rank: cast(PointToPoint, OnDevice(given, device)) for rank, given in transports.items()}
@@ -52,7 +54,7 @@ def _run(transports: Mapping[int, PointToPoint], begins: Callable[[str], None]) 
         assert not lacking, f"rank {rank}'s transport is a {type(transport).__name__}, which lacks {', '.join(lacking)}"
     names = []
     both = all(map(has_collectives, transports.values()))
-    for program, script in enumerate(SCRIPTS if both else POINT_TO_POINT_SCRIPTS):
+    for program, script in enumerate(scripts_for(collectives=both, one_process=len(transports) > 1)):
         begins(script.__name__)
         ranks = {rank: Rank(cast(Transport, transport), program) for rank, transport in transports.items()}
         try:
@@ -90,10 +92,7 @@ def check_factory(factory: TransportFactory) -> list[str]:
         except BaseException:
             barrier.abort()
             raise
-        names = _run({rank: made}, lambda name: at.__setitem__(rank, name))
-        at[rank] = "close"
-        made.close()
-        return names
+        return _run({rank: made}, lambda name: at.__setitem__(rank, name))
 
     late = time.monotonic() + WAIT_SECONDS
     with ThreadPool(2) as threads:

@@ -20,7 +20,7 @@ from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.transport.local import LocalHub, LocalTransport
 from penstock.schedule import forward_only, generate
 from penstock.testing import check_transport
-from penstock.testing.transport_scripts import SCRIPTS
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding.models import GPT, squared_error, token_error
 from scaffolding.representatives import representatives
 from scaffolding.small import ONE_STAGE
@@ -31,7 +31,9 @@ CPU = torch.device("cpu")
 def test_the_local_transport_conforms() -> None:
     hub = LocalHub([CPU, CPU])
     transports = {rank: LocalTransport(rank, hub) for rank in (0, 1)}
-    assert check_transport(transports) == [script.__name__ for script in SCRIPTS]
+    assert check_transport(transports) == [
+        script.__name__ for script in scripts_for(collectives=True, one_process=True)
+    ]
 
 
 def test_the_conformance_checks_find_a_transport_that_does_not_copy(monkeypatch: pytest.MonkeyPatch) -> None:

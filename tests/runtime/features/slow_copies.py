@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.execute import program
 from penstock.runtime.features import away, offload
-from penstock.schedule import Action
 
 
 class Event:
@@ -175,7 +174,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
     bind = program.with_neighbours
 
     def noting(*given: Any) -> list[program.BoundAction]:
-        return [replace(each, run=_noted(copies, each.run)) for each in bind(*given)]
+        return [replace(each, work=_noted(copies, each)) for each in bind(*given)]
 
     monkeypatch.setattr(program, "with_neighbours", noting)
     return copies
@@ -186,10 +185,10 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
     stream.owner.record_stream(tensor)
 
 
-def _noted(copies: SlowCopies, run: Callable[[Action, Any], None]) -> Callable[[Action, Any], None]:
-    def noted(action: Action, ready: Any) -> None:
-        copies.running = str(action)
-        run(action, ready)
+def _noted(copies: SlowCopies, each: program.BoundAction) -> Callable[..., None]:
+    def noted(*ready: Any) -> None:
+        copies.running = str(each.action)
+        each.work(*ready)
         copies.on_end(copies.running)
 
     return noted

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock import pipeline, verify
 from penstock.errors import ArgumentError
@@ -104,33 +102,6 @@ def test_an_unknown_kind_is_refused() -> None:
     x, _ = batch()
     with pytest.raises(ArgumentError, match="recompute='sometimes': expected 'never', 'except_last', 'always'"):
         pipeline(mlp(), (x,), ranks=2, loss=squared_error, recompute="sometimes")
-
-
-def test_a_step_is_as_docs_design_draws_it() -> None:
-    drawn = re.search(r"```\n(Pipeline\.step.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)
-    assert drawn is not None
-    expected = [line.split()[0] for line in drawn[1].splitlines()]
-    seen: list[list[str]] = []
-    model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))
-    x, y = batch()
-    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
-        hook = model[0].register_forward_pre_hook(lambda *_: seen.append(_way()))
-        pipe.step(x, target=y)
-        hook.remove()
-    assert seen
-    assert all(way[: len(expected)] == expected for way in seen)
-    assert len(expected) == 5  # the action, and four above it
-
-
-def _way() -> list[str]:
-    """The functions that are being called, from `Pipeline.step` inwards."""
-    found: list[str] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        found.append(frame.f_code.co_qualname)
-        frame = frame.f_back
-    found.reverse()
-    return found[found.index("Pipeline.step") :]
 
 
 def test_a_hook_that_nothing_has_costs_no_context() -> None:

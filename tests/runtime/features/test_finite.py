@@ -264,6 +264,23 @@ def test_what_the_model_raises_keeps_its_text() -> None:
     assert error.value.args == ("too large",)
 
 
+def test_a_value_of_which_the_loss_uses_a_part_has_no_gradient_for_the_rest() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                first, _ = layer(x).chunk(2, -1)
+                x = first.repeat(1, 2)
+            return x
+
+    x = torch.randn(8, 8)
+    with penstock.pipeline(Halves(), (x,), ranks=2, microbatches=4, loss=F.mse_loss, check_finite=True) as pipe:
+        assert pipe.step(x, target=x).loss.isfinite()
+
+
 def test_off_it_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> None:
         raise AssertionError("a value was looked at")

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.compat import default_store
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.watchdog import Watchdog
 
 START_SECONDS = 30.0

@@ -17,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.board import Board, Patience, Process, ProcessState
-from penstock.runtime.processes.board_server import BoardServer, Connection, join
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, long_action, wait_chain
+from penstock.runtime.processes.failure_detector import FailureDetector, Patience, Process, ProcessState
+from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, join
 from penstock.runtime.processes.joining import Meeting, Missing, place_of
+from penstock.runtime.processes.launcher import Launcher
 from penstock.runtime.processes.watchdog import Watchdog
 
 RECEIVE = Position("1RECV_F0", (0,))
@@ -35,15 +36,17 @@ class Clock:
 
 
 class World:
-    """A board whose ranks beat every half second, but for those named as silent."""
+    """A detector whose ranks beat every half second, but for those named as silent."""
 
     def __init__(self, positions: list[Position], state: ProcessState = "unknown", away_seconds: float = 5.0) -> None:
         self.clock = Clock()
-        self.board = Board(len(positions), Patience(away_seconds=away_seconds), self.clock, lambda process: state)
+        self.detector = FailureDetector(
+            len(positions), Patience(away_seconds=away_seconds), self.clock, lambda process: state
+        )
         self.positions = positions
         self.since = [100.0] * len(positions)
         for rank in range(len(positions)):
-            self.board.join(rank, Process("m", rank, "1"))
+            self.detector.join(rank, Process("m", rank, "1"))
         self.pass_time(1)
 
     def pass_time(self, seconds: float, silent: tuple[int, ...] = ()) -> Failure | None:
@@ -51,9 +54,9 @@ class World:
             self.clock.now += 0.5
             for rank, position in enumerate(self.positions):
                 if rank not in silent:
-                    self.board.beat(rank, Sighting(position, self.clock.now - self.since[rank]))
-            self.board.judge()
-        return self.board.failure
+                    self.detector.beat(rank, Sighting(position, self.clock.now - self.since[rank]))
+            self.detector.judge()
+        return self.detector.failure
 
 
 texts = st.text(max_size=20)
@@ -141,23 +144,23 @@ def test_transitive_wait_blames_the_rank_at_the_end() -> None:
 def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:
     world = World([Position("0F0"), RECEIVE])
     world.pass_time(3)
-    world.board.hang_up(0)
-    world.board.judge()
-    assert world.board.failure is None, "what rank 0 sent last may still be under way"
+    world.detector.hang_up(0)
+    world.detector.judge()
+    assert world.detector.failure is None, "what rank 0 sent last may still be under way"
     assert world.pass_time(1, silent=(0,)) == Failure(0, "0F0", "its process is gone", "lost")
 
 
 def test_rank_that_came_back_is_not_lost() -> None:
     world = World([Position("0F0"), RECEIVE])
-    world.board.hang_up(0)
-    world.board.join(0, Process("m", 0, "1"))
+    world.detector.hang_up(0)
+    world.detector.join(0, Process("m", 0, "1"))
     assert world.pass_time(60) is None
 
 
 def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
     world = World([OUTSIDE, OUTSIDE])
-    world.board.beat(0, Sighting(left=True))
-    world.board.hang_up(0)
+    world.detector.beat(0, Sighting(left=True))
+    world.detector.hang_up(0)
     assert world.pass_time(60, silent=(0,)) is None
     world.positions[1], world.since[1] = RECEIVE, world.clock.now
     assert world.pass_time(4, silent=(0,)) is None
@@ -165,37 +168,37 @@ def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
     assert failure == Failure(0, None, "its program ended while rank 1 waits for 1RECV_F0 from rank 0", "left")
 
 
-def test_board_that_was_asleep_accuses_nobody() -> None:
+def test_detector_that_was_asleep_accuses_nobody() -> None:
     world = World([Position("0F0"), RECEIVE])
     world.pass_time(3)
     world.clock.now += 3600
-    world.board.judge()
-    assert world.board.failure is None
+    world.detector.judge()
+    assert world.detector.failure is None
     assert world.pass_time(3) is None
 
 
 def test_first_failure_wins() -> None:
-    board = Board(2, Patience())
-    assert board.accuse(Failure(1, None, "first"))
-    assert not board.accuse(Failure(0, None, "second"))
-    assert board.failure == Failure(1, None, "first")
+    detector = FailureDetector(2, Patience())
+    assert detector.accuse(Failure(1, None, "first"))
+    assert not detector.accuse(Failure(0, None, "second"))
+    assert detector.failure == Failure(1, None, "first")
 
 
 def test_of_several_that_are_gone_the_first_is_named() -> None:
     """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
     world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
-    world.board.hang_up(2)
+    world.detector.hang_up(2)
     world.clock.now += 0.1
-    world.board.hang_up(1)
+    world.detector.hang_up(1)
     assert world.pass_time(1, silent=(1, 2)) == Failure(2, "2F0", "its process is gone", "lost")
 
 
-def test_board_is_deserted_when_all_have_left_or_are_gone() -> None:
+def test_detector_is_deserted_when_all_have_left_or_are_gone() -> None:
     world = World([OUTSIDE, OUTSIDE])
-    world.board.beat(0, Sighting(left=True))
-    assert not world.board.deserted
-    world.board.hang_up(1)
-    assert world.board.deserted
+    world.detector.beat(0, Sighting(left=True))
+    assert not world.detector.deserted
+    world.detector.hang_up(1)
+    assert world.detector.deserted
 
 
 def test_a_rank_of_another_machine_has_a_minute() -> None:
@@ -209,26 +212,26 @@ def test_a_rank_of_another_machine_has_a_minute() -> None:
     assert here.pass_time(6, silent=(0,)) is not None
 
 
-def test_board_waits_for_ranks_that_have_not_joined() -> None:
+def test_detector_waits_for_ranks_that_have_not_joined() -> None:
     clock = Clock()
-    board = Board(2, Patience(), clock, lambda process: "unknown")
+    detector = FailureDetector(2, Patience(), clock, lambda process: "unknown")
     for _ in range(20):
         clock.now += 0.5
-        board.judge()
-    assert not board.deserted
+        detector.judge()
+    assert not detector.deserted
 
 
-def test_board_is_deserted_by_ranks_that_fell_silent() -> None:
+def test_detector_is_deserted_by_ranks_that_fell_silent() -> None:
     world = World([OUTSIDE, OUTSIDE])
     world.pass_time(4, silent=(0, 1))
-    assert not world.board.deserted
+    assert not world.detector.deserted
     world.pass_time(2, silent=(0, 1))
-    assert world.board.deserted
+    assert world.detector.deserted
 
 
 def test_beat_that_waits_for_an_unknown_rank_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank 0 waits for 0RECV_F0 from rank 2, but the ranks are 0 to 1"):
-        Board(2, Patience()).beat(0, Sighting(Position("0RECV_F0", (2,))))
+        FailureDetector(2, Patience()).beat(0, Sighting(Position("0RECV_F0", (2,))))
 
 
 def test_own_process_runs_and_a_reused_id_is_another_process() -> None:
@@ -337,6 +340,57 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     assert bench.statuses[0] == 1
 
 
+def test_long_action_is_told_every_half_minute_and_is_no_failure(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may wait where nobody sees it: in FSDP's collectives, or the user's."""
+    bench.dog.position = Position("1F0")
+    bench.beats(40)
+    assert capsys.readouterr().err == "penstock: rank 1 runs 1F0 (30 s so far)\n"
+    bench.dog.partners = (0,)
+    bench.beats(2000)
+    assert capsys.readouterr().err.splitlines()[0] == (
+        "penstock: rank 1 runs 1F0 (60 s so far); rank 0 is outside of a step (0 s so far), with the same stages"
+    )
+    assert bench.dog.failure is None
+    bench.dog.position = OUTSIDE
+    bench.beats(100)
+    assert capsys.readouterr().err == "", "the caller's code may take its time"
+
+
+def test_partners_in_the_same_action_are_not_told_apart() -> None:
+    running = Sighting(Position("1F0"), 31.0)
+    assert long_action(0, [running, running], (1,)) == "rank 0 runs 1F0 (31 s so far)"
+
+
+def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    bench.dog._launcher = Launcher()
+    bench.dog.position = RECEIVE
+    bench.beats(2)
+    assert bench.dog.failure is None
+    started = os.getppid()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    bench.beats(1)
+    error = f"its torchrun agent (process {started}) is gone"
+    assert bench.dog.failure == Failure(1, "1RECV_F0", error, "lost")
+    assert bench.statuses[0] == 1
+    assert "failure" in bench.rank0.receive()[-1]
+    missing = Missing(0, 2, Patience())
+    missing._launcher = bench.dog._launcher
+    with pytest.raises(PipelineFailure, match="rank 0 stops: its torchrun agent"):
+        missing.check()
+
+
+def test_a_rank_that_torchrun_did_not_start_has_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    launcher = Launcher()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert launcher.gone() is None
+
+
 def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -> None:
     """Rank 2 waits for rank 1, which waits for rank 0, which computes without end."""
     ours, theirs = socket.socketpair()
@@ -395,7 +449,7 @@ def test_one_rank_has_nothing_to_watch() -> None:
 
 
 def test_server_drops_those_who_do_not_know_the_token() -> None:
-    server = BoardServer(2, Patience())
+    server = HeartbeatServer(2, Patience())
     try:
         with socket.create_connection(("127.0.0.1", server.address["port"]), timeout=10) as link:
             stranger = Connection(link)
@@ -408,7 +462,7 @@ def test_server_drops_those_who_do_not_know_the_token() -> None:
 
 
 def test_rank_that_never_comes_is_reported_at_the_start() -> None:
-    server = BoardServer(2, Patience())
+    server = HeartbeatServer(2, Patience())
     try:
         patience = Patience(join_seconds=0.05, beat_seconds=0.05)
         with pytest.raises(
@@ -423,31 +477,31 @@ def test_rank_that_never_comes_is_reported_at_the_start() -> None:
 def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
     """Though nobody waits for it in particular: the pipeline can't start without it."""
     clock = Clock()
-    board = Board(3, Patience(), clock, lambda process: "unknown")
-    board.join(0, Process("m", 0, "1"))
-    board.join(1, Process("m", 1, "1"))
-    board.judge()
-    assert board.absent == [2]
-    assert board.failure is None
-    board.hang_up(1)
+    detector = FailureDetector(3, Patience(), clock, lambda process: "unknown")
+    detector.join(0, Process("m", 0, "1"))
+    detector.join(1, Process("m", 1, "1"))
+    detector.judge()
+    assert detector.absent == [2]
+    assert detector.failure is None
+    detector.hang_up(1)
     clock.now += 0.5
-    board.judge()
-    assert board.failure == Failure(1, None, "its process is gone", "lost")
+    detector.judge()
+    assert detector.failure == Failure(1, None, "its process is gone", "lost")
 
 
 def test_rank_that_waited_long_for_the_last_one_is_not_lost_when_it_comes() -> None:
     """Ranks beat only once all have come."""
     clock = Clock()
-    board = Board(2, Patience(), clock, lambda process: "unknown")
-    board.join(0, Process("m", 0, "1"))
+    detector = FailureDetector(2, Patience(), clock, lambda process: "unknown")
+    detector.join(0, Process("m", 0, "1"))
     for _ in range(1200):
         clock.now += 0.5
-        board.judge()
-    board.join(1, Process("elsewhere", 1, "1"))
-    board.beat(1, Sighting(RECEIVE, 0.0))
+        detector.judge()
+    detector.join(1, Process("elsewhere", 1, "1"))
+    detector.beat(1, Sighting(RECEIVE, 0.0))
     clock.now += 0.5
-    board.judge()
-    assert board.failure is None
+    detector.judge()
+    assert detector.failure is None
 
 
 class Notebook:
@@ -689,16 +743,16 @@ def test_sighting_travels_as_json(device: Behind | None) -> None:
 
 def test_what_a_device_waits_for_can_be_lost() -> None:
     """Its host may be far ahead, and wait for no one."""
-    board = Board(2, Patience(), clock := Clock(), lambda process: "gone")
+    detector = FailureDetector(2, Patience(), clock := Clock(), lambda process: "gone")
     for rank in range(2):
-        board.join(rank, Process("m", rank, "1"))
-    board.beat(1, Sighting(Position("1B0"), device=Behind(Position("1F0"), "")))
-    board.hang_up(1)
+        detector.join(rank, Process("m", rank, "1"))
+    detector.beat(1, Sighting(Position("1B0"), device=Behind(Position("1F0"), "")))
+    detector.hang_up(1)
     for _ in range(4):
         clock.now += 0.5
-        board.beat(0, Sighting(Position("0F3"), 3.0, device=Behind(Position("0RECV_B0", (1,)), "0F1")))
-        board.judge()
-    assert board.failure == Failure(1, "1F0", "its process is gone", "lost")
+        detector.beat(0, Sighting(Position("0F3"), 3.0, device=Behind(Position("0RECV_B0", (1,)), "0F1")))
+        detector.judge()
+    assert detector.failure == Failure(1, "1F0", "its process is gone", "lost")
 
 
 def test_a_device_that_waits_is_spoken_for(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions, Groups, Way, matchings
 from penstock.runtime.processes.world import World
 

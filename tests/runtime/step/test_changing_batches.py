@@ -433,8 +433,11 @@ def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() 
             warnings.simplefilter("error")
             pipe.step(x, target=y)
             pipe.evaluate(x, "b", target=y)
-        with pytest.warns(UserWarning, match=r"uses 'heads\.b\.weight', which it did not for the pipeline's example"):
+        with pytest.warns(
+            UserWarning, match=r"uses 'heads\.b\.weight', which it did not for the pipeline's example"
+        ) as new:
             pipe.step(x, "b", target=y)
+        assert new[0].filename == __file__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             pipe.step(x, "a", target=y)

@@ -56,7 +56,7 @@ def estimate(group: dist.ProcessGroup | None = None) -> Offset:
     return best
 
 
-def is_one(group: dist.ProcessGroup | None = None) -> bool:
+def is_one(group: dist.ProcessGroup | None) -> bool:
     """Whether all ranks read the same clock. Collective."""
     kernels = set(_kernels(group))
     return len(kernels) == 1 and "" not in kernels

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FabricError
-from penstock.fabric.emulation.board import VARIABLE as BOARD
 from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS, write_whole
 from penstock.launch.agent import FAILURES, RankFailure, agent_command

@@ -77,12 +77,9 @@ class Members:
         """Returns the hosts that do not answer within a few seconds. Called by every host that met an error."""
         try:
             self.store.set(f"still/{self.rank}", "here")
-            return self._without("still", _ANSWER_SECONDS)
+            return without(self.store, "still", self.size, _ANSWER_SECONDS)
         except (RuntimeError, OSError):  # the store was on host 0, which is lost
             return (0,) if self.rank else ()
-
-    def _without(self, key: str, seconds: float) -> tuple[int, ...]:
-        return without(self.store, key, self.size, seconds)
 
 
 def without(store: Any, key: str, size: int, seconds: float) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def reduce_into(total: Tensor, more: Tensor, op: Op) -> None:
             torch.maximum(total, more, out=total)
 
 
-def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int] = ()) -> slice:
+def own_part(rank: int, ranks: int, elements: int, shares: Sequence[int]) -> slice:
     """Returns the position of a rank's part in a buffer that is divided among the ranks."""
     shares = shares or (1,) * ranks
     unit = elements // sum(shares)

@@ -2,8 +2,8 @@
 
 This takes two messages per host and trial. A barrier and a gather from the backend would take many, and waste processor
 and network time on work that is not measured. Hosts of one machine read host 0's announcements from shared memory
-(`Board`). Between machines, announcements travel over the network, so the start is set far enough ahead that nearly all
-recent announcements would have arrived in time. The samples show how far apart the hosts actually started.
+(`StartBoard`). Between machines, announcements travel over the network, so the start is set far enough ahead that
+nearly all recent announcements would have arrived in time. The samples show how far apart the hosts actually started.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.fabric.emulation.board import Board
 from penstock.fabric.emulation.joining import Members
+from penstock.fabric.emulation.start_board import StartBoard
 
 _FIRST_NS = 2_000_000
 """The time allowed for the first announcement to arrive; later ones get what recent ones took, plus a margin."""
@@ -44,7 +44,7 @@ class Word(NamedTuple):
 class Signals:
     """One host's side of the signalling; all hosts make the same calls."""
 
-    def __init__(self, members: Members, board: Board | None = None) -> None:
+    def __init__(self, members: Members, board: StartBoard | None = None) -> None:
         """Creates this host's side.
 
         Args:

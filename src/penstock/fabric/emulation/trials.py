@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.fabric.emulation import clock
-from penstock.fabric.emulation.board import Board
 from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.signals import Signals
 from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.start_board import StartBoard
 from penstock.launch.step_file import announcer
 
 _KEEP, _ESTIMATE, _WARM = 1, 2, 4
@@ -64,7 +64,7 @@ class Trials:
         self._offset_ns = clock.estimate(members.control).offset_ns
         self._estimated_at = time.monotonic()
         self._one_clock = clock.is_one(members.control)
-        board = Board.of_environment(members.rank, spec.stall_seconds) if self._one_clock else None
+        board = StartBoard.of_environment(members.rank, spec.stall_seconds) if self._one_clock else None
         self._signals = Signals(members, board)
         self._slowest_ns = -1
         self._number = -1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from penstock.fabric.algorithms import ENGINE
-from penstock.fabric.dependence import FEWEST
+from penstock.fabric.autocorrelation import FEWEST
 from penstock.fabric.ports import changed
 from penstock.fabric.results import ABOVE_IDEAL
 from penstock.fabric.samples import Run

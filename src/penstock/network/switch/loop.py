@@ -289,8 +289,12 @@ def _send(t: Tables, slot: Any, due: Any, now: Any) -> None:
 
 
 @compiled
-def _receive(t: Tables, source: Any, now: Any) -> None:
-    """Reads what a host has sent, up to `READS_AT_ONCE` frames."""
+def _receive(t: Tables, source: Any) -> None:
+    """Reads what a host has sent, up to `READS_AT_ONCE` frames.
+
+    The clock is read after each frame: the process may be stopped at any moment, and a frame that came in the meantime
+    must not count as having come before.
+    """
     hosts = t.meets.shape[0]
     for _ in range(READS_AT_ONCE):
         if t.state[SPARES] == 0:
@@ -304,7 +308,7 @@ def _receive(t: Tables, source: Any, now: Any) -> None:
         t.state[READS] += 1
         t.slots[slot, LENGTH] = size
         t.slots[slot, SOURCE] = source
-        at = _arrived(t, slot, now)
+        at = _arrived(t, slot, now_ns(t))
         target = np.int64(t.frames[slot, 5]) - 1  # a host's address ends in its number plus one
         if t.frames[slot, 0] & 1:  # broadcast or multicast
             for every in range(hosts):
@@ -373,4 +377,4 @@ def run(t: Tables, until_ns: Any) -> None:
         if came:
             for source in range(t.meets.shape[0]):
                 if t.polls[source, 1] >> 16:
-                    _receive(t, source, began)
+                    _receive(t, source)

@@ -106,7 +106,7 @@ class DrawnArray(Leaf):
         return f"<an array of random numbers, {self.node.name}>"
 
     def astype(self, dtype: Any) -> DrawnArray:
-        return self.chance.of_array(self, "astype", dtype)
+        return self.chance.astype(self, dtype)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -237,9 +237,9 @@ class Chance:
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
-    def of_array(self, array: DrawnArray, method: str, dtype: Any) -> DrawnArray:
-        """The stand-in for what an array's method returns."""
-        node = self._book.write_number("call_method", method, (array.node, self._book.argument(dtype)))
+    def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
+        """The stand-in for an array of another dtype."""
+        node = self._book.write_number("call_method", "astype", (array.node, self._book.argument(dtype)))
         return DrawnArray(self, node, sys.modules["numpy"].empty(array.shape, dtype))
 
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:

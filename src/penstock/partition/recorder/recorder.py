@@ -33,9 +33,9 @@ from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
 from penstock.partition.run.sideways import Sideways
+from penstock.partition.state.attribute_outputs import attributes_of, taken
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.taken import attributes_of, taken
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Call, Regroup, Unit
 from penstock.partition.values.objects import holds_tensors, tensors_in

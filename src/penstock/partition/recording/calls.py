@@ -56,10 +56,10 @@ def name_of(function: Any) -> str:
     return str(name)
 
 
-def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> bool | None:
+def gradient_wanted(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool | None:
     """Whether a call asks for a gradient: `x.requires_grad_()`, `x.requires_grad = True`; None if it does neither."""
     if getattr(function, "__name__", "") == "requires_grad_":
-        return bool(args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True))
+        return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
     return bool(args[1]) if name_of(function) == "requires_grad" and len(args) == 2 else None
 
 

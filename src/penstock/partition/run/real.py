@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from penstock.compat import FakeTensor, generator_of, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
-from penstock.partition.state.taken import attributes_of
+from penstock.partition.state.attribute_outputs import attributes_of
 from penstock.partition.units.units import Call, Unit, has_forward
 from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import tensors_in

@@ -14,7 +14,7 @@ from penstock.partition.recording.guards import Guard
 from penstock.partition.recording.recording import Constant
 from penstock.partition.stages.aliases import crosses_twice
 from penstock.partition.stages.stage import Stage
-from penstock.partition.state.given import contents_of
+from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place
 from penstock.partition.values.objects import input_path
 from penstock.trees import Flat, unflatten

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.partition.state.cells import EMPTY, contents
+from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.state.library import is_library
 
 CACHED = type(functools.cache(lambda: None))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from penstock.partition.state.cells import EMPTY, contents
+from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.reach import PLAIN_OBJECTS
 

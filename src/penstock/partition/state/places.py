@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.state.cells import EMPTY, contents
+from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.reach import DEPTH, LARGEST, LARGEST_ARRAY, Trace, is_array, is_of_others, slots_of

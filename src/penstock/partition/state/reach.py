@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.partition.state.cached_functions import CachedFunctions
-from penstock.partition.state.cells import EMPTY, contents
 from penstock.partition.state.class_data import ClassData, SlotData
+from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.state.containers import is_container, refill
-from penstock.partition.state.glance import Glance
+from penstock.partition.state.identities import Identities
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 from penstock.partition.values.objects import CONSTANTS
@@ -140,10 +140,10 @@ class _Part:
         plain = [place for place in places if isinstance(place.entries, (list, deque, dict))]
         self._places = places
         self._others = [place for place in places if place not in plain]
-        self._glance = Glance([place.entries for place in plain])
+        self._identities = Identities([place.entries for place in plain])
 
     def changed(self) -> list[Holder]:
-        return [place for place in (self._places if self._glance.differs() else self._others) if place.is_changed()]
+        return [place for place in (self._places if self._identities.differ() else self._others) if place.is_changed()]
 
 
 class Reach:

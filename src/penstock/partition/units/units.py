@@ -47,7 +47,8 @@ class Grain:
         whole: names of modules that are units because a call in them uses modules that it was given as constants.
         shut: names of units that are not opened for what they leave behind: they cannot be recorded call by call.
         carried: names of the places whose contents are carried to the last stage for the loss function.
-        taken: names of attributes that are read after the calls of units that depend on values; see `state/taken.py`.
+        taken: names of attributes that are read after the calls of units that depend on values; see
+            `state/attribute_outputs.py`.
         once: whether no unit may run again to see what it reads, since that leaves traces that cannot be undone.
     """
 

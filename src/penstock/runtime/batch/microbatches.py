@@ -164,7 +164,7 @@ def split(
 
 
 def split_leaves(
-    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None = None, dims: Dims = FIRST
+    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims
 ) -> list[tuple[Any, ...]]:
     """Like `split`, for a batch that is already flattened: the leaves of each microbatch."""
     if not flat.leaves:

@@ -23,7 +23,7 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,8 +63,11 @@ def receive(anchor: Tensor, buffer: Tensor) -> tuple[Tensor, list[Tensor]]:
     `anchor` is any tensor that requires a gradient: it makes autograd record the value.
     """
     slot: list[Tensor] = []
-    value: Tensor = Receive.apply(anchor, [buffer], slot)  # type: ignore[no-untyped-call]
-    return value, slot
+    return _receive(anchor, [buffer], slot), slot
+
+
+_receive: Callable[[Tensor, list[Tensor], list[Tensor]], Tensor] = super(torch.autograd.Function, Receive).apply
+"""`Receive.apply` without what it does for functorch's transforms, which takes longer than the rest."""
 
 
 def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
@@ -73,7 +76,11 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     An input that is a root gets its later consumers' gradient before this stage's own terms are added, which is the
     order in which autograd adds them in the unsplit model.
     """
-    with outside_autocast(grads[0].device.type):
+    device_type = grads[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        with outside_autocast(device_type):
+            run_backward(roots, grads)
+    else:
         run_backward(roots, grads)
 
 

@@ -1,20 +1,23 @@
 """Lists the features in the order in which they apply, and assembles a stage's runner from them.
 
-A new feature takes a file in `features/` and a line in `FEATURES`; a new kind of recomputation, a line in `RECOMPUTE`;
-one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
+The user's own follow (`features=`), and a kind of recomputation of the user's own (`recompute=`) takes the place of
+Penstock's. One that belongs to Penstock takes a file in `features/` and a line in `FEATURES`; a kind of recomputation,
+a line in `RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWARDS` (`features/recompute.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
+from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.backward_counts import BackwardCounts
 from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.compiled import Compiled, OwnGradients
-from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import Feature, Features, Forward
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_order import ForwardOrder
@@ -29,33 +32,32 @@ from penstock.runtime.features.tensor_state import LossTensors, TensorState
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
-
-Make = Callable[[StageContext], Feature | None]
-"""Makes a feature for a stage; None if the stage does not use it."""
+from penstock.words import named
 
 
 def _never(_: StageContext) -> None:
     return None
 
 
-RECOMPUTE: Mapping[str, Make] = {
+RECOMPUTE: Mapping[str, MakeFeature] = {
     "never": _never,
-    **dict.fromkeys(KEPT_FORWARDS, RecomputedStage.of),
+    **{name: RecomputedStage.keeping(kept) for name, kept in KEPT_FORWARDS.items()},
 }
 """Kinds of recomputation, by their names in `recompute=`. A number is `RecomputedLayers`."""
 
 
 def _recomputed(stage: StageContext) -> Feature | None:
-    if not stage.training or not isinstance(stage.recompute, str):
+    kind = stage.recompute
+    if not stage.training or isinstance(kind, int):
         return None
-    return RECOMPUTE[stage.recompute](stage)
+    return RECOMPUTE[kind](stage) if isinstance(kind, str) else _own("recompute", kind, stage)
 
 
 def _deferred_norms(stage: StageContext) -> Feature | None:
     return stage.binding.norms
 
 
-FEATURES: tuple[Make, ...] = (
+FEATURES: tuple[MakeFeature, ...] = (
     RecomputedLayers.of,  # replaces the stage's code, which all later features see
     Offload.of,
     _recomputed,
@@ -76,7 +78,7 @@ FEATURES: tuple[Make, ...] = (
     BackwardCounts.of,
     BackwardDraws.of,
 )
-"""All features, the outermost first."""
+"""All features of Penstock, the outermost first."""
 
 
 def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
@@ -86,7 +88,8 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
         ArgumentError: two choices cannot be combined.
         PartitionError: the stage does something that the schedule, or a choice, does not allow.
     """
-    for make in FEATURES:
+    own: list[MakeFeature] = [partial(_own, "features", make) for make in stage.binding.features]
+    for make in (*FEATURES, *own):
         feature = make(stage)
         if feature is not None:
             stage = replace(stage, stages=feature.rewrite(stage.stages), made=(*stage.made, feature))
@@ -97,6 +100,21 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
             run = feature.forward_of(run, each)
         runs.append(run)
     return StageRunner(stage, runs, routes, _split(stage), Features(stage.made))
+
+
+def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
+    """What the user's function makes for a stage.
+
+    Raises:
+        ArgumentError: it is not a feature.
+    """
+    feature = make(stage)
+    if feature is None or isinstance(feature, Feature):
+        return feature
+    raise ArgumentError(
+        f"{argument}: {named(make).__qualname__} made an object of {type(feature).__name__} for stage {stage.index}; "
+        "expected one of a class derived from penstock.runtime.features.feature.Feature, or None"
+    )
 
 
 def _split(stage: StageContext) -> SplitBackward | None:

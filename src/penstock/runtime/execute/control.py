@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock.compat import default_store
 from penstock.errors import PipelineFailure
 from penstock.runtime.gradients.replicas import copy_from_first
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.broadcasts import BROADCASTS_IN_FLIGHT
 from penstock.runtime.processes.failure import OUTSIDE, Failure, Position
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions, Groups
 from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
@@ -65,6 +65,7 @@ class Control:
             return
         place = place_of(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
+        self.watchdog.partners = world.partners
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
@@ -96,8 +97,7 @@ class Control:
     def start_equal(self, tensors: Iterable[Tensor]) -> None:
         """Gives all processes that run the same stages the first one's values, in place."""
         if self.groups is not None and len(self.world.column) > 1:
-            numbers = [self.world.everyone.index(rank) for rank in self.world.column]
-            with self.waiting_for("equal parameters", tuple(n for n in numbers if n != self.world.number)):
+            with self.waiting_for("equal parameters", self.world.partners):
                 copy_from_first(tensors, self.groups.column, self.staging)
 
     def give(self, value: T, source_rank: int = 0) -> T:

@@ -18,7 +18,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of, shifted
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run, run_timed
+from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
@@ -28,8 +28,8 @@ from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
 from penstock.runtime.loss.loss import LossHead
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
@@ -86,8 +86,9 @@ class Engine:
             torch.cuda.set_device(device)  # NCCL and the random generators use the current device
         self.control = Control(world, device, patience, group_options, staged=transport == "staged")
         self._choice = transport
-        dog = self.control.watchdog
-        self._watched: Watched = Progress(device, dog) if not world.is_local and has_events(device) else dog
+        watchdog = self.control.watchdog
+        follows = not world.is_local and has_events(device)  # how far the device has come
+        self._watched: Watched = Progress(device, watchdog) if follows else watchdog
         self._sending = Position("its last sends", self.control.line)  # a program's first step waits for them
         self.streams = Streams(self.control.give_all(seed))
         groups = self.control.groups
@@ -191,6 +192,7 @@ class Engine:
                 self.streams if draws else None,
                 self.devices[rank],
                 self.world.numbers,
+                self.world.partners,
                 averages,
             )
             for rank in self.ranks
@@ -265,7 +267,7 @@ class Engine:
                     with self.control.waiting_for("a connection", (self.world.numbers[peer],)):
                         self.transports[rank].connect(source, target)
 
-    def run(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
+    def run_step(self, bound: BoundSchedule, feed: Feed, step: int, *, timed: bool = False) -> dict[int, list[Moment]]:
         """Runs one step of a bound schedule. If `timed`, returns what each of this process's ranks did and when.
 
         Raises:
@@ -282,7 +284,7 @@ class Engine:
                     with self._observed():
                         marks = run_timed(actions, self._watched, self._clocks)
                 else:
-                    run(actions, self._watched)
+                    run_actions(actions, self._watched)
             self._end(bound)
             shift = self.control.watchdog.offset.nanoseconds
             return {rank: shifted(self._clocks[rank].read(row), shift) for rank, row in marks.items()}

@@ -1,7 +1,7 @@
 """A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
 
-`Program` knows no schedule by name; `run` is the only executor. If one process drives all ranks, `run` gets the actions
-of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
+`Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
+actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Marks
 from penstock.runtime.execute.stage_runner import StageRunner, number
 from penstock.runtime.features.context import Binding, StageContext
-from penstock.runtime.features.feature import Features, Start
+from penstock.runtime.features.feature import Features, Start, within
 from penstock.runtime.gradients.replicas import Average
 from penstock.runtime.gradients.ties import TieReducer
 from penstock.runtime.loss.loss import LossHead
@@ -37,25 +37,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BoundAction:
-    """One action of one rank, run as `run(action, wait(microbatch))`. Only `wait` may block."""
+    """One action of one rank, run as `work(wait())`, or as `work()` if it waits for nothing. Only `wait` may block."""
 
     rank: int
     action: Action
-    wait: Callable[[int], Any] | None
-    run: Callable[[Action, Any], None]
+    wait: Callable[[], Any] | None
+    work: Callable[..., None]
     waiting: Position
     running: Position
 
 
-def run(actions: Sequence[BoundAction], watched: Watched) -> None:
+def run_actions(actions: Sequence[BoundAction], watched: Watched) -> None:
     """Runs actions in order."""
     for each in actions:
-        ready = None
-        if each.wait is not None:
+        if each.wait is None:
+            watched.position = each.running
+            each.work()
+        else:
             watched.position = each.waiting
-            ready = each.wait(number(each.action))
-        watched.position = each.running
-        each.run(each.action, ready)
+            ready = each.wait()
+            watched.position = each.running
+            each.work(ready)
     watched.position = OUTSIDE
 
 
@@ -69,14 +71,14 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
     for clock in clocks.values():
         clock.start()
     for each in actions:
-        ready, clock = None, clocks[each.rank]
+        clock = clocks[each.rank]
         began = clock.mark()
         if each.wait is not None:
             watched.position = each.waiting
-            ready = each.wait(number(each.action))
+        ready = () if each.wait is None else (each.wait(),)
         was_ready = clock.mark()
         watched.position = each.running
-        each.run(each.action, ready)
+        each.work(*ready)
         marks[each.rank].append((each.action, began, was_ready, clock.mark()))
     watched.position = OUTSIDE
     return marks
@@ -111,6 +113,7 @@ class Program:
         head: what follows the last stage; used only on that stage's rank.
         reducers: one per tie group.
         numbers: the ranks' numbers in messages.
+        partners: the numbers of the processes with which sharded stages are gathered.
         averages: averages over replicas, by stage.
     """
 
@@ -124,6 +127,7 @@ class Program:
         streams: Streams | None,
         device: torch.device,
         numbers: Sequence[int],
+        partners: Sequence[int],
         averages: Mapping[int, Average],
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
@@ -150,7 +154,7 @@ class Program:
                 arriving.add(action.stage)
             elif action.op.is_compute and action.stage in arriving:
                 arriving.remove(action.stage)
-                bound = _gathered(bound, binding.sharded[action.stage])
+                bound = _after_unshard(bound, binding.sharded[action.stage], partners)
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
@@ -164,34 +168,34 @@ class Program:
         text = str(action)
         running = Position(text)
         if action.op is Op.REDUCE_GRAD:
-            start = self._reduction(action)
-            return BoundAction(rank, action, None, lambda _, __: start(), running, running)
+            return BoundAction(rank, action, None, self._reduction(action), running, running)
         if action.op in (Op.UNSHARD, Op.RESHARD):
             sharded = self._sharded[action.stage]
-            turn = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
-            gathering = Position(text)
-            return BoundAction(rank, action, None, lambda _, __: turn(), gathering, gathering)
+            act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
+            return BoundAction(rank, action, None, act, running, running)
         runner = self.runners[action.stage]
         routes, microbatch = runner.routes, number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                return BoundAction(rank, action, runner.gather, runner.forward, waiting, running)
+                work = partial(within(runner.features.around, runner.forward), action)
+                return BoundAction(rank, action, partial(runner.await_inputs, microbatch), work, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                return BoundAction(rank, action, runner.collect, runner.backward, waiting, running)
+                work = partial(within(runner.features.around, runner.backward), action)
+                return BoundAction(rank, action, partial(runner.await_grads, microbatch), work, waiting, running)
             case Op.W:
-                return BoundAction(rank, action, None, runner.weight_backward, running, running)
+                work = partial(within(runner.features.around, runner.weight_backward), action)
+                return BoundAction(rank, action, None, work, running, running)
             case Op.SEND_F | Op.SEND_B:
                 forward = action.op is Op.SEND_F
                 route = route_of(action, routes.values_out if forward else routes.grads_out)
                 send = runner.send_values if forward else runner.send_grads
                 blocked = Position(text, (self._numbers[self._placement.rank_of[route.stage]],))
-                return BoundAction(rank, action, None, lambda _, __: send(microbatch, route), blocked, blocked)
+                return BoundAction(rank, action, None, partial(send, microbatch, route), blocked, blocked)
             case Op.RECV_F | Op.RECV_B:
                 route = route_of(action, routes.values_in if action.op is Op.RECV_F else routes.grads_in)
-                post = route.channel.post
-                return BoundAction(rank, action, None, lambda _, __: post(microbatch), running, running)
+                return BoundAction(rank, action, None, partial(route.channel.post, microbatch), running, running)
             case _:
                 raise ScheduleError(f"action {text} of rank {rank}: {action.op.value} cannot be run; leave it out")
 
@@ -206,17 +210,22 @@ class Program:
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
 
 
-def _gathered(bound: BoundAction, sharded: Sharded) -> BoundAction:
+def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:
     """The first computation after a gather, which waits for the parameters too."""
     receive = bound.wait
 
-    def wait(microbatch: int) -> Any:
+    def wait() -> Any:
         sharded.wait()
-        return None if receive is None else receive(microbatch)
+        return None if receive is None else receive()
 
-    gather, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
-    position = Position(f"{gather} and {waiting.action}", waiting.peers) if waiting.peers else Position(gather)
-    return replace(bound, wait=wait, waiting=position)
+    def work(_: None) -> None:
+        bound.work()
+
+    unshard, waiting = str(Action(bound.action.stage, Op.UNSHARD)), bound.waiting
+    words = f"{unshard} and {waiting.action}" if waiting.peers else unshard
+    peers = tuple(sorted({*waiting.peers, *partners}))
+    after = bound.work if receive is not None else work
+    return replace(bound, wait=wait, waiting=Position(words, peers), work=after)
 
 
 def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Features]) -> list[BoundAction]:
@@ -226,16 +235,16 @@ def with_neighbours(actions: Sequence[BoundAction], features: Mapping[int, Featu
         actions: of one rank, in order.
         features: by stage.
     """
-    found, work = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
-    first: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    last: dict[int, list[Callable[[], None]]] = {place: [] for place in work}
-    for before, after in pairwise(work):
+    found, computing = list(actions), [place for place, each in enumerate(actions) if each.action.op.is_compute]
+    first: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    last: dict[int, list[Callable[[], None]]] = {place: [] for place in computing}
+    for before, after in pairwise(computing):
         action, following = actions[before].action, actions[after].action
         first[before] = [partial(call, following) for call in features[following.stage].upcoming]
         last[after] = [partial(call, action) for call in features[action.stage].past]
-    for place in work:
+    for place in computing:
         if first[place] or last[place]:
-            found[place] = replace(actions[place], run=_between(first[place], actions[place].run, last[place]))
+            found[place] = replace(actions[place], work=_between(first[place], actions[place].work, last[place]))
     return found
 
 
@@ -255,17 +264,17 @@ def on_device(actions: Sequence[BoundAction], device: torch.device) -> list[Boun
         return called
 
     return [
-        replace(each, wait=None if each.wait is None else there(each.wait), run=there(each.run)) for each in actions
+        replace(each, wait=None if each.wait is None else there(each.wait), work=there(each.work)) for each in actions
     ]
 
 
 def _between(
-    first: Sequence[Callable[[], None]], run: Callable[[Action, Any], None], last: Sequence[Callable[[], None]]
-) -> Callable[[Action, Any], None]:
-    def accompanied(action: Action, ready: Any) -> None:
+    first: Sequence[Callable[[], None]], work: Callable[..., None], last: Sequence[Callable[[], None]]
+) -> Callable[..., None]:
+    def accompanied(*ready: Any) -> None:
         for call in first:
             call()
-        run(action, ready)
+        work(*ready)
         for call in last:
             call()
 

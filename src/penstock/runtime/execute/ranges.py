@@ -30,7 +30,7 @@ def ranged(actions: Sequence[BoundAction]) -> list[BoundAction]:
 
 def _ranged(each: BoundAction, name: str) -> BoundAction:
     wait = None if each.wait is None else _named(f"{name} waits", each.wait)
-    return replace(each, run=_named(name, each.run), wait=wait)
+    return replace(each, work=_named(name, each.work), wait=wait)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ Values and gradients are dropped as soon as they are passed on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Features, Forward, Rerun, Start
+from penstock.runtime.features.feature import Features, Forward, Rerun, Start, within
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -71,6 +70,7 @@ class StageRunner:
         self.routes = routes.routes(stage.index)
         self.features = features
         self.split = split
+        self._compute = within(features.code, self._outputs)
         self._functions = functions
         self._head = stage.head
         self._streams = stage.streams
@@ -100,7 +100,7 @@ class StageRunner:
             self.split.begin_step()
         self.features.begin_step(start)
 
-    def gather(self, microbatch: int) -> list[Any]:
+    def await_inputs(self, microbatch: int) -> list[Any]:
         """Waits for everything that a microbatch's forward needs."""
         args: list[Any] = [None] * len(self.meta.inputs)
         for route in self.routes.values_in:
@@ -115,17 +115,21 @@ class StageRunner:
     def forward(self, action: Action, args: list[Any]) -> None:
         """Runs the stage, keeps what backward starts from, and passes the outputs on."""
         microbatch = number(action)
-        with self.features.around(action):
-            rerun = None if self._learns_from_loss(microbatch) else self.features.keep(microbatch, args)
-            with self.features.forward(microbatch, runs_again=rerun is not None):
-                saved, outputs = self._run(microbatch, args, runs_again=rerun is not None)
-            if rerun is not None:
-                self._kept[microbatch] = rerun
-            elif self._training:
-                self._saved[microbatch] = saved
+        rerun = None
+        if self.features.keeps and not self._learns_from_loss(microbatch):
+            rerun = self.features.keep(microbatch, args)
+        with self.features.forward(microbatch, runs_again=rerun is not None):
+            saved, outputs = self._run_code(microbatch, args, runs_again=rerun is not None)
+        if rerun is not None:
+            self._kept[microbatch] = rerun
+        elif self._training:
+            self._saved[microbatch] = saved
+        if self.routes.values_out:
             self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
 
-    def _run(self, microbatch: int, args: list[Any], *, runs_again: bool = False) -> tuple[_Saved, Sequence[Tensor]]:
+    def _run_code(
+        self, microbatch: int, args: list[Any], *, runs_again: bool = False
+    ) -> tuple[_Saved, Sequence[Tensor]]:
         """Runs the forward, and the loss if there is one. Empties `args`.
 
         Returns what backward starts from, and the outputs with their graph.
@@ -140,35 +144,41 @@ class StageRunner:
         slots: dict[int, list[Tensor]] = {}
         for position in self._tracked:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
-        passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs]
-        split = self._split_of(microbatch)
-        with self.features.run(microbatch):
-            if split is None:
-                outputs = self._functions[microbatch](*args)
-            else:
-                with split.forward(microbatch, runs_again=runs_again):
-                    outputs = self._functions[microbatch](*args)
+        roots: list[GradientEdge | None] = []
+        passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs] if self._root_inputs else []
+        split = None if self.split is None else self._split_of(microbatch)
+        outputs = self._compute(microbatch, args, split, runs_again)
         args.clear()
-        self._check_whole(outputs)
-        if self._training:
-            self._check_untracked(outputs)
-        if self._head is not None:
-            # If it runs again, only the second run computes the loss, which may count or write into its target.
-            root = None if runs_again else self._head(microbatch, outputs)
-            roots = [self._loss_edge(root)] if root is not None else []
-        else:
-            roots = [_edge(outputs[position]) for position in self._root_outputs]
+        self._check(outputs)
+        if self._head is None:
+            for position in self._root_outputs:
+                output = outputs[position]
+                roots.append(get_gradient_edge(output) if output.requires_grad else None)
+        elif not runs_again:  # only the second run computes the loss, which may count or write into its target
+            root = self._head(microbatch, outputs)
+            if root is not None:
+                roots.append(self._loss_edge(root))
         if split is not None and not (runs_again and self._head is not None):
             split.learn(roots)
-        return _Saved([*roots, *passed_on], slots), outputs
+        roots += passed_on
+        return _Saved(roots, slots), outputs
+
+    def _outputs(
+        self, microbatch: int, args: list[Any], split: SplitBackward | None, runs_again: bool
+    ) -> Sequence[Tensor]:
+        """Runs the stage's code."""
+        if split is None:
+            return self._functions[microbatch](*args)
+        with split.forward(microbatch, runs_again=runs_again):
+            return self._functions[microbatch](*args)
 
     def _again(self, microbatch: int) -> _Saved:
         """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
-            return self._run(microbatch, rerun.args())[0]
+            return self._run_code(microbatch, rerun.args())[0]
 
-    def collect(self, microbatch: int) -> list[Tensor | None]:
+    def await_grads(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         if self._head is not None:
             return [] if microbatch in self._kept else [self._head.seed(microbatch)]
@@ -181,29 +191,44 @@ class StageRunner:
     def backward(self, action: Action, grads: list[Tensor | None]) -> None:
         """Runs B or I, and passes the gradients of the inputs on."""
         microbatch = number(action)
-        with self.features.around(action), self.features.backward(microbatch):
+        with self.features.backward(microbatch):
             again = microbatch in self._kept
             saved = self._again(microbatch) if again else self._saved.pop(microbatch)
             if again and self._head is not None:
                 grads = [self._head.seed(microbatch)]
             if self._streams is not None:
                 self._streams.begin(microbatch, self._draw_offsets, again=True)
-            present = [(r, g) for r, g in zip(saved.roots, grads, strict=True) if r is not None and g is not None]
-            grads.clear()
-            split = self._split_of(microbatch)
-            if present:
-                with nullcontext() if split is None else split.input_gradients(microbatch):
-                    with self.features.autograd(microbatch):
-                        exact.backward([root for root, _ in present], [grad for _, grad in present])
-            slots = saved.slots
-            given = [exact.settled(slots[p][0]) if slots.get(p) else None for p in range(len(self.meta.inputs))]
-            self._grads.dispatch(self.routes.grads_out, microbatch, given)
+            self._run_autograd(microbatch, saved.roots, grads)
+            if self.routes.grads_out:
+                given: list[Tensor | None] = [None] * len(self.meta.inputs)
+                for position, slot in saved.slots.items():
+                    if slot:
+                        given[position] = exact.settled(slot[0])
+                self._grads.dispatch(self.routes.grads_out, microbatch, given)
 
-    def weight_backward(self, action: Action, _: None = None) -> None:
+    def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
+        """Runs backward from the roots that have a gradient. Empties `grads`."""
+        edges, seeds = [], []
+        for root, grad in zip(roots, grads, strict=True):
+            if root is not None and grad is not None:
+                edges.append(root)
+                seeds.append(grad)
+        grads.clear()
+        if not edges:
+            return
+        split = None if self.split is None else self._split_of(microbatch)
+        if split is None:
+            with self.features.autograd(microbatch):
+                exact.backward(edges, seeds)
+        else:
+            with split.input_gradients(microbatch), self.features.autograd(microbatch):
+                exact.backward(edges, seeds)
+
+    def weight_backward(self, action: Action) -> None:
         """Runs W: the part of a microbatch's backward that the I part put off."""
         assert self.split is not None
         microbatch = number(action)
-        with self.features.around(action), self.features.weights(microbatch):
+        with self.features.weights(microbatch):
             self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
@@ -232,7 +257,8 @@ class StageRunner:
             raise no_gradient()
         return None
 
-    def _check_whole(self, outputs: Sequence[Tensor]) -> None:
+    def _check(self, outputs: Sequence[Tensor]) -> None:
+        """Raises PartitionError for outputs that other stages could not take."""
         for output, meta in zip(outputs, self.meta.outputs, strict=True):
             if type(output) is not Tensor and is_distributed(output):
                 raise PartitionError(
@@ -240,8 +266,6 @@ class StageRunner:
                     "part; have the plan of parallelize_module give whole tensors there (RowwiseParallel, or "
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
-
-    def _check_untracked(self, outputs: Sequence[Tensor]) -> None:
         for position in self._untracked_outputs:
             if outputs[position].requires_grad:
                 raise PartitionError(
@@ -256,7 +280,3 @@ def number(action: Action) -> int:
     """A computation's microbatch."""
     assert action.microbatch is not None
     return action.microbatch
-
-
-def _edge(output: Tensor) -> GradientEdge | None:
-    return get_gradient_edge(output) if output.requires_grad else None

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.board import Process
+from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport
@@ -30,6 +29,7 @@ from penstock.runtime.transport.protocol import (
 from penstock.runtime.transport.shared_memory import Neighbours, SharedMemoryTransport
 from penstock.runtime.transport.staged import StagedTransport
 from penstock.runtime.transport.staging import HOST
+from penstock.words import named
 
 TransportName = Literal["auto", "distributed", "staged"]
 TransportChoice = TransportName | TransportFactory
@@ -92,9 +92,8 @@ def _name_of(choice: TransportChoice) -> str:
     """A name that all ranks can compare; for a factory, the name of its code."""
     if isinstance(choice, str):
         return repr(choice)
-    function = choice.func if isinstance(choice, partial) else choice
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    function = named(choice)
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _check_same(names: Sequence[str], here: int) -> None:

@@ -6,10 +6,12 @@ drawing, so the numbers would depend on the schedule and the cuts.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from penstock.compat import generator_of
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Feature
+from penstock.runtime.features.feature import Context, Feature
 
 LOOKS = 3
 """How many of a stage's backwards are checked for draws from Python's and numpy's generators: later ones behave alike,
@@ -43,15 +45,16 @@ class BackwardDraws(Feature):
         self._stage = stage
         self._streams = streams
         self._looks = 0
-        self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
+        generators = dict.fromkeys([torch.default_generator, generator_of(device)])
+        self._refused_later = _Undrawn(generators, partial(self._refusal, "a torch.Generator"))
 
-    def autograd(self, microbatch: int) -> AbstractContextManager[None]:
+    def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward: see `refused`."""
-        return self.refused()
+        return self.refused() if self._looks < LOOKS else self._refused_later
 
-    def weights(self, microbatch: int) -> AbstractContextManager[None]:
+    def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off: see `refused`."""
-        return self.refused()
+        return self.refused() if self._looks < LOOKS else self._refused_later
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -63,14 +66,10 @@ class BackwardDraws(Feature):
             PartitionError: the code drew.
         """
         self._looks += 1
-        looks = self._looks <= LOOKS
-        before = [(generator.initial_seed(), generator.get_state()) for generator in self._generators]
-        others, count = _foreign() if looks else None, self._seedings()
-        yield
-        for generator, (seed, state) in zip(self._generators, before, strict=True):
-            if generator.initial_seed() == seed and not torch.equal(generator.get_state(), state):
-                raise self._refusal("a torch.Generator")
-        if looks and self._seedings() == count and _foreign() != others:
+        others, count = _foreign(), self._seedings()
+        with self._refused_later:
+            yield
+        if self._seedings() == count and _foreign() != others:
             raise self._refusal("a random.Random")
 
     def _seedings(self) -> int:
@@ -83,6 +82,34 @@ class BackwardDraws(Feature):
             "device. Draw them in the forward, and keep them for backward (ctx.save_for_backward). If another thread "
             f"draws meanwhile, give it {own} of its own"
         )
+
+
+class _Undrawn:
+    """Wraps code in which some generators must not draw; may be entered again once it is left.
+
+    It is a class, and compares plain bytes, since it is around every backward.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator], refusal: Callable[[], PartitionError]) -> None:
+        self._generators = tuple(generators)
+        self._refusal = refusal
+        self._before: list[tuple[int, bytes]] = []
+
+    def __enter__(self) -> None:
+        self._before = [(generator.initial_seed(), _state_of(generator)) for generator in self._generators]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        before, self._before = self._before, []
+        if kind is not None:
+            return
+        for generator, (seed, state) in zip(self._generators, before, strict=True):
+            if generator.initial_seed() == seed and _state_of(generator) != state:
+                raise self._refusal()
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    state = generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def _foreign() -> tuple[Any, ...]:

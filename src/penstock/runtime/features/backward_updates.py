@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import accumulation_hooks, storage_of
+from penstock.compat import accumulation_hooks, any_accumulation_hooks, any_gradient_hooks, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
@@ -100,6 +100,8 @@ class BackwardUpdates(Feature):
             for name, parameter in stage.parameters.items()
             if name not in forward and not is_distributed(parameter)
         }
+        self._held = tuple(self._parameters.values())
+        self._steps = _SameVersions(self._held, self._refuse_steps)
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
@@ -139,7 +141,7 @@ class BackwardUpdates(Feature):
             PartitionError: it updates a parameter, or a buffer that forwards update, or it reads a buffer that has
                 changed since its own forward.
         """
-        left = self._left.pop(microbatch, {})
+        left = self._left.pop(microbatch, {}) if self._left else {}
         if microbatch == self._latest and not self._copies:
             if microbatch in self._splits:
                 self._uncounted.add(microbatch)
@@ -166,9 +168,14 @@ class BackwardUpdates(Feature):
         yield
         self._refuse_changed(taken, self._refusal_of_taken)
 
-    @contextmanager
-    def _watched(self, left: Mapping[str, Tensor]) -> Iterator[None]:
+    def _watched(self, left: Mapping[str, Tensor]) -> Context:
         """Wraps a backward, or its W, if forwards of other microbatches may have run since its forward."""
+        hooks = self._hooks or any_accumulation_hooks(self._held)
+        plain = not (left or hooks or self._taken or self._buffers or self._hooked)
+        return self._steps if plain else self._watched_closely(left)
+
+    @contextmanager
+    def _watched_closely(self, left: Mapping[str, Tensor]) -> Iterator[None]:
         if self._hooked is not None:
             raise self._refuses_hook("registers anew, and hooks of other microbatches would run with it")
         stale = {
@@ -208,6 +215,8 @@ class BackwardUpdates(Feature):
 
     def _gradient_hooks(self) -> set[tuple[str, int]]:
         """The hooks on gradients of parameters: for each the parameter's name and the hook's number."""
+        if not any_gradient_hooks(self._held):
+            return set()
         return {(name, key) for name, p in self._parameters.items() for key in p._backward_hooks or ()}
 
     def _refuses_hook(self, why: str) -> PartitionError:
@@ -226,12 +235,14 @@ class BackwardUpdates(Feature):
 
     @contextmanager
     def _no_steps(self) -> Iterator[None]:
-        parameters = self._parameters.values()
         found = {name: some for name, p in self._parameters.items() if (some := accumulation_hooks(p))}
         values = self._hooked_values(found) if found or self._hooks else {}
-        versions = _versions(parameters)
+        versions = _versions(self._held)
         yield
-        if not values and versions == _versions(parameters):
+        self._refuse_steps(versions, values)
+
+    def _refuse_steps(self, versions: Sequence[int], values: Mapping[str, Tensor]) -> None:
+        if not values and versions == _versions(self._held):
             return
         for version, (name, parameter) in zip(versions, self._parameters.items(), strict=True):
             if parameter._version != version or (name in values and not same_bits(values[name], parameter)):
@@ -266,8 +277,31 @@ class BackwardUpdates(Feature):
         )
 
 
+class _SameVersions:
+    """Wraps a backward that must not update some parameters, if nothing else can go wrong; may be entered again once it
+    is left. It is a class since it is around most backwards.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], check: Callable[[Sequence[int], Mapping[str, Tensor]], None]
+    ) -> None:
+        self._parameters = parameters
+        self._check = check
+        self._versions: list[int] = []
+
+    def __enter__(self) -> None:
+        self._versions = _versions(self._parameters)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self._check(self._versions, {})
+
+
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [*map(attrgetter("_version"), tensors)]
+    return [*map(_version_of, tensors)]
+
+
+_version_of = attrgetter("_version")
 
 
 def _is_our_own() -> bool:

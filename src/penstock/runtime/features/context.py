@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
-from penstock.runtime.features.per_stage import Recompute
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.loss.loss import Loss, LossHead
 from penstock.schedule import Action, Op, Schedule
@@ -35,6 +34,7 @@ class Binding:
         sharded: the stages that `fully_shard` was applied to.
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
         check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
+        features: makes the user's own features, for evaluation too.
     """
 
     partitions: Sequence[Partition]
@@ -47,6 +47,7 @@ class Binding:
     sharded: Mapping[int, Sharded] = field(default_factory=dict)
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
+    features: Sequence[MakeFeature] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +134,17 @@ class StageContext:
         """Whether these actions come in ascending order of microbatch, as on one device."""
         numbers = self.microbatches(*ops)
         return numbers == sorted(numbers)
+
+
+MakeFeature = Callable[[StageContext], Feature | None]
+"""Makes a feature for a stage; None if the stage does not use it."""
+
+Recompute = str | int | MakeFeature
+"""Which forwards of a stage run again in backward, so that their results need not be kept.
+
+"always": the whole stage, for every microbatch; only the stage's inputs are kept. "except_last": the same, except for
+the last microbatch that the stage runs. A number n: for every microbatch, the stage's layers 0, n, 2n, ..., each just
+before its own backward; only those layers' inputs are kept, and everything that the other layers compute. A layer is a
+module with parameters that the stage's code calls as a whole. A function: a kind of your own, which makes a
+`RecomputedStage` (or another feature with `keep`) for a stage, or None; see docs/extending.md.
+"""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ Forward = Callable[..., Sequence[Tensor]]
 """A stage's forward: takes its inputs, and returns the values that leave it."""
 
 Context = AbstractContextManager[Any]
+
+T = TypeVar("T")
 
 
 NOTHING: Context = nullcontext()
@@ -89,7 +91,7 @@ class Feature:
         """Wraps the first run of a forward. `runs_again`: whether backward starts from a later run of it."""
         return NOTHING
 
-    def run(self, microbatch: int) -> Context:
+    def code(self, microbatch: int) -> Context:
         """Wraps every run of the stage's code."""
         return NOTHING
 
@@ -117,7 +119,7 @@ class Features:
         self._features = tuple(features)
         self.around = self._hook("around")
         self.forward = self._hook("forward")
-        self.run = self._hook("run")
+        self.code = self._hook("code")
         self.backward = self._hook("backward")
         self.again = self._hook("again")
         self.autograd = self._hook("autograd")
@@ -125,6 +127,8 @@ class Features:
         self.upcoming = [feature.upcoming for feature in self._features if _has(feature, "upcoming")]
         self.past = [feature.past for feature in self._features if _has(feature, "past")]
         self._keeping = [feature.keep for feature in self._features if _has(feature, "keep")]
+        self.keeps = bool(self._keeping)
+        """Whether any feature may have a forward run again."""
 
     def __iter__(self) -> Iterator[Feature]:
         """The features, the outermost first."""
@@ -158,11 +162,14 @@ class _Nested:
 
     __slots__ = ("_args", "_entered", "_hooks", "_kwargs")
 
-    def __init__(self, hooks: Sequence[Callable[..., Context]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, first: Context, hooks: Sequence[Callable[..., Context]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._entered = [first]
         self._hooks, self._args, self._kwargs = hooks, args, kwargs
-        self._entered: list[Context] = []
 
     def __enter__(self) -> None:
+        self._entered[0].__enter__()
         try:
             for hook in self._hooks:
                 context = hook(*self._args, **self._kwargs)
@@ -195,7 +202,26 @@ class _Nested:
 
 
 def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
-    return lambda *args, **kwargs: _Nested(hooks, args, kwargs)
+    def nested(*args: Any, **kwargs: Any) -> Context:
+        for place, hook in enumerate(hooks, 1):
+            first = hook(*args, **kwargs)
+            if first is not NOTHING:
+                return _Nested(first, hooks[place:], args, kwargs) if place < len(hooks) else first
+        return NOTHING
+
+    return nested
+
+
+def within(hook: Callable[..., Context], work: Callable[..., T]) -> Callable[..., T]:
+    """`work`, run in what a hook of `Features` returns for its first argument; `work` itself if no feature has it."""
+    if hook is _nothing:
+        return work
+
+    def wrapped(first: Any, *rest: Any) -> T:
+        with hook(first):
+            return work(first, *rest)
+
+    return wrapped
 
 
 def _has(feature: Feature, hook: str) -> bool:

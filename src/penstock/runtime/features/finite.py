@@ -86,8 +86,9 @@ class FiniteStage(Feature):
         if action.op is not Op.F and self._looks_at_gradients:
             self._check_backward(action)
 
-    def _note(self, found: list[str], where: str, gradient: Tensor) -> None:
-        if self._looks_at_gradients and kind_of(gradient):
+    def _note(self, found: list[str], where: str, gradient: Tensor | None) -> None:
+        """A hook on a gradient, which torch calls with None for a part of a `chunk` that the loss does not use."""
+        if self._looks_at_gradients and gradient is not None and kind_of(gradient):
             found.append(where)
 
     def _check_outputs(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ its backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch import nn
 from penstock.errors import PartitionError
 from penstock.partition.state.places import MISSING, Contents, Key, Place, Survey, Values, named_by_code, same_items
 from penstock.partition.state.reach import Trace
-from penstock.runtime.features.attributes import Attributes, holders
+from penstock.runtime.features.attributes import Attributes, Reading, holders
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
 from penstock.schedule import Op
@@ -83,7 +83,7 @@ class ForwardState(Feature):
     def __init__(self, survey: Callable[[], Survey], owners: Iterable[Any] = (), splits: Iterable[int] = ()) -> None:
         self._survey = survey
         self._owners = tuple(owners)
-        self._attributes = Attributes(())
+        self.attributes = Attributes(())
         self._splits = frozenset(splits)
         self._places: dict[Key, Place] = {}
         self._learning = True
@@ -91,6 +91,7 @@ class ForwardState(Feature):
         self._kept: dict[int, Snapshots] = {}
         self._ran: list[int] = []  # the microbatches of this step's forwards
         self._latest = -1  # the microbatch of the last one
+        self._noticing = _Noticing(self)
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
@@ -100,16 +101,19 @@ class ForwardState(Feature):
         self._changes = start.changes
         if learned and not self._learning:
             found = chain.from_iterable(map(holders, self._owners))
-            self._attributes = Attributes(found)  # as left by the forwards learned from
+            self.attributes = Attributes(found)  # as left by the forwards learned from
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: keeps what it sets."""
-        return self._keeping(microbatch)
+        if self._learning or self._places:
+            return self._keeping(microbatch)
+        self._noticing.microbatch = microbatch
+        return self._noticing
 
     @contextmanager
     def _keeping(self, microbatch: int) -> Iterator[None]:
         survey = self._survey() if self._learning else None
-        reading = self._attributes.read()
+        reading = self.attributes.read()
         places = self._places if survey is None else survey.places
         before = {key: place.read() for key, place in places.items()}
         yield
@@ -119,14 +123,28 @@ class ForwardState(Feature):
             found = [place for place in self._survey().places.values() if survey.has_owner_of(place)]
             changed = [place for place in found if not place.holds(before.get(place.key, MISSING))]
             self._add([place for place in changed if place.key not in self._places], before)
-        elif late := self._attributes.set_since(reading, self._places):
-            before.update({key: was for key, (_, was) in late.items()})
-            self._add([place for place, _ in late.values()], before)
-            self._learning, self._changes = True, -1  # for the rest of this step, and in the next one
+        elif late := self.attributes.set_since(reading, self._places):
+            self._learn_anew(late, before)
         self._ran.append(microbatch)
         if self._places:
             before = {key: before.get(key, MISSING) for key in self._places}
             self._kept[microbatch] = Snapshots(before, self._now(), {})
+
+    def end_plain(self, microbatch: int, reading: Reading) -> None:
+        """Ends a forward that began when no forward was known to set anything. `reading`: of the attributes, then."""
+        self._latest = microbatch
+        late = self.attributes.set_since(reading, self._places)
+        if late:
+            self._learn_anew(late, {})
+        self._ran.append(microbatch)
+        if late:
+            self._kept[microbatch] = Snapshots({key: was for key, (_, was) in late.items()}, self._now(), {})
+
+    def _learn_anew(self, late: Mapping[Key, tuple[Place, Any]], before: Values) -> None:
+        """Adds places that a forward has set for the first time; learns for the rest of this step, and in the next."""
+        before.update({key: was for key, (_, was) in late.items()})
+        self._add([place for place, _ in late.values()], before)
+        self._learning, self._changes = True, -1
 
     def _add(self, places: Iterable[Place], before: Values) -> None:
         """Adds places that a forward has set. Earlier forwards left them as this one found them."""
@@ -207,6 +225,23 @@ class ForwardState(Feature):
     def _put(self, values: Values) -> None:
         for key, value in values.items():
             self._places[key].write(value)
+
+
+class _Noticing:
+    """Wraps a forward while none is known to set anything, which is most of them: a class takes less time than a
+    generator. May be entered again once it is left.
+    """
+
+    def __init__(self, state: ForwardState) -> None:
+        self._state = state
+        self.microbatch = -1
+
+    def __enter__(self) -> None:
+        self._reading = self._state.attributes.read()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self._state.end_plain(self.microbatch, self._reading)
 
 
 class OfLoss(Feature):

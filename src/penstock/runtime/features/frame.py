@@ -13,9 +13,12 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from penstock.compat import reduction_dtype
 from penstock.errors import ArgumentError
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
+from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.dtypes import gradient_dtype
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
 """Called with each stage of this process, to shard it in place."""
@@ -58,6 +61,8 @@ class Sharded:
         self.frame = frame
         self._parts = [module for module in frame.modules() if isinstance(module, FSDPModule)]
         self._arriving: list[UnshardHandle] = []
+        self._whole = {id(p) for p in frame.parameters() if not is_distributed(p)}
+        self._widened = False
         for part in self._parts:
             part.set_reshard_after_forward(False, recurse=False)
         self._reduce(False)
@@ -72,6 +77,20 @@ class Sharded:
         for handle in self._arriving:
             handle.wait()
         self._arriving.clear()
+        if not self._widened:
+            self._widen()
+            self._widened = True
+
+    def _widen(self) -> None:
+        """Lets gradients accumulate in the dtype in which they are reduced, if that is wider than the parameters' own.
+
+        FSDP converts them after each backward. But what several Ws add in between would be summed in the narrow dtype.
+        """
+        dtypes = {p: reduction_dtype(part) for part in self._parts for p in part.parameters()}  # inner parts come last
+        for parameter, dtype in dtypes.items():
+            narrow = dtype is not None and gradient_dtype(parameter).itemsize < dtype.itemsize
+            if narrow and parameter.is_floating_point() and id(parameter) not in self._whole:
+                parameter.grad_dtype = dtype
 
     def reshard(self) -> None:
         """Frees the gathered parameters."""

@@ -6,15 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.errors import ArgumentError
-
-Recompute = str | int
-"""Which forwards of a stage run again in backward, so that their results need not be kept.
-
-"always": the whole stage, for every microbatch; only the stage's inputs are kept. "except_last": the same, except for
-the last microbatch that the stage runs. A number n: for every microbatch, the stage's layers 0, n, 2n, ..., each just
-before its own backward; only those layers' inputs are kept, and everything that the other layers compute. A layer is a
-module with parameters that the stage's code calls as a whole.
-"""
+from penstock.runtime.features.context import Recompute
+from penstock.runtime.features.feature import Feature
 
 RecomputeChoice = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 """One for all stages; one for each stage; or by stage number, with "never" for the rest."""
@@ -49,6 +42,12 @@ def offload_by_stage(choice: OffloadChoice, stages: int) -> tuple[bool, ...]:
     return tuple(found)
 
 
+def refuse_class(argument: str, given: object) -> None:
+    """Raises ArgumentError for a feature's class, where the function that makes one is expected."""
+    if isinstance(given, type) and issubclass(given, Feature):
+        raise ArgumentError(f"{argument}: {given.__name__} is a class; give what makes a stage's: {given.__name__}.of")
+
+
 def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
     """Each stage's choice. `given` has one of the three forms."""
     if isinstance(given, Mapping):
@@ -66,9 +65,12 @@ def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
 
 
 def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
+    if callable(choice):
+        refuse_class("recompute", choice)
+        return
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
     if not (choice >= 1 if is_number else choice in policies):
         raise ArgumentError(
             f"recompute={choice!r}: expected {', '.join(map(repr, policies))}, a whole number n of at least 1 "
-            "(every n-th layer), or a list or dict of these, by stage"
+            "(every n-th layer), a function that makes a feature for a stage, or a list or dict of these, by stage"
         )

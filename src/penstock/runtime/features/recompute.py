@@ -18,20 +18,22 @@ from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.features.away import Away
-from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.context import MakeFeature, Recompute, StageContext
 from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Offload
-from penstock.runtime.features.per_stage import Recompute
 from penstock.runtime.front_end import Stage
 from penstock.schedule import Action, Op, Schedule
 from penstock.stages import StageMeta
-from penstock.words import in_ranges
+from penstock.words import in_ranges, named
 
-KEPT_FORWARDS: Mapping[str, Callable[[Sequence[int | None]], Sequence[int | None]]] = {
+Keeping = Callable[[Sequence[int]], Collection[int]]
+"""From a stage's microbatches, in the order in which they run, chooses those that keep their forward."""
+
+KEPT_FORWARDS: Mapping[str, Keeping] = {
     "except_last": lambda forwards: forwards[-1:],
     "always": lambda forwards: (),
 }
-"""For each policy, which of a stage's microbatches, given in the order in which they run, keep their forward."""
+"""What each policy that only chooses microbatches keeps."""
 
 
 def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: int) -> frozenset[int]:
@@ -44,8 +46,13 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     """
     if not isinstance(policy, str) or policy not in KEPT_FORWARDS:
         return frozenset()
+    return _rerun(KEPT_FORWARDS[policy], row, stage)
+
+
+def _rerun(keeping: Keeping, row: Iterable[Action], stage: int) -> frozenset[int]:
     work = [action for action in row if action.op.is_compute]
-    forwards = [action.microbatch for action in work if action.stage == stage and action.op is Op.F]
+    own = (action for action in work if action.stage == stage and action.op is Op.F)
+    forwards = [action.microbatch for action in own if action.microbatch is not None]
     backwards = {action.microbatch for action in work if action.stage == stage and action.op in (Op.B, Op.I)}
     at_once = {
         action.microbatch
@@ -53,7 +60,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
         if action.stage == stage and action.op is Op.F
         if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
     }
-    kept = at_once | set(KEPT_FORWARDS[policy](forwards))
+    kept = at_once | set(keeping(forwards))
     return frozenset(k for k in backwards - kept if k is not None)
 
 
@@ -70,14 +77,15 @@ def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
         if policy == "never":
             continue
         forwards = sum(action.stage == stage and action.op is Op.F for action in order.rows[rank])
-        if not isinstance(policy, str):
+        if isinstance(policy, int):
             text = f"layers 0, {policy}, {2 * policy}, ... run again in backward on "
-        elif policy in KEPT_FORWARDS:
+        elif isinstance(policy, str) and policy in KEPT_FORWARDS:
             again = len(microbatches_to_recompute(policy, order.rows[rank], stage))
             text = f"{again} of {forwards} forwards run again in backward on "
         else:
             text = "its own choice of forwards runs again in backward, out of those on "
-        said.setdefault(f"recompute={policy!r}: {text}", []).append(stage)
+        name = named(policy).__qualname__ if callable(policy) else repr(policy)
+        said.setdefault(f"recompute={name}: {text}", []).append(stage)
     return [
         f"{text}{'stage' if len(at) == 1 else 'stages'} {', '.join(in_ranges(map(str, at)))}"
         for text, at in said.items()
@@ -141,10 +149,15 @@ class RecomputedStage(Feature):
     """
 
     @classmethod
-    def of(cls, stage: StageContext) -> RecomputedStage | None:
-        """If a policy of `recompute=` selects any microbatches."""
-        again = microbatches_to_recompute(stage.recompute, stage.row, stage.index) if stage.training else ()
-        return cls.rerunning(stage, again)
+    def keeping(cls, kept: Keeping) -> MakeFeature:
+        """A kind of recomputation, for `recompute=`: runs all forwards again but those that `kept` chooses, and those
+        that their backward follows at once."""
+
+        def of(stage: StageContext) -> Feature | None:
+            return cls.rerunning(stage, _rerun(kept, stage.row, stage.index))
+
+        of.__qualname__ = f"{cls.__qualname__}.keeping"
+        return of
 
     @classmethod
     def rerunning(cls, stage: StageContext, microbatches: Collection[int]) -> Self | None:

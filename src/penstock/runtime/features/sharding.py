@@ -54,7 +54,7 @@ class Reduced(Feature):
         """Notes whether this step reduces. Not every step does; see `Pipeline.no_sync`."""
         self._reduces = start.reduces
 
-    def run(self, microbatch: int) -> AbstractContextManager[None]:
+    def code(self, microbatch: int) -> AbstractContextManager[None]:
         """Clears autocast's cache: a weight that was cast for an earlier microbatch would get its gradient after the
         reduction, since in backward what was made first comes last.
         """

@@ -206,7 +206,7 @@ def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) 
             yield bucket
 
 
-def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None = None) -> None:
+def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None) -> None:
     """Gives every process of the group the first one's values, in place."""
     broadcast = partial(broadcast_first, group=group)
     copy = broadcast if staging is None else staging.around(broadcast)

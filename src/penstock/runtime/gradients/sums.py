@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.runtime.gradients.distribution import local, local_gradient
+from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
 from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.transport.protocol import Pending
 
@@ -20,7 +20,9 @@ class GradientSum:
     """Sums the gradients of some parameters over all processes that hold them.
 
     Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere. There is
-    one buffer per dtype: the gradients, then for each gradient the number of processes that have it.
+    one buffer per dtype: the gradients, then for each gradient the number of processes that have it. These numbers are
+    read only if this process lacks a gradient, since reading them waits for the device. The sums stay in the buffer,
+    and `.grad` are views of it.
 
     Args:
         parameters: the same parameters, in the same order, on each process.
@@ -34,6 +36,7 @@ class GradientSum:
         self._divisor = divisor
         self._before: list[Tensor | None] = []
         self._buffers: list[Tensor] = []
+        self._present: dict[torch.dtype, tuple[list[bool], Tensor]] = {}
         self._pending: Pending | None = None
 
     def set_aside(self) -> None:
@@ -72,24 +75,42 @@ class GradientSum:
         flat = [
             (torch.zeros_like(m, dtype=dtype) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)
         ]
-        return torch.cat([*flat, mine[0].new_tensor([float(p.grad is not None) for p in members], dtype=dtype)])
+        return torch.cat([*flat, self._flags(members, dtype, mine[0])])
+
+    def _flags(self, members: Sequence[nn.Parameter], dtype: torch.dtype, like: Tensor) -> Tensor:
+        """Which gradients are here, as numbers on the device: those of the last step if the same ones are."""
+        present = [p.grad is not None for p in members]
+        known = self._present.get(dtype)
+        if known is None or known[0] != present or known[1].device != like.device:
+            known = self._present[dtype] = present, like.new_tensor([float(here) for here in present], dtype=dtype)
+        return known[1]
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None if no process has a gradient."""
         for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
             *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
-            for parameter, total, count in zip(members, flat, held.cpu().tolist(), strict=True):
-                grad = torch.empty_like(parameter.data, dtype=total.dtype) if count else None
-                if grad is not None:
-                    mine = local(grad)
-                    mine.copy_(total.view(mine.shape) / self._divisor if self._divisor > 1 else total.view(mine.shape))
-                yield parameter, grad
+            here, _ = self._present[buffer.dtype]
+            counts: Sequence[float] = here if all(here) else held.cpu().tolist()
+            if self._divisor > 1:
+                buffer /= self._divisor
+            for parameter, total, count in zip(members, flat, counts, strict=True):
+                yield parameter, _in_place(total, parameter) if count else None
 
     def _by_dtype(self) -> list[list[nn.Parameter]]:
         groups: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             groups.setdefault(gradient_dtype(parameter), []).append(parameter)
         return list(groups.values())
+
+
+def _in_place(total: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is here."""
+    if parameter.is_contiguous() and not is_distributed(parameter):
+        return total.view(parameter.shape).detach()
+    grad = torch.empty_like(parameter.data, dtype=total.dtype)
+    mine = local(grad)
+    mine.copy_(total.view(mine.shape))
+    return grad
 
 
 def _add(before: Tensor | None, grad: Tensor | None) -> Tensor | None:

@@ -190,17 +190,17 @@ class LossHead:
         else:
             self._streams.begin_loss(microbatch, foreign=self._draws)
             made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
-            with (
-                partition.leaving(leaves),
-                nullcontext() if self._watched else watching(self._elsewhere),
-            ):
-                if self._targets is not None:
-                    target = self._targets[microbatch]
-                    run = partial(self._loss, output, target)
-                    again = partial(_apart, self._loss, build, leaves, target)
-                    loss = self._state.call(self.losses, microbatch, run, again)
+            loss = None
+            if self._targets is not None:
+                target = self._targets[microbatch]
+                run = partial(self._loss, output, target)
+                again = partial(_apart, self._loss, build, leaves, target)
+                call = partial(self._state.call, self.losses, microbatch, run, again)
+                if self._watched and not partition.left:
+                    loss = call()
                 else:
-                    loss = None
+                    with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
+                        loss = call()
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
@@ -263,8 +263,10 @@ def root_of(loss: Tensor, weight: float, leaves: Sequence[Tensor]) -> Tensor:
 
     If its weight is 0, the loss may be NaN, and 0 * NaN is NaN; so it is then a zero made from the model's output.
     """
+    if weight != 0:
+        return loss
     others = [leaf for leaf in leaves if leaf is not loss and leaf.requires_grad]
-    if weight != 0 or not others:
+    if not others:
         return loss
     zero = torch.stack([leaf.sum().to(loss) for leaf in others]).sum() * 0
     return zero.reshape(loss.shape)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.partition.state.cells import contents
 from penstock.partition.state.class_data import ClassData
+from penstock.partition.state.closure_cells import contents
 from penstock.partition.state.library import OF_TORCH, is_library
 from penstock.partition.state.places import MISSING, Key, Place, Survey, named_by_code, stored_globals
 from penstock.partition.state.reach import Trace
@@ -58,7 +59,8 @@ class LossState:
         Raises:
             ArgumentError: the loss keeps state, and should have been called for other microbatches before.
         """
-        in_order = self._pipelines == 1 and None not in losses[:microbatch]
+        # `None in losses` would compare every tensor with None, which takes longer than the loss.
+        in_order = self._pipelines == 1 and not any(map(_is_none, losses[:microbatch]))
         if self._loss is None or (in_order and not self._first):
             return run()
         before = self._now()
@@ -218,6 +220,9 @@ class _Look:
             return run()
         except Exception:
             return MISSING  # it cannot run without the changes
+
+
+_is_none = partial(is_, None)
 
 
 def _alike(one: Any, other: Any) -> bool:

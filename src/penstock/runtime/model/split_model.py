@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import autocast_kinds, autocast_state
-from penstock.errors import ArgumentError, PartitionError, PenstockError
+from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
@@ -75,7 +74,7 @@ class SplitModel:
             stages = self._record(training=True)[0].stages
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
-            self._refuse_copies(stages, shared, parallelize)
+            self._refuse_copies(stages, parallelize)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()
@@ -129,12 +128,12 @@ class SplitModel:
         if self._frames is None:  # sharding replaces the parameters
             self._originals.refuse_others()
 
-    def changes(self) -> int:
+    def count_changes(self) -> int:
         """How often the model's modules were found changed between two steps."""
         return self._touched.look()
 
     @contextmanager
-    def settling(self) -> Iterator[None]:
+    def accepting_own_changes(self) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
         raises may have ended before anything was learned about the model."""
         before = self._partitioner.attributes()
@@ -264,12 +263,11 @@ class SplitModel:
         new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
         self._known_parameters = known | set(used)
         if new:
-            warnings.warn(
+            warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
                 "pipe.parameters() does not have it, so an optimizer made from that never trains it. Give the "
                 "optimizer model.parameters(), or give an example that takes the same branch (in several processes "
-                "such a batch is refused)",
-                stacklevel=9,
+                "such a batch is refused)"
             )
 
     def _copy(self, partition: Partition) -> Partition:
@@ -307,9 +305,7 @@ class SplitModel:
         """Where a rank's parameters are: in its process, or, if one process drives all ranks, on its device."""
         return str(self._engine.devices[rank]) if self._engine.world.is_local else rank
 
-    def _refuse_copies(
-        self, stages: Sequence[Stage], shared: dict[str, tuple[int, ...]], parallelize: Parallelize | None
-    ) -> None:
+    def _refuse_copies(self, stages: Sequence[Stage], parallelize: Parallelize | None) -> None:
         if parallelize is not None and self._placement.pipelines > 1:
             raise ArgumentError(
                 "parallelize= works on one copy of each stage, and this schedule has several; take one with one copy "

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage
-from penstock.runtime.model.elsewhere import elsewhere
 from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
 from penstock.runtime.model.moving import move
+from penstock.runtime.model.remote_tensors import remote
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -82,5 +82,5 @@ def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, T
             if tensor is None or id(tensor) in kept:
                 continue
             if id(tensor) not in released:
-                released[id(tensor)] = elsewhere(tensor, path + name)
+                released[id(tensor)] = remote(tensor, path + name)
             setattr(module, name, released[id(tensor)])

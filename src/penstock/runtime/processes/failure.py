@@ -188,6 +188,17 @@ def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:
     return rank, "; ".join(words)
 
 
+def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int]) -> str:
+    """What there is to say of a rank that has been in one action for long, and does not wait as far as is known.
+
+    Of its `partners`, with which it may meet in a collective within an action, those that are elsewhere are named.
+    """
+    mine = sightings[rank].doing
+    elsewhere = [partner for partner in partners if sightings[partner].doing != mine][:_MOST_TOLD]
+    told = [f"{_told(partner, sightings[partner])}, with the same stages" for partner in elsewhere]
+    return "; ".join([_told(rank, sightings[rank]), *told])
+
+
 def _told(rank: int, sighting: Sighting) -> str:
     if sighting.left:
         return f"rank {rank} has left the run"

@@ -1,6 +1,6 @@
 """How ranks find each other before anything watches them, and what they say while one is missing.
 
-Ranks meet at torch's store, which only tells who has come. The board (board.py) takes over as soon as rank 0 has come.
+Ranks meet at torch's store, which only tells who has come. The failure detector takes over as soon as rank 0 has come.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes.board import Patience
 from penstock.runtime.processes.failure import name_ranks
+from penstock.runtime.processes.failure_detector import Patience
+from penstock.runtime.processes.launcher import Launcher
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
@@ -71,7 +72,7 @@ class Missing:
 
     def __init__(self, rank: int, ranks: int, patience: Patience) -> None:
         self.ranks = tuple(range(1, ranks)) if rank == 0 else (0,)  # the others come to rank 0
-        self._rank, self._patience = rank, patience
+        self._rank, self._patience, self._launcher = rank, patience, Launcher()
         self._began = time.monotonic()
         self._next = self._began + patience.warn_seconds
         self._over = threading.Event()
@@ -94,7 +95,9 @@ class Missing:
         return time.monotonic() + 2 * _LONGEST_LOOK_SECONDS >= min(self._next, end)
 
     def check(self) -> None:
-        """Raises PipelineFailure if this rank has waited for `join_seconds`."""
+        """Raises PipelineFailure if this rank has waited for `join_seconds`, or who started it is gone."""
+        if (without := self._launcher.gone()) is not None:
+            raise PipelineFailure(f"rank {self._rank} stops: {without}")
         if time.monotonic() - self._began >= self._patience.join_seconds:
             raise PipelineFailure(
                 f"{self._words('waited')}. Each rank of the pipeline has to be started, and to build the pipeline."

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from penstock.runtime.processes.board import Patience
+from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.joining import Meeting, Missing, attempt
 
 _URL = "env://?world_size=-1"

@@ -18,12 +18,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.runtime.processes import board_server, host_clock
-from penstock.runtime.processes.board import Patience, Process, silence
-from penstock.runtime.processes.board_server import Address, BoardServer, Connection
-from penstock.runtime.processes.failure import OUTSIDE, Behind, Failure, Position, Sighting, name_ranks, wait_chain
+from penstock.runtime.processes import heartbeat_server, host_clock
+from penstock.runtime.processes.failure import (
+    OUTSIDE,
+    Behind,
+    Failure,
+    Position,
+    Sighting,
+    long_action,
+    name_ranks,
+    wait_chain,
+)
+from penstock.runtime.processes.failure_detector import Patience, Process, silence
+from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
+from penstock.runtime.processes.launcher import Launcher
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
@@ -47,6 +57,7 @@ class Watchdog:
         behind: what it said last.
         offset: from this host's clock to that of rank 0's.
         sightings: each rank as its last beat showed it, at most a beat or two old.
+        partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
     """
 
     def __init__(
@@ -69,7 +80,7 @@ class Watchdog:
         self._rank, self._address, self._connection, self._patience = rank, address, connection, patience
         self._clock, self._leave = clock, leave
         self._pid = os.getpid()
-        self._server: BoardServer | None = None
+        self._server: HeartbeatServer | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._known = threading.Event()
@@ -81,6 +92,8 @@ class Watchdog:
         self._asked = False
         self._warned_seconds = 0.0
         self.sightings: Sequence[Sighting] = [Sighting()] * ranks
+        self.partners: Sequence[int] = ()
+        self._launcher = Launcher()
 
     @classmethod
     def connect(cls, rank: int, ranks: int, store: Store | None = None, patience: Patience | None = None) -> Watchdog:
@@ -99,11 +112,11 @@ class Watchdog:
         patience = patience or Patience()
         if ranks == 1 or store is None:
             return cls(rank, None, None, patience)
-        server = BoardServer(ranks, patience) if rank == 0 else None
+        server = HeartbeatServer(ranks, patience) if rank == 0 else None
         try:
             with Missing(rank, ranks, patience) as missing:
                 address: Address = Meeting(store, rank, ranks).give(server.address if server else None, missing)
-                connection = board_server.join(address, rank, patience, missing)
+                connection = heartbeat_server.join(address, rank, patience, missing)
         except BaseException:
             if server:
                 server.stop()
@@ -163,7 +176,7 @@ class Watchdog:
         if self._server is None and self.failure is None:
             atexit.unregister(self._at_exit)
 
-    def _start(self, server: BoardServer | None) -> None:
+    def _start(self, server: HeartbeatServer | None) -> None:
         self._server = server
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._watch, name="penstock-watchdog", daemon=True)
@@ -195,7 +208,8 @@ class Watchdog:
         try:
             if self._connection is None:
                 assert self._address is not None
-                self._connection, self._asked = board_server.connect(self._address, self._rank, self._patience), False
+                self._connection = heartbeat_server.connect(self._address, self._rank, self._patience)
+                self._asked = False
             if not self._asked:
                 self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
             while (left := until - self._clock()) > 0 and not self._closed.is_set():
@@ -228,8 +242,13 @@ class Watchdog:
         """Exits if the pipeline failed and the main thread cannot notice. Otherwise looks for a reason to fail it."""
         now, waits = self._clock(), bool(self.position.peers)
         device_waits = self.behind is not None and bool(self.behind.position.peers)
-        if self.failure is None and (waits or device_waits) and (self.step, self.position) == self._held[:2]:
-            self._suspect(now)
+        if self.failure is None and (without := self._launcher.gone()):
+            self._record(Failure(self._rank, self._sighting().doing.action or None, without, "lost"))
+        if self.failure is None and (self.step, self.position) == self._held[:2]:
+            if waits or device_waits:
+                self._suspect(now)
+            elif self.position.action:
+                self._mention(now)
         if self.failure is not None and not self._closed.is_set():
             self._failed = now if self._failed is None else self._failed
             seconds = now - self._failed
@@ -267,6 +286,15 @@ class Watchdog:
             self._warned_seconds = seconds
             say(chain)
 
+    def _mention(self, now: float) -> None:
+        """Says that an action takes long. It may wait, unseen: in a collective of FSDP, or of the user's own."""
+        seconds = now - self._since
+        if seconds >= self._warned_seconds + self._patience.warn_seconds:
+            self._warned_seconds = seconds
+            sightings = list(self.sightings)
+            sightings[self._rank] = self._sighting()
+            say(long_action(self._rank, sightings, self.partners))
+
     def _record(self, failure: Failure) -> None:
         self._fail(failure)
         self._send(failure=failure.to_json())  # rank 0 may be stopped, and will read this when it wakes up
@@ -297,7 +325,7 @@ class Watchdog:
         self._leave(1)
 
     def _await_others(self) -> None:
-        """Waits for the other ranks before rank 0 exits, which takes the board with it."""
+        """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
         if self._server:
             self._server.await_noted(_INTERRUPTED_SECONDS if self._interrupted else _NOTE_SECONDS)
 

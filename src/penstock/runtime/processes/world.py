@@ -86,6 +86,12 @@ class World:
         return 0 if self.rank is None else self.numbers[self.rank]
 
     @property
+    def partners(self) -> tuple[int, ...]:
+        """The numbers of the other processes that run the same stages: what is sharded is gathered from them."""
+        numbers = (self.everyone.index(member) for member in self.column)
+        return tuple(number for number in numbers if number != self.number)
+
+    @property
     def data_parallel(self) -> int:
         """How many replicas of the model train together, each on its own part of the batch."""
         return max(1, len(self.replicas))

@@ -9,7 +9,6 @@ waits for another in vain.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from penstock.errors import ArgumentError, ShapeError
+from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
@@ -98,7 +97,7 @@ class BoundSchedules:
             _, oldest = self._cached.popitem(last=False)
             self._engine.release(oldest.bound)
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
-                warnings.warn(_MANY, stacklevel=6)
+                warn(_MANY)
         return cached
 
     def next(self, cut: CutBatch | None, call: Call) -> Cached:

@@ -40,9 +40,9 @@ class Courier:
         self._thread = threading.Thread(target=self._serve, daemon=True, name=name)
         self._thread.start()
 
-    def issue(self, run: Callable[[], object]) -> Operation:
-        """Queues an operation."""
-        self._last = Operation()
+    def issue(self, run: Callable[[], object], operation: Operation | None = None) -> Operation:
+        """Queues what `operation` stands for (by default a new one)."""
+        self._last = operation or Operation()
         self._queue.put((self._last, run))
         return self._last
 

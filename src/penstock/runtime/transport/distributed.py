@@ -107,7 +107,7 @@ class DistributedTransport:
             channel.drain()
 
     def drop_step(self) -> None:
-        """Nothing to do: once one rank has failed, no other continues."""
+        """Nothing to do: between processes no step follows one that raised."""
 
     def end_step(self) -> None:
         for channels in self._channels.values():

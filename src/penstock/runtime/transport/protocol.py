@@ -79,13 +79,25 @@ class PointToPoint(Protocol):
         """
 
     def end_step(self) -> None:
-        """Ends a step. The layouts of a program's first step are binding from then on."""
+        """Ends a step whose messages this rank has all sent and received. The layouts of a program's first step are
+        binding from then on, unless the link varies. May wait for the other rank to take what this one sent.
+        """
 
     def drop_step(self) -> None:
-        """Called after a step that raised. Discards what that left behind, if another step can follow at all."""
+        """Called instead of `end_step` if the step raised here. Never waits for another rank.
+
+        Where one process drives all ranks, it drops the step of each of them, and another step may follow, over the
+        same channels and with the same numbers. Nothing of the dropped one may show in it: neither messages sent or
+        posted, nor sums and broadcasts that some rank had not begun, nor layouts of a program's first step.
+
+        Where each rank is a process of its own, no step follows, nor `close`: the others may be anywhere in the step,
+        so the run ends on all of them. There is nothing to discard then.
+        """
 
     def close(self) -> None:
-        """Delivers everything that was sent, then frees everything. Other ranks may close earlier or later."""
+        """Called once, after the last step. What this rank sent still arrives, even if the other rank takes it only
+        later; then everything is freed. May wait for that, but not for the other rank to close.
+        """
 
 
 class Collectives(Protocol):
@@ -101,7 +113,7 @@ class Collectives(Protocol):
         """Starts to copy a small float64 tensor on the CPU, in place, from one rank to all. Never blocks."""
 
     def close(self) -> None:
-        """Waits for pending collectives and frees everything."""
+        """Waits for pending collectives and frees everything. Called once, after the last step."""
 
 
 class Transport(PointToPoint, Collectives, Protocol):

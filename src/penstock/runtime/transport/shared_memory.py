@@ -22,8 +22,8 @@ from torch import Tensor
 
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
-from penstock.runtime.processes.board import Process
 from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
+from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.transport.protocol import Channel, Message, Pending
@@ -154,7 +154,7 @@ class SharedMemoryTransport:
             channel.close()
 
     def drop_step(self) -> None:
-        """Nothing to do: once one rank has failed, no other continues."""
+        """Nothing to do: between processes no step follows one that raised."""
 
     def end_step(self) -> None:
         self._inner.end_step()

@@ -58,7 +58,7 @@ class StagedTransport:
         self.inner.end_step()
 
     def drop_step(self) -> None:
-        """Nothing to do: once one rank has failed, no other continues."""
+        """Nothing to do: between processes no step follows one that raised."""
 
     def close(self) -> None:
         self._staging.synchronize()

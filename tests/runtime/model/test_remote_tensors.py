@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.runtime.model.elsewhere import elsewhere
+from penstock.runtime.model.remote_tensors import remote
 
 WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda mine, theirs: mine.add_(theirs, alpha=0.1),
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", [torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))], ids=["buffer", "parameter"])
 def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> None:
-    mine, theirs = torch.ones(3, 3), elsewhere(made, "student.weight")
+    mine, theirs = torch.ones(3, 3), remote(made, "student.weight")
     with torch.no_grad(), pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank"):
         WAYS[way](mine, theirs)
     assert mine.eq(torch.full((3, 3), 0.9 if way == "of a product" else 1.0)).all()
@@ -39,7 +39,7 @@ def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> Non
 
 def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
     layer = nn.Linear(3, 3)
-    layer.weight = elsewhere(layer.weight.requires_grad_(False), "weight")  # type: ignore[assignment]
+    layer.weight = remote(layer.weight.requires_grad_(False), "weight")  # type: ignore[assignment]
     assert isinstance(layer.weight, nn.Parameter)
     assert layer.weight.is_meta
     assert not layer.weight.requires_grad
@@ -57,7 +57,7 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
 
 def test_what_lies_elsewhere_is_not_saved() -> None:
     layer = nn.Linear(3, 3)
-    layer.weight = elsewhere(layer.weight, "0.weight")  # type: ignore[assignment]
+    layer.weight = remote(layer.weight, "0.weight")  # type: ignore[assignment]
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
         torch.save(layer.state_dict(), io.BytesIO())
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
@@ -79,9 +79,9 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 def test_nothing_is_drawn_for_what_lies_elsewhere(way: str) -> None:
     """On one device the draws would come before those of this rank's own parameters."""
     with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values .* nothing would be drawn"):
-        DRAWS[way](elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight"))
+        DRAWS[way](remote(nn.Parameter(torch.ones(3, 3)), "0.weight"))
 
 
 def test_constants_may_be_written_to_what_lies_elsewhere() -> None:
-    parameter = elsewhere(nn.Parameter(torch.ones(3, 3)), "0.weight")
+    parameter = remote(nn.Parameter(torch.ones(3, 3)), "0.weight")
     assert nn.init.zeros_(parameter) is parameter

@@ -18,7 +18,7 @@ _SLACK = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class ShorterSchedule:
     """A named schedule that is shorter than the one found.
 
     Attributes:
@@ -36,7 +36,7 @@ class Elsewhere:
     share: float
 
 
-def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere | None:
+def shorter(found: Found, costs: Costs, memory_limit: float | None) -> ShorterSchedule | None:
     """The shortest named schedule that trains the same model within the memory limit; None if none beats the search.
 
     It has the same number of ranks and microbatches. Schedules with two copies of the model, or with slices, are left
@@ -49,7 +49,7 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere
     """
     own = chunks(found.schedule)
     of_ranks = costs.of_ranks(own)
-    best: Elsewhere | None = None
+    best: ShorterSchedule | None = None
     limit = found.objective_seconds * (1 - _SLACK)
     for schedule, where, option in _others(found.schedule):
         try:
@@ -61,7 +61,7 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> Elsewhere
         timeline = outcome.timeline
         seconds = timeline.makespan_seconds if found.objective == "makespan" else timeline.span_seconds
         if seconds < limit:
-            best, limit = Elsewhere(schedule.name, seconds, where, option, own / chunks(schedule)), seconds
+            best, limit = ShorterSchedule(schedule.name, seconds, where, option, own / chunks(schedule)), seconds
     return best
 
 

@@ -18,7 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.partition import tensors_in
 
 
-class Elsewhere(Tensor):
+class RemoteTensor(Tensor):
     """A tensor on the meta device, or one computed from it; it knows the name of the missing tensor."""
 
     penstock_name = "a parameter"
@@ -35,15 +35,15 @@ class Elsewhere(Tensor):
         )
 
 
-class ElsewhereParameter(Elsewhere, nn.Parameter):
+class RemoteParameter(RemoteTensor, nn.Parameter):
     """The same for a parameter."""
 
 
-def elsewhere(tensor: Tensor, name: str) -> Tensor:
+def remote(tensor: Tensor, name: str) -> Tensor:
     """A stand-in for the parameter or buffer of that name, whose values are on another rank."""
     empty = torch.empty_like(tensor, device="meta").detach()
     if isinstance(tensor, nn.Parameter):
-        made = ElsewhereParameter(empty, tensor.requires_grad)
+        made = RemoteParameter(empty, tensor.requires_grad)
         made.penstock_name = name
         return made
     marked: Tensor = _marked(empty, name)
@@ -52,7 +52,7 @@ def elsewhere(tensor: Tensor, name: str) -> Tensor:
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     given = list(tensors_in((args, kwargs)))
-    name = next(tensor.penstock_name for tensor in given if isinstance(tensor, Elsewhere))
+    name = next(tensor.penstock_name for tensor in given if isinstance(tensor, RemoteTensor))
     if any(map(_is_here, _written(func, args, kwargs))):
         raise _refusal(name)
     if _draws(func):
@@ -91,9 +91,9 @@ def _is_asked_by_init() -> bool:
 
 
 def _marked(value: Any, name: str) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, Elsewhere) or _is_here(value):
+    if not isinstance(value, Tensor) or isinstance(value, RemoteTensor) or _is_here(value):
         return value
-    made = value.as_subclass(Elsewhere)
+    made = value.as_subclass(RemoteTensor)
     made.penstock_name = name
     return made
 

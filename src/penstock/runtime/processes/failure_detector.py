@@ -93,8 +93,8 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class _Seat:
-    """What is known about one rank. Times are on the board's clock."""
+class _RankState:
+    """What is known about one rank. Times are on the detector's clock."""
 
     heard: float
     process: Process | None = None
@@ -103,7 +103,7 @@ class _Seat:
     left: float | None = None
 
 
-class Board:
+class FailureDetector:
     """Collects the beats of `ranks` ranks and judges who is lost.
 
     Not thread-safe: the server's thread owns it. `clock` returns seconds; `state` looks up a process.
@@ -121,54 +121,54 @@ class Board:
         self._clock = clock
         self._state = state
         self._judged = clock()
-        self._seats = [_Seat(heard=self._judged) for _ in range(ranks)]
+        self._ranks = [_RankState(heard=self._judged) for _ in range(ranks)]
 
     @property
     def absent(self) -> list[int]:
         """The ranks that have not joined."""
-        return [rank for rank, seat in enumerate(self._seats) if seat.process is None]
+        return [rank for rank, entry in enumerate(self._ranks) if entry.process is None]
 
     @property
     def remaining(self) -> list[int]:
-        """The ranks that may still need this board: those that have neither left nor are gone."""
+        """The ranks that may still need this detector: those that have neither left nor are gone."""
         return [
             rank
-            for rank, seat in enumerate(self._seats)
-            if seat.left is None and seat.gone is None and not self._lost(seat)
+            for rank, entry in enumerate(self._ranks)
+            if entry.left is None and entry.gone is None and not self._lost(entry)
         ]
 
     @property
     def deserted(self) -> bool:
-        """Whether every rank has left or is gone, so that no one reads this board any more."""
+        """Whether every rank has left or is gone, so that no one reads it any more."""
         return not self.remaining
 
     @property
     def sightings(self) -> Sequence[Sighting]:
-        return [seat.sighting for seat in self._seats]
+        return [entry.sighting for entry in self._ranks]
 
     def join(self, rank: int, process: Process) -> None:
         """Records that `rank` has joined, or is back after its connection broke."""
-        seat = self._seats[rank]
-        seat.process, seat.gone, seat.heard = process, None, self._clock()
+        entry = self._ranks[rank]
+        entry.process, entry.gone, entry.heard = process, None, self._clock()
         if not self.absent:  # those that have waited for the last one begin to beat now
-            for other in self._seats:
-                other.heard = seat.heard
+            for other in self._ranks:
+                other.heard = entry.heard
 
     def beat(self, rank: int, sighting: Sighting) -> None:
         """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
-        if not all(0 <= peer < len(self._seats) for peer in sighting.peers):
-            raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._seats) - 1}")
-        seat = self._seats[rank]
-        if seat.left is not None:
+        if not all(0 <= peer < len(self._ranks) for peer in sighting.peers):
+            raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._ranks) - 1}")
+        entry = self._ranks[rank]
+        if entry.left is not None:
             return
-        seat.sighting, seat.heard = sighting, self._clock()
+        entry.sighting, entry.heard = sighting, self._clock()
         if sighting.left:
-            seat.left = seat.heard
+            entry.left = entry.heard
 
     def hang_up(self, rank: int) -> None:
         """Records that the connection of `rank` closed. Unless it said goodbye, its process is most likely gone."""
-        if self._seats[rank].left is None:
-            self._seats[rank].gone = self._clock()
+        if self._ranks[rank].left is None:
+            self._ranks[rank].gone = self._clock()
 
     def accuse(self, failure: Failure) -> bool:
         """Records why the run ends. Returns False if another cause was recorded before."""
@@ -182,43 +182,45 @@ class Board:
         now = self._clock()
         asleep, self._judged = self._patience.overslept(now - self._judged), now
         if asleep:  # this process itself was stopped: what other ranks sent meanwhile is still unread
-            for seat in self._seats:
-                seat.heard = now
+            for entry in self._ranks:
+                entry.heard = now
             return
-        if self.absent and any(seat.gone is not None for seat in self._seats):  # all wait for each other now
+        if self.absent and any(entry.gone is not None for entry in self._ranks):  # all wait for each other now
             self._accuse_first_gone()
-        for waiter, seat in enumerate(self._seats):
-            if seat.left is None and seat.gone is None:
-                for peer in seat.sighting.peers:
+        for waiter, entry in enumerate(self._ranks):
+            if entry.left is None and entry.gone is None:
+                for peer in entry.sighting.peers:
                     self._try(waiter, peer)
 
     def _try(self, waiter: int, peer: int) -> None:
-        wait, seat = self._seats[waiter], self._seats[peer]
-        closed = seat.left if seat.left is not None else seat.gone
+        wait, entry = self._ranks[waiter], self._ranks[peer]
+        closed = entry.left if entry.left is not None else entry.gone
         if closed is not None:  # its last message may still be in transit, so the wait must outlast it
             outlasted = wait.heard - max(closed, wait.heard - wait.sighting.seconds)
-            if seat.left is None and outlasted >= self._patience.beat_seconds:
+            if entry.left is None and outlasted >= self._patience.beat_seconds:
                 self._accuse_first_gone()
             elif outlasted >= self._patience.stall_seconds:
                 waits = next(position for position in wait.sighting.positions if peer in position.peers)
                 ended = f"its program ended while rank {waiter} {waits}"
                 self.accuse(Failure(peer, None, ended, "left"))
-        elif (what := self._lost(seat)) is not None:
-            self.accuse(Failure(peer, seat.sighting.doing.action or None, what, "lost"))
+        elif (what := self._lost(entry)) is not None:
+            self.accuse(Failure(peer, entry.sighting.doing.action or None, what, "lost"))
 
     def _accuse_first_gone(self) -> None:
         """Accuses the first rank that is gone: a launcher then ends others on its machine, which are not the cause."""
-        gone = {rank: seat.gone for rank, seat in enumerate(self._seats) if seat.gone is not None and seat.left is None}
+        gone = {
+            rank: entry.gone for rank, entry in enumerate(self._ranks) if entry.gone is not None and entry.left is None
+        }
         first = min(gone, key=gone.__getitem__)
-        action = self._seats[first].sighting.doing.action or None
+        action = self._ranks[first].sighting.doing.action or None
         self.accuse(Failure(first, action, "its process is gone", "lost"))
 
-    def _lost(self, seat: _Seat) -> str | None:
+    def _lost(self, entry: _RankState) -> str | None:
         """What the silence of a rank that has joined means; None while it may be alive."""
-        seconds = self._clock() - seat.heard
-        if seat.process is None or seconds < self._patience.stall_seconds:
+        seconds = self._clock() - entry.heard
+        if entry.process is None or seconds < self._patience.stall_seconds:
             return None
-        return silence(seconds, self._state(seat.process), self._patience)
+        return silence(seconds, self._state(entry.process), self._patience)
 
 
 def silence(seconds: float, state: ProcessState, patience: Patience) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 Plain = list[Any] | deque[Any] | dict[Any, Any]
 
 
-class Glance:
+class Identities:
     """The entries of some containers, in order, at the time when this was made."""
 
     def __init__(self, containers: Sequence[Plain]) -> None:
@@ -29,7 +29,7 @@ class Glance:
         self._names = [*chain.from_iterable(self._named)]
         self._before = [*chain.from_iterable(self._entries)]
 
-    def differs(self) -> bool:
+    def differ(self) -> bool:
         """Whether any container has a different length or a different object in it.
 
         A key that is equal but not the same object counts as different too, unless it is text.

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import PartitionError, pipeline
-from penstock.partition.state.given import Given
+from penstock.partition.state.assumptions import Assumptions
 
 WIDTH = 6
 FACTOR = 1.0
@@ -239,7 +239,7 @@ def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
 
 def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
     model = Model()
-    given = Given({"": model})
+    given = Assumptions({"": model})
     seen = set()
     for value in range(20):
         model.factor = torch.tensor(float(value))  # often where the one before it was

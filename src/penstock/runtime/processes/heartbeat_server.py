@@ -1,4 +1,4 @@
-"""Carries beats to rank 0's board and its findings back: one line of JSON per message, over plain sockets.
+"""Carries beats to rank 0's detector and its findings back: one line of JSON per message, over plain sockets.
 
 It does not use torch's TCPStore: if the server is stopped, TCPStore calls block forever whatever their timeout, and if
 it is gone, they print forty lines of C++ frames over the one line that matters.
@@ -26,8 +26,8 @@ from typing import Any
 
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes import host_clock
-from penstock.runtime.processes.board import Board, Patience, Process, silence
 from penstock.runtime.processes.failure import Failure, Sighting
+from penstock.runtime.processes.failure_detector import FailureDetector, Patience, Process, silence
 from penstock.runtime.processes.joining import Missing
 
 _MOST_BYTES = 1 << 20
@@ -69,12 +69,12 @@ class Connection:
         self.link.close()
 
 
-class BoardServer:
-    """The thread of rank 0 that owns the board. Ends itself once every rank has left or is gone."""
+class HeartbeatServer:
+    """The thread of rank 0 that owns the detector. Ends itself once every rank has left or is gone."""
 
     def __init__(self, ranks: int, patience: Patience) -> None:
         alone = _on_one_machine()
-        self._board = Board(ranks, patience)
+        self._detector = FailureDetector(ranks, patience)
         self._beat_seconds = patience.beat_seconds
         self._token = secrets.token_hex(16)
         self._listener = _listen(alone)
@@ -92,7 +92,7 @@ class BoardServer:
             "process": [process.machine, process.pid, process.started],
             "clock": host_clock.clock_name(),
         }
-        self._thread = threading.Thread(target=self._serve, name="penstock-board", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="penstock-detector", daemon=True)
         self._thread.start()
 
     def join(self, seconds: float) -> bool:
@@ -103,7 +103,7 @@ class BoardServer:
     @property
     def remaining(self) -> list[int]:
         """The ranks that may still need this server. Any thread may ask."""
-        return self._board.remaining
+        return self._detector.remaining
 
     def await_noted(self, seconds: float) -> None:
         """Waits until all ranks know why the run failed: when this process ends, its last messages may be lost."""
@@ -116,16 +116,16 @@ class BoardServer:
     def _serve(self) -> None:
         with self._listener, self._selector:
             self._selector.register(self._listener, selectors.EVENT_READ, None)
-            while not (self._board.deserted or self._stopping.is_set()):
+            while not (self._detector.deserted or self._stopping.is_set()):
                 for key, _ in self._selector.select(self._beat_seconds / 2):
                     if key.data is None:
                         self._accept()
                     else:
                         self._read(key.data)
-                known = self._board.failure
-                self._board.judge()
-                if known is None and self._board.failure is not None:
-                    self._announce(self._board.failure)
+                known = self._detector.failure
+                self._detector.judge()
+                if known is None and self._detector.failure is not None:
+                    self._announce(self._detector.failure)
                 self._tell_absent()
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
@@ -148,30 +148,30 @@ class BoardServer:
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         if not hmac.compare_digest(str(message["token"]), self._token):
             raise ValueError("not one of our ranks")
-        rank, board = int(message["rank"]), self._board
+        rank, detector = int(message["rank"]), self._detector
         if "asked" in message:
             connection.send({"clock": [int(message["asked"]), host_clock.now_ns()]})
         if "join" in message:
-            board.join(rank, Process(*message["join"]))
+            detector.join(rank, Process(*message["join"]))
             self._connections[rank] = connection
-            if not board.absent:
+            if not detector.absent:
                 self._tell(ready=True)
         if "failure" in message:
             failure = Failure.from_json(message["failure"])
-            if board.accuse(failure):
+            if detector.accuse(failure):
                 self._announce(failure)
         if "noted" in message:
             self._note(rank)
         if "beat" in message:
-            board.beat(rank, Sighting.from_list(message["beat"]))
-            answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in board.sightings]}
-            if board.failure is not None:
-                answer["failure"] = board.failure.to_json()
+            detector.beat(rank, Sighting.from_list(message["beat"]))
+            answer: dict[str, Any] = {"sightings": [sighting.to_list() for sighting in detector.sightings]}
+            if detector.failure is not None:
+                answer["failure"] = detector.failure.to_json()
             connection.send(answer)
 
     def _tell_absent(self) -> None:
         now = time.monotonic()
-        if now - self._told >= self._beat_seconds and (absent := self._board.absent):
+        if now - self._told >= self._beat_seconds and (absent := self._detector.absent):
             self._told = now
             self._tell(absent=absent)
 
@@ -182,7 +182,7 @@ class BoardServer:
 
     def _note(self, rank: int) -> None:
         self._unaware.discard(rank)
-        if self._board.failure is not None and not self._unaware:
+        if self._detector.failure is not None and not self._unaware:
             self._noted.set()
 
     def _tell(self, **message: Any) -> None:
@@ -196,12 +196,12 @@ class BoardServer:
         for rank, known in list(self._connections.items()):
             if known is connection:
                 del self._connections[rank]
-                self._board.hang_up(rank)
+                self._detector.hang_up(rank)
                 self._note(rank)
 
 
 def connect(address: Address, rank: int, patience: Patience) -> Connection:
-    """Joins the board at `address` as `rank`. Raises OSError if none of its hosts answers."""
+    """Joins the detector at `address` as `rank`. Raises OSError if none of its hosts answers."""
     process = Process.here()
     hosts: list[str] = address["hosts"]
     if address["process"][0] == process.machine:

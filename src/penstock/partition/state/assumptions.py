@@ -43,7 +43,7 @@ Attributes = tuple[tuple[tuple[str, ...], Hashable], ...]
 
 
 @dataclass
-class Given:
+class Assumptions:
     """Reads what recordings take as given.
 
     Attributes:

@@ -20,7 +20,7 @@ _NUMBERS = 5
 _LOOK_SECONDS, _LIFE_SECONDS = 1e-4, 0.1
 
 
-class Board:
+class StartBoard:
     """One host's view of the board.
 
     Args:

@@ -1,0 +1,82 @@
+"""What a case is, and where it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+DeviceType = Literal["cuda", "cpu", "standin"]
+
+TESTS = Path(__file__).parents[3] / "tests"
+"""Where the stand-in for a device is."""
+
+Found = dict[str, Any]
+"""What a case found: `ok`, whether it is as it should be; `says`, that in one line; and figures by other names."""
+
+
+class NotHereError(Exception):
+    """This machine cannot show it; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a case runs.
+
+    Attributes:
+        device: "cuda", or what stands in for it: the CPU, or the tests' `scaffolding.stand_in`.
+        folder: an empty one, for its files, which go when it ends.
+    """
+
+    device: DeviceType
+    folder: Path
+
+    @property
+    def is_real(self) -> bool:
+        return self.device == "cuda"
+
+    def prepare(self) -> None:
+        """Makes the device usable in this process. Raises NotHereError if there is none."""
+        import torch
+
+        torch.set_num_threads(1)
+        if self.device == "standin":
+            if str(TESTS) not in sys.path:
+                sys.path.insert(0, str(TESTS))
+            from scaffolding import stand_in
+
+            stand_in.install()
+        elif self.device == "cuda" and not torch.cuda.is_available():
+            raise NotHereError(f"torch {torch.__version__} sees no CUDA device")
+
+    def need_cuda(self, what: str) -> None:
+        """Raises NotHereError anywhere else: `what` has no stand-in."""
+        if not self.is_real:
+            raise NotHereError(f"{what} has no stand-in on {self.device}")
+
+    def synchronize(self) -> None:
+        """Waits for all that the device was given."""
+        import torch
+
+        if self.device != "cpu":
+            torch.get_device_module(self.device).synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Something that one GPU can show.
+
+    Attributes:
+        part: of the run, from 1.
+        run: shows it, in a process of its own, and says what it found. It may raise NotHereError.
+        seconds: after which it is ended.
+        alone: it measures, so that nothing else may run meanwhile.
+    """
+
+    name: str
+    part: int
+    run: Callable[[Setting], Found]
+    seconds: float = 120.0
+    alone: bool = False

@@ -1,0 +1,128 @@
+"""`penstock.verify` for every schedule, precision and model, in one process and in several on the staged transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import penstock
+from cases.case import Case, Found, NotHereError, Setting
+from cases.models import MODELS, Model
+from cases.ranks import on_ranks
+from penstock.schedule import names
+
+ONE_PROCESS, PROCESSES = 4, 2
+"""How many ranks one process drives, and how many processes there are."""
+
+MICROBATCHES = 8
+
+PRECISIONS = ("float32", "bf16", "autocast", "fp16")
+"""The model in float32; wholly in bfloat16; its step in torch.autocast to bfloat16; to float16, with a scaled loss."""
+
+SCALE = 2.0**10
+"""Of the loss in float16."""
+
+TWO_COPIES = ("chimera", "dualpipe")
+"""These refuse batch norm, of which each copy would see half of the batch."""
+
+SLICED = "seq1f1b"
+"""No model can be run by this one: see `penstock schedules`."""
+
+
+def cases() -> Iterator[Case]:
+    schedules = [name for name in names() if name != SLICED]
+    for precision, name, schedule in product(PRECISIONS, MODELS, schedules):
+        cell = f"{name}/{precision}/{schedule}"
+        yield Case(f"verify/one process/{cell}", 2, partial(in_one_process, name, precision, schedule))
+        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, partial(in_several, name, precision, schedule))
+
+
+def in_one_process(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
+    setting.prepare()
+    _make_repeatable(setting)
+    return _or_refused(name, schedule, partial(prove, setting, name, precision, schedule, ranks=ONE_PROCESS, **options))
+
+
+def in_several(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
+    run = partial(on_ranks, setting, PROCESSES, _on_one_rank, name, precision, schedule, options)
+    return _or_refused(name, schedule, lambda: run()[0])
+
+
+def _on_one_rank(setting: Setting, rank: int, name: str, precision: str, schedule: str, options: Any) -> Found:
+    _make_repeatable(setting)
+    if setting.device != "cpu":
+        options = {"transport": "staged", **options}
+    return prove(setting, name, precision, schedule, **options)
+
+
+def _or_refused(name: str, schedule: str, run: Any) -> Found:
+    """What cannot be kept equal is refused, here by name; any other refusal is a failure."""
+    if name == "convnet" and schedule in TWO_COPIES:
+        try:
+            return {**run(), "ok": False, "says": "not refused, though each copy sees half of the batch"}
+        except Exception as error:
+            if "batch norm" not in str(error):
+                raise
+            return {"ok": True, "says": "refused, since each copy of the model would see half of the batch"}
+    return run()
+
+
+def prove(setting: Setting, name: str, precision: str, schedule: str, **options: Any) -> Found:
+    """One proof: how many values are equal, how many to the bit, and the furthest from equal."""
+    if setting.device == "standin" and precision in ("bf16", "fp16"):
+        raise NotHereError("the stand-in has no kernels of its own in half precision")
+    torch.manual_seed(0)
+    made = MODELS[name](not setting.is_real)
+    made = made.to(torch.bfloat16) if precision == "bf16" else made
+    with context(setting, precision):
+        report = penstock.verify(
+            made.model,
+            made.args,
+            made.kwargs,
+            target=made.target,
+            loss_fn=_scaled(made) if precision == "fp16" else made.loss,
+            schedule=schedule,
+            microbatches=MICROBATCHES,
+            devices=setting.device,
+            **options,
+        )
+    furthest = max(report.rows, key=lambda row: row.max_difference / max(row.max_reference, 1e-30))
+    return {
+        "ok": report.ok,
+        "says": report.summary(),
+        "values": len(report.rows),
+        "equal_to_the_bit": sum(row.verdict == "equal" for row in report.rows),
+        "furthest": f"{furthest.kind} {furthest.name}",
+        "furthest_relative": furthest.max_difference / max(furthest.max_reference, 1e-30),
+        "notes": list(report.notes),
+    }
+
+
+def context(setting: Setting, precision: str) -> AbstractContextManager[Any]:
+    """What a step runs in."""
+    if precision not in ("autocast", "fp16"):
+        return nullcontext()
+    return torch.autocast(setting.device, dtype=torch.bfloat16 if precision == "autocast" else torch.float16)
+
+
+def _scaled(made: Model) -> Any:
+    def loss(output: Any, target: Any) -> Tensor:
+        assert made.loss is not None
+        return made.loss(output, target) * SCALE
+
+    return loss
+
+
+def _make_repeatable(setting: Setting) -> None:
+    """The same kernels in the pipeline and in what judges it, without sums in the order in which threads come."""
+    if setting.is_real:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first product is made
+        torch.backends.cudnn.allow_tf32 = False
+        torch.use_deterministic_algorithms(True, warn_only=True)

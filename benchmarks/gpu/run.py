@@ -1,0 +1,144 @@
+"""Shows everything about Penstock that a single GPU can show: a process per case, a row per case.
+
+    python benchmarks/gpu/run.py --part 2               # or `make gpu PART=2`; without a part, all of them
+    python benchmarks/gpu/run.py --only 'verify/*/gpt/*/zb-*' --device cpu
+
+Needs nothing but torch, numpy and, for one model, transformers. Installs nothing, and reaches no network. Rows go to
+results.json as cases end, and replace those of the same name if they come from the same machine and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what is imported here does not touch the device
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import running  # noqa: E402  # these are found and may be imported only after what is said above
+from cases import TABLE  # noqa: E402
+from cases.environment import FIRST  # noqa: E402
+
+MOST_SECONDS = 570.0
+"""Of a part, which has to end in less than ten minutes."""
+
+
+class Results:
+    """The file of results, written whenever a case has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.environment: dict[str, Any] = {}
+        self.rows: dict[str, running.Row] = {}
+
+    def begin(self, environment: dict[str, Any]) -> None:
+        """Keeps the rows of earlier runs if they were made by the same versions on the same machine."""
+        self.environment = environment
+        if self._path.exists():
+            before = json.loads(self._path.read_text())
+            if before["environment"] == environment:
+                self.rows = {row["name"]: row for row in before["rows"]}
+
+    def add(self, row: running.Row) -> None:
+        if row["status"] == "not begun" and row["name"] in self.rows:
+            return
+        self.rows[row["name"]] = row
+        text = json.dumps({"environment": self.environment, "rows": list(self.rows.values())}, indent=1)
+        part = self._path.with_suffix(".part")
+        part.write_text(text + "\n")
+        part.replace(self._path)
+
+
+def table(rows: Sequence[running.Row]) -> str:
+    """A line for each row that is not ok or that measures; the others, which are many and alike, counted by kind."""
+    lines, counted = [], Counter[str]()
+    for row in rows:
+        kind = row["name"].rsplit("/", 2)[0] if row["name"].startswith("verify/") else ""
+        if kind and row["status"] == "ok":
+            counted[kind] += 1
+        else:
+            lines.append(f"{row['status']:<10} {row['name']:<50} {row['says']}")
+    lines += [f"{'ok':<10} {kind:<50} {number} cases" for kind, number in counted.items()]
+    return "\n".join(lines)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parts = sorted({case.part for case in TABLE.values()})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu", "standin"), default="cuda")
+    parser.add_argument("--part", type=int, choices=parts, help="one part, in less than ten minutes; default: all")
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names match one of these")
+    parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
+    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="cases at a time")
+    parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for each part (default: %(default)g)")
+    parser.add_argument("--json", type=Path, default=HERE / "results.json")
+    chosen = parser.parse_args(given)
+    cases = [
+        case
+        for name, case in TABLE.items()
+        if chosen.part in (None, case.part) and any(fnmatch.fnmatch(name, p) for p in chosen.only or ["*"])
+    ]
+    if chosen.list:
+        print("\n".join(f"{case.part} {case.name}" for case in cases))
+        return 0
+    return _run(cases, chosen)
+
+
+def _run(cases: Sequence[running.Case], chosen: argparse.Namespace) -> int:
+    _import_what_cases_need()
+    results, rows = Results(chosen.json), []
+
+    def ended(row: running.Row) -> None:
+        rows.append(row)
+        results.add(row)
+        print(f"{row['status']:<10} {row['seconds']:6.1f} s  {row['name']}: {row['says'][:200]}", flush=True)
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    began, first = time.monotonic(), []
+    running.run([TABLE[FIRST]], chosen.device, 1, began + chosen.seconds, first.append)
+    if first[0]["status"] != "ok":
+        print(f"{first[0]['status']}: {first[0]['says']}", file=sys.stderr)
+        return 2
+    results.begin(first[0]["found"])
+    ended(first[0])
+    known = {name for name, row in results.rows.items() if row["status"] == "ok"} if chosen.missing else {FIRST}
+    for part in sorted({case.part for case in cases}):
+        mine = [case for case in cases if case.part == part and case.name not in known]
+        running.run(mine, chosen.device, chosen.jobs, began + chosen.seconds, ended)
+        began = time.monotonic()
+    counted = Counter(row["status"] for row in rows)
+    print(f"\n{table(rows)}\n\n{', '.join(f'{number} {status}' for status, number in counted.items())}: {chosen.json}")
+    return 1 if any(counted[status] for status in (*running.BAD, "not begun")) else 0
+
+
+def _import_what_cases_need() -> None:
+    """Once, for all of them: none of this touches a device."""
+    import importlib
+
+    for name in ("torch", "torch.distributed", "penstock.pipe.build", "penstock.proof.verify", "penstock.checkpoint"):
+        importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # the cases that need it say so
+        importlib.import_module("transformers.models.llama.modeling_llama")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,145 @@
+"""`make gpu` runs its cases on what stands in for a GPU, and no case takes the run or another case with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launch.agent import TAG
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
+SECONDS = 280.0
+
+pytestmark = pytest.mark.distributed
+
+
+def rows(tmp_path: Path, device: str, *patterns: str, fails: bool = False) -> dict[str, dict[str, Any]]:
+    """The rows of a run, by name."""
+    file = tmp_path / "results.json"
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", device, "--jobs", "2", "--json", str(file)]
+    environment = {name: value for name, value in os.environ.items() if name != TAG}
+    done = subprocess.run(
+        [*command, "--only", *patterns], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == fails, done.stdout + done.stderr
+    found = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert found.pop("environment")["status"] == "ok"
+    return found
+
+
+def assert_ok(found: dict[str, dict[str, Any]], number: int) -> None:
+    assert len(found) == number
+    for row in found.values():
+        assert row["status"] == "ok", row
+
+
+SHORT = ["verify/one process/mlp/float32/zb-h1", "verify/2 processes/mlp/float32/1f1b"]
+
+
+def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
+    assert_ok(rows(tmp_path, "standin", *SHORT), len(SHORT))
+
+
+PLANTED = """
+import json, os, signal, subprocess, sys, time
+sys.path[:0] = sys.argv[1:2]
+import running
+from cases.case import Case, NotHereError
+
+
+def leaves_and_hangs(setting):
+    subprocess.Popen(["sleep", sys.argv[2]], start_new_session=True)
+    if os.fork() == 0:
+        time.sleep(600)
+    time.sleep(600)
+
+def leaves(setting):
+    subprocess.Popen(["sleep", sys.argv[2]], start_new_session=True)
+    return {"ok": True, "says": "done", "figure": 1}
+
+def dies(setting):
+    print("last words")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def raises(setting):
+    raise ValueError("the disk is\\nfull")
+
+def absent(setting):
+    raise NotHereError("no such thing")
+
+cases = [
+    Case("hangs", 1, leaves_and_hangs, seconds=2.0),
+    Case("dies", 1, dies),
+    Case("raises", 1, raises),
+    Case("is wrong", 1, lambda setting: {"ok": False, "says": "5 of 6 are equal"}),
+    Case("cannot be shown", 1, absent),
+    Case("alone", 1, leaves, alone=True),
+]
+running.run(cases, "cpu", 3, time.monotonic() + 60, lambda row: print(json.dumps(row), flush=True))
+late = [Case("cut", 1, leaves_and_hangs), Case("late", 1, leaves, alone=True)]
+running.run(late, "cpu", 3, time.monotonic() + 1, lambda row: print(json.dumps(row), flush=True))
+"""
+
+
+def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
+    number = f"{600 + os.getpid() / 1e7:.7f}"  # as no other process sleeps
+    began = time.monotonic()
+    environment = {name: value for name, value in os.environ.items() if name != TAG}
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED, str(FOLDER), number],
+        env=environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert {name: row["status"] for name, row in found.items()} == {
+        "hangs": "timed out",
+        "dies": "crashed",
+        "raises": "raised",
+        "is wrong": "wrong",
+        "cannot be shown": "not here",
+        "alone": "ok",
+        "cut": "not begun",
+        "late": "not begun",
+    }
+    assert found["dies"]["says"] == "its process was killed by SIGSEGV"
+    assert found["dies"]["log"] == "last words"
+    assert found["raises"]["says"] == "ValueError: the disk is full"
+    assert "in raises" in found["raises"]["log"]
+    assert found["is wrong"]["says"] == "5 of 6 are equal"
+    assert found["alone"]["found"]["figure"] == 1
+    assert time.monotonic() - began < 30
+    assert not sleeping(number), "left behind"
+
+
+def sleeping(number: str) -> list[str]:
+    """The processes that sleep for so long."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            lines.append((folder / "cmdline").read_bytes().decode())
+        except OSError:
+            continue
+    return [line for line in lines if line == f"sleep\0{number}\0"]
+
+
+def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--jobs", "1", "--json", str(file)]
+    names = [f"verify/one process/mlp/float32/{schedule}" for schedule in ("gpipe", "1f1b")]
+    with subprocess.Popen([*command, "--only", *names], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if names[0] in line)
+        process.kill()
+    assert line.startswith("ok")
+    before = {row["name"] for row in json.loads(file.read_text())["rows"]}
+    assert before == {"environment", names[0]}
+    done = subprocess.run([*command, "--missing", "--only", *names], capture_output=True, text=True, check=True)
+    assert names[0] not in done.stdout
+    assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
