@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -23,6 +24,7 @@ from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.step.outputs import Wanted
 from penstock.schedule import check, summary
+from penstock.second_names import nearest
 from penstock.stages import StageMeta
 from penstock.words import counted
 
@@ -75,6 +77,7 @@ class Pipeline:
             PipelineFailure: another rank failed.
         """
         self.session.refuse_closed()
+        _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
         result = self.session.steps.run_batch(
             self.step_count,
@@ -98,6 +101,7 @@ class Pipeline:
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
         self.session.refuse_closed()
+        _refuse_misspelt(self, kwargs)
         with evaluating(self.session.split, self.session.options.loss):
             return self.session.steps.run_batch(
                 self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
@@ -354,3 +358,16 @@ class Pipeline:
             self.close()
         elif not self.session.engine.control.failed:  # tells the other ranks why nothing will answer them
             self.session.engine.control.fail(error)
+
+
+def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that the model does not take, if it resembles one of the step's own."""
+    if not kwargs or pipe.session.options.split is not None:
+        return
+    takes = inspect.signature(pipe.model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        return
+    for name in kwargs.keys() - takes.keys():
+        hint = nearest(name, ("target", "outputs", "timeline", "loss_scale"))
+        if hint:
+            raise TypeError(f"neither a step nor the model takes an argument {name}={hint}")

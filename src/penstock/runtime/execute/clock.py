@@ -7,14 +7,16 @@ NCCL's own streams: two ranks that each posted one would wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from penstock.runtime.execute.progress import has_events
 from penstock.runtime.processes.host_clock import now_ns
-from penstock.runtime.transport.protocol import Begun, Waitable
+from penstock.runtime.transport.protocol import Begun, Observable, Transport, Waitable
 from penstock.schedule import Action
 
 Moment = tuple[Action, int, int, int]
@@ -127,3 +129,29 @@ def shifted(row: list[Moment], nanoseconds: int) -> list[Moment]:
     if not nanoseconds:
         return row
     return [(action, *(at + nanoseconds for at in times)) for action, *times in row]  # type: ignore[misc]
+
+
+@contextmanager
+def noting_messages(transports: Mapping[int, Transport], clocks: Mapping[int, Clock]) -> Iterator[None]:
+    """Wraps a timed step: clocks that can tell when messages travelled are told of each.
+
+    Where torch is told to block in every wait, that would wait for the message itself.
+
+    Args:
+        transports, clocks: by rank.
+    """
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
+        yield
+        return
+    noted = [
+        (transport, clock)
+        for rank, transport in transports.items()
+        if isinstance(transport, Observable) and isinstance(clock := clocks[rank], StreamClock)
+    ]
+    for transport, clock in noted:
+        transport.observer = clock.message
+    try:
+        yield
+    finally:
+        for transport, _ in noted:
+            transport.observer = None

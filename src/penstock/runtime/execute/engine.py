@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
-from penstock.runtime.execute.clock import Marks, Moment, StreamClock, clock_of, shifted
+from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
@@ -33,7 +32,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GroupOptions
 from penstock.runtime.processes.world import World, is_accelerator
 from penstock.runtime.transport.local import LocalHub, LocalTransport
-from penstock.runtime.transport.protocol import Observable, Transport
+from penstock.runtime.transport.protocol import Transport
 from penstock.runtime.transport.routes import between_ranks
 from penstock.schedule import Placement, Schedule, linearize
 from penstock.schedule.communication import ways
@@ -281,35 +280,13 @@ class Engine:
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 marks: dict[int, list[Marks]] = {}
                 if timed:
-                    with self._observed():
+                    with noting_messages(self.transports, self._clocks):
                         marks = run_timed(actions, self._watched, self._clocks)
                 else:
                     run_actions(actions, self._watched)
             self._end(bound)
             shift = self.control.watchdog.offset.nanoseconds
             return {rank: shifted(self._clocks[rank].read(row), shift) for rank, row in marks.items()}
-
-    @contextmanager
-    def _observed(self) -> Iterator[None]:
-        """Wraps a timed step: clocks that can tell when messages travelled are told of each.
-
-        Where torch is told to block in every wait, that would wait for the message itself.
-        """
-        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") != "0":
-            yield
-            return
-        watched = [
-            (transport, clock)
-            for rank, transport in self.transports.items()
-            if isinstance(transport, Observable) and isinstance(clock := self._clocks[rank], StreamClock)
-        ]
-        for transport, clock in watched:
-            transport.observer = clock.message
-        try:
-            yield
-        finally:
-            for transport, _ in watched:
-                transport.observer = None
 
     @contextmanager
     def _dropping(self) -> Iterator[None]:
