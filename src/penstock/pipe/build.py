@@ -198,7 +198,8 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    return build(model, example, world, order, options)
+    by_default = microbatches is None and isinstance(schedule, str)
+    return build(model, example, world, order, options, by_default=by_default)
 
 
 def build(
@@ -208,6 +209,7 @@ def build(
     order: Schedule,
     options: Options,
     *,
+    by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
 ) -> Pipeline:
@@ -215,10 +217,11 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
+        by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
     """
-    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
+    given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
     current = _device_of(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -235,7 +238,7 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close):
         whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting)
+        given = given or _cut(whole, order, options.cutting, by_default)
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
@@ -287,12 +290,14 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(
+    example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting, by_default: bool
+) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
     cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
-    batches.check_enough(cut, order.microbatches)
+    batches.check_enough(cut, order.microbatches, by_default)
     return cut
 
 
