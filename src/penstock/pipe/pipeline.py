@@ -21,6 +21,7 @@ from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
+from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.step.outputs import Wanted
 from penstock.schedule import check, summary
 from penstock.second_names import nearest
@@ -202,22 +203,35 @@ class Pipeline:
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
+        compiling = compiled.notes_of(options.compile, draws=draws)
+        unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
-        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding, *self.session.engine.notes)
+        return (
+            *partition.notes,
+            *order_notes,
+            *compiling,
+            *unsplit,
+            *again,
+            *moved,
+            *adding,
+            *self.session.engine.notes,
+        )
 
     @property
     def split_share(self) -> dict[int, float]:
         """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the
         fraction of its trained parameters' elements whose gradients do. Known after a step; I does the rest."""
+        return {stage: split.share for stage, split in self._splits().items()}
+
+    def _splits(self) -> dict[int, SplitBackward]:
         programs = next(
             (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
         )
         runners = (runner for program in programs for runner in program.runners.values())
-        return {runner.meta.index: runner.split.share for runner in runners if runner.split is not None}
+        return {runner.meta.index: runner.split for runner in runners if runner.split is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model."""
