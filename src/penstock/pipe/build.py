@@ -37,6 +37,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
+from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
@@ -236,7 +237,7 @@ def build(
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
-    with engine.control.reporting(close=engine.close):
+    with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting, by_default)
         _check_alike(engine, given.sizes, options)
