@@ -173,3 +173,44 @@ def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Ca
     assert found(parameter)
     handle.remove()
     assert not found(parameter)
+
+
+def test_backends_of_the_compiler_are_known_by_name() -> None:
+    assert callable(compat.backend_named("inductor"))
+    assert compat.backend_named("eager") is not compat.backend_named("aot_eager")
+    assert compat.inductor_options("default", None) == {}
+    assert compat.inductor_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_a_recorded_graph_can_be_copied_and_given_inputs_whose_sizes_are_known() -> None:
+    seen: list[Any] = []
+
+    def backend(module: Any, examples: Any) -> Any:
+        copied = compat.copy_of_recorded(module)
+        inputs = module.graph.find_nodes(op="placeholder")
+        values = [node.meta["example_value"] for node in inputs]
+        symbols = {v.node.expr: place for place, v in enumerate(values) if isinstance(v, torch.SymInt)}
+        (output,) = module.graph.find_nodes(op="output")
+        (rows, width) = output.args[0][0].meta["example_value"].shape
+        node = compat.add_input(copied.graph, "further")
+        copied.recompile()
+        found = copied.graph.find_nodes(op="placeholder")
+        rows_of, width_of = compat.size_in(rows, symbols), compat.size_in(width, symbols)
+        seen.append((copied, module, found[-1] is node, rows_of, width_of, compat.size_in(rows, {})))
+        return lambda *given: copied(*given, None)
+
+    compiled = torch.compile(lambda x: torch.cat([x, x.tanh()]), backend=backend, dynamic=True)
+    torch.compiler.reset()
+    assert compiled(torch.ones(3, 5)).shape == (6, 5)
+    ((copied, module, is_last, rows_of, width_of, unknown),) = seen
+    assert is_last
+    assert len(module.graph.find_nodes(op="placeholder")) + 1 == len(copied.graph.find_nodes(op="placeholder"))
+    assert copied.meta == module.meta
+    sizes = [node.meta["example_value"] for node in module.graph.find_nodes(op="placeholder")]
+    given = [7 if isinstance(size, torch.SymInt) else None for size in sizes]
+    assert rows_of(given) == 14
+    assert width_of(given) == 7
+    assert unknown is None
+    assert compat.size_in(4, {}) == 4
+    torch.compiler.reset()

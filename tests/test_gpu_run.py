@@ -40,11 +40,50 @@ def assert_ok(found: dict[str, dict[str, Any]], number: int) -> None:
         assert row["status"] == "ok", row
 
 
-SHORT = ["verify/one process/mlp/float32/zb-h1", "verify/2 processes/mlp/float32/1f1b"]
+SHORT = [
+    "verify/one process/mlp/float32/zb-h1",
+    "verify/2 processes/mlp/float32/1f1b",
+    "waits/2 processes/zb-h1",
+    "falls/raise in backward",
+]
+LONG = [
+    *("feature/one process/recompute", "feature/2 processes/offload", "checkpoint/*", "dropout/*"),
+    *("waits/clip", "falls/kill", "falls/stop", "falls/out of memory", "figures/addmm_*"),
+    *("figures/microseconds per action/zb-h1", "figures/a step with a timeline"),
+]
 
 
 def test_some_cases_on_the_stand_in(tmp_path: Path) -> None:
     assert_ok(rows(tmp_path, "standin", *SHORT), len(SHORT))
+
+
+@pytest.mark.long  # as above, of the other kinds
+@pytest.mark.parametrize("device", ["standin", "cpu"])
+def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
+    found = rows(tmp_path, device, *LONG)
+    statuses = {name: row["status"] for name, row in found.items() if row["status"] != "ok"}
+    assert statuses == ({} if device == "standin" else {"waits/clip": "not here"}), found
+
+
+PREDICTS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from cases.figures import against, predictions
+from penstock.simulate import StageCost
+
+costs = [StageCost(1.0, 1.0, 1.0, activation_bytes=10.0)] * 2
+for schedule, expected in {"gpipe": [160, 160], "1f1b": [100, 90]}.items():
+    assert predictions(schedule, costs, [100, 100]) == expected, (schedule, predictions(schedule, costs, [100, 100]))
+assert against([100.0], [105], is_most=False)["ok"]
+assert not against([100.0], [80], is_most=False)["ok"]
+assert against([100.0], [80], is_most=True)["ok"]
+assert not against([100.0], [120], is_most=True)["ok"]
+"""
+
+
+def test_peaks_are_predicted_from_those_of_gpipe() -> None:
+    """Two microbatches take 20 of the 100; gpipe keeps all 8, 1f1b two on rank 0 and one on rank 1."""
+    subprocess.run([sys.executable, "-c", PREDICTS, str(FOLDER)], check=True, timeout=60)
 
 
 PLANTED = """

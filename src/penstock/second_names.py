@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,29 +23,29 @@ OF_PIPELINE = {
 """The second names of arguments of `pipeline`, `inspect` and `verify`."""
 
 
-def also(rest: Callable[..., Any] | None = None, /, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> str:
+    """The end of a message about an unknown argument: the known one that it resembles, by its first name, if any."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
+
+
+def also(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Lets a function accept arguments under a second name: `also(loss="loss_fn")` makes `loss=` mean `loss_fn=`.
 
     The function raises ArgumentError if both are given, and TypeError for a name that it does not know, with the
     nearest one that it does.
-
-    Args:
-        rest: the function that takes the keyword arguments that the decorated one passes on.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         parameters = inspect.signature(function).parameters
-        passed_on = () if rest is None else inspect.signature(rest).parameters
-        known = [*parameters, *passed_on, *names]
-        takes_any = rest is None and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        known = [*parameters, *names]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given: dict[str, Any] = kwargs
             for name in () if takes_any else given.keys() - set(known):
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
-                raise TypeError(f"{function.__name__}() has no argument {name}={hint}")
+                raise TypeError(f"{function.__name__}() has no argument {name}={nearest(name, known, names)}")
             for second in names.keys() & given.keys():
                 name = names[second]
                 if name in given:

@@ -64,6 +64,12 @@ def targets(tmp_path: Path) -> str:
     return str(file)
 
 
+def test_no_line_of_its_tables_ends_in_spaces(targets: str) -> None:
+    lines = output("inspect", f"{targets}:gpt", "-n", "3").splitlines()
+    assert lines
+    assert all(line == line.rstrip() for line in lines)
+
+
 def test_stages_cuts_and_ties_are_those_of_the_pipeline(targets: str) -> None:
     found = as_json("inspect", f"{targets}:gpt", "-n", "3")
     case = models.gpt(dropout=0.1)

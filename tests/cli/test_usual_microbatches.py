@@ -79,5 +79,5 @@ def test_verify_and_inspect_take_pieces_that_a_batch_is_cut_into_already() -> No
 
 def test_a_pipeline_asks_instead_since_larger_batches_are_to_come() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ArgumentError, match="microbatches=8, but the example makes 5, of 5 rows"):
+    with pytest.raises(ArgumentError, match=r"microbatches=8 \(the default\), but the example makes 5, of 5 rows"):
         penstock.pipeline(model, (torch.randn(5, 4),), ranks=2, loss=nn.functional.mse_loss)

@@ -159,6 +159,7 @@ def test_equal_model_exits_0(target: str) -> None:
     assert done.exit_code == 0, done.output
     assert "gradients are equal to the bit" in last_line(done.stdout)
     assert "different" not in done.stdout
+    assert all(line == line.rstrip() for line in done.stdout.splitlines())
 
 
 def test_json_is_the_only_thing_on_stdout() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from chained import NoStreams
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock import inspect, verify
 from penstock.errors import ArgumentError, PartitionError, ShapeError
@@ -213,8 +214,21 @@ def _generator(x: Tensor) -> Iterator[Tensor]:
 
 def test_a_block_that_fails_for_real_too_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
-    with pytest.raises(PartitionError, match=r"'1' fails on inputs like the given ones: RuntimeError"):
+    with pytest.raises(PartitionError, match=r"'1' fails on inputs like the given ones: RuntimeError") as refused:
         partition(model)
+    assert str(refused.value).count("RuntimeError") == 1
+
+
+def test_what_fake_tensors_say_follows_only_if_it_is_another_kind_of_error() -> None:
+    class Fussy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            fake = isinstance(x, FakeTensor)
+            raise (ValueError if fake else RuntimeError)(f"on a {'fake' if fake else 'real'} tensor")
+
+    model = nn.Sequential(nn.Linear(3, 3), Fussy(3, 3))
+    with pytest.raises(PartitionError, match=r"'1' fails .*: RuntimeError: on a real tensor") as refused:
+        partition(model)
+    assert "on fake tensors: RuntimeError" not in str(refused.value)
 
 
 # -- cuts -------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def test_inspect_says_what_verify_says(name: str) -> None:
         except PenstockError as error:
             return str(error)
         except Exception as error:  # of the loss itself, which nothing stands in for
-            return f"the loss raised {type(error).__name__}: {' '.join(str(error).split())}"
+            raised = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return f"the loss raised {raised}: check that loss_fn fits the model's output and the given target"
         return ""
 
     assert said(look=False)

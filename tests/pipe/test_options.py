@@ -116,7 +116,7 @@ class Forwards(Feature):
     def of(cls, stage: StageContext) -> Feature | None:
         return None if stage.index == 0 else cls(stage)
 
-    def run(self, microbatch: int) -> Context:
+    def code(self, microbatch: int) -> Context:
         self.seen.append(self.index)
         return NOTHING
 
@@ -266,11 +266,64 @@ def test_trap_17_no_option_is_left_out() -> None:
     assert set(inspect.signature(pipeline).parameters) - SEEN_ELSEWHERE == set(SHOWN)
     with pytest.raises(TypeError, match=r"pipeline\(\) has no argument unknown_option=$"):
         pipeline(mlp(), batch()[:1], unknown_option=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"verify\(\) has no argument rank=; did you mean ranks=\?"):
-        verify(mlp(), batch()[:1], rank=2)
     for name in ("micro_batches", "num_microbatches", "microbatch"):
         with pytest.raises(TypeError, match=rf"no argument {name}=; did you mean microbatches=\?"):
             pipeline(mlp(), batch()[:1], **{name: 2})  # type: ignore[arg-type]
+
+
+def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:
+    with made() as pipe:
+        for verb in (pipe.step, pipe.evaluate):
+            with pytest.raises(TypeError, match=r"neither a step nor the model .* targets=; did you mean target="):
+                verb(X, targets=Y)
+        with pytest.raises(TypeError, match=r"argument output=; did you mean outputs="):
+            pipe.predict(X, output=True)
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'mask'"):
+            pipe.step(X, mask=Y)
+        assert pipe.step(X, target=Y).loss > 0
+    with pytest.raises(TypeError, match=r"verify\(\) has no argument targets=; did you mean target=\?"):
+        verify(mlp(), (X,), targets=Y, loss_fn=squared_error, ranks=2)
+    assert verify(mlp(), (X,), target=Y, loss=squared_error, n_microbatches=2, stages_per_rank=1, ranks=2).ok
+
+
+def test_an_argument_of_the_model_may_resemble_a_steps() -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + targets
+
+    with made(model=Doubled(*mlp()), kwargs={"targets": Y}) as pipe:
+        assert pipe.step(X, targets=Y, target=Y).loss > 0
+
+
+def test_a_model_that_was_converted_is_refused_as_such() -> None:
+    model = nn.Sequential(*mlp(3), nn.BatchNorm1d(WIDTH))
+    with made(model=model) as pipe:
+        pipe.step(X, target=Y)
+        model.double()
+        with pytest.raises(ArgumentError, match=r"was float32 on cpu .* and is float64 on cpu now: the model was conv"):
+            pipe.step(X, target=Y)
+
+
+class Skipping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skip = mlp(4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if self.skip and number % 2 == 0 else layer(x)
+        return x
+
+
+def test_automatic_cuts_that_a_later_batch_lacks_are_not_called_the_users() -> None:
+    chosen = "this batch cannot be cut where Penstock cut the first one, at 'layers.2'"
+    for cuts, said in ((None, chosen), (["layers.2"], "cuts: ")):
+        with made(model=Skipping(), cuts=cuts) as pipe:
+            assert pipe.cuts == ("layers.2",)
+            pipe.step(X, target=Y)
+            pipe.model.skip = True  # type: ignore[assignment]
+            with pytest.raises(PartitionError, match=f"{said}.*'layers.2' never runs for these inputs"):
+                pipe.step(X, target=Y)
 
 
 SECOND_NAMES = {
@@ -501,10 +554,9 @@ def test_bad_inputs_of_a_step() -> None:
             pipe.step(x, x, target=y)  # as the model itself says
         assert "recorded for a batch of a new kind: args[0] [4, 9], args[1] [4, 9]" in caught.value.__notes__[0]
         assert not any("target=" in note for note in caught.value.__notes__)
-        for given in ({"args": (x, y)}, {"args": (x,), "targets": y}):
-            with pytest.raises(TypeError) as caught:
-                pipe.step(*given.pop("args"), **given)
-            assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
+        with pytest.raises(TypeError) as caught:
+            pipe.step(x, y)
+        assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
         with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
             pipe.step(x.clone().requires_grad_(), target=y)
         with pytest.raises(ShapeError, match="disagree on the number of rows"):

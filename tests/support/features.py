@@ -97,7 +97,7 @@ def sampled(cell: Cell) -> bool:
 def splits_nothing(cell: Cell) -> bool:
     """Whether a cell that works has a schedule that splits the backward, and nothing waits for W."""
     family = next(family for family in FAMILIES if family.name == cell[0])
-    return family.splits and bool({"TP", "compile", "recompute layers"} & set(cell[1:]))
+    return family.splits and bool({"TP", "recompute layers"} & set(cell[1:]))
 
 
 _COPIES = "parallelize= works on one copy of each stage"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import chain
-
-from cases import environment, proofs
+from cases import environment, falls, features, figures, proofs, tools, waits
 from cases.case import Case
 
-_EVERY: Iterable[Case] = chain(environment.cases(), proofs.cases())
+_KINDS = (environment, features, waits, falls, proofs, figures, tools)
 
-TABLE: dict[str, Case] = {case.name: case for case in _EVERY}
+TABLE: dict[str, Case] = {case.name: case for kind in _KINDS for case in kind.cases()}

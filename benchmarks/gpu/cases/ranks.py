@@ -18,15 +18,15 @@ class RanksFailedError(RuntimeError):
     """Some have ended badly; says which, and how. What they wrote is in the case's log."""
 
 
-def on_ranks(setting: Setting, ranks: int, job: Callable[..., Any], *given: Any) -> list[Any]:
-    """What `job(setting, rank, *given)` returns in each of `ranks` processes, whose default group is gloo's.
+def on_ranks(setting: Setting, ranks: int, job: Callable[..., Any], *given: Any, backend: str = "gloo") -> list[Any]:
+    """What `job(setting, rank, *given)` returns in each of `ranks` processes, whose default group has that backend.
 
     They are forks of the process that calls this, which must not have used the device.
     """
     context = multiprocessing.get_context("fork")
     folder = Path(tempfile.mkdtemp(dir=setting.folder))
     processes = [
-        context.Process(target=_rank, args=(setting, folder, ranks, rank, job, given)) for rank in range(ranks)
+        context.Process(target=_rank, args=(setting, folder, backend, ranks, rank, job, given)) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -40,16 +40,17 @@ def on_ranks(setting: Setting, ranks: int, job: Callable[..., Any], *given: Any)
     return [json.loads((folder / f"found.{rank}").read_text()) for rank in range(ranks)]
 
 
-def _rank(setting: Setting, folder: Path, ranks: int, rank: int, job: Callable[..., Any], given: Any) -> None:
+def _rank(
+    setting: Setting, folder: Path, backend: str, ranks: int, rank: int, job: Callable[..., Any], given: Any
+) -> None:
     import torch.distributed as dist
 
     end_with_parent(os.getppid())
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     setting.prepare()
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
     try:
         (folder / f"found.{rank}").write_text(json.dumps(job(setting, rank, *given)))
-        dist.barrier()
         dist.destroy_process_group()
     except Exception as error:
         (folder / f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")

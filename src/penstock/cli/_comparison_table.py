@@ -23,14 +23,14 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     """Prints what was compared, one row per value, and the summary."""
     rows = report["rows"]
     lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     table.add_column("value", no_wrap=True)
     table.add_column("name", overflow="fold")
     table.add_column("stage", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     table.add_column("max|difference|", justify="right", no_wrap=True)
     if any(line.step for line in lines):
-        table.add_column("step", no_wrap=True)
+        table.add_column("step", justify="right", no_wrap=True)
     for line in lines:
         verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
         step = [str(line.step)] if line.step else []

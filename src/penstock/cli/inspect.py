@@ -111,7 +111,7 @@ def _stages(found: Inspection) -> Table:
 
 
 def _crossings(found: Inspection) -> Table:
-    table = _table(("from", False), ("to", False), ("made by", False), ("shape", False), ("size", True), ("", False))
+    table = _table(("from", False), ("to", False), ("made by", False), ("shape", False), ("", False), ("size", True))
     for crossing in found.crossings:
         remarks = [
             *(["skips"] if crossing.target - crossing.source > 1 else []),
@@ -123,8 +123,8 @@ def _crossings(found: Inspection) -> Table:
             str(crossing.target),
             Text(_maker(crossing)),
             shape,
-            _size(crossing.bytes),
             ", ".join(remarks),
+            _size(crossing.bytes),
         )
     return table
 
@@ -143,7 +143,7 @@ def _remarks(found: Inspection) -> list[str]:
 
 def _table(*columns: tuple[str, bool]) -> Table:
     """A table with these columns: heading, and whether it has numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for head, is_number in columns:
         table.add_column(head, justify="right" if is_number else "left", overflow="fold")
     return table

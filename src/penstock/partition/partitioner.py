@@ -86,6 +86,7 @@ class Partitioner:
         self.model = as_module(model)
         self.stages = stages
         self.cuts = None if cuts is None else tuple(cuts)
+        self._chooses = cuts is None
         self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
         self._sees_saved = sees_saved
         self._partitions: dict[Hashable, list[Partition]] = {}
@@ -250,7 +251,12 @@ class Partitioner:
 
     def _cut(self, recording: Recording) -> CutRecording:
         if self.cuts is not None:
-            return self._cut_at(recording, self.cuts)
+            try:
+                return self._cut_at(recording, self.cuts)
+            except PartitionError as error:
+                if self._chooses:
+                    raise _not_as_before(error, self.cuts) from error
+                raise
         try:
             return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance))
         except PartitionError as error:
@@ -267,6 +273,16 @@ class Partitioner:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raise now, while something else can be tried
         return split
+
+
+def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
+    """What is wrong with cuts that the user did not give."""
+    why = str(error).removeprefix("cuts: ").partition(". ")[0]
+    return PartitionError(
+        f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {why}. Stages "
+        "keep their modules: give cuts= at modules that run for every batch, or make a new pipeline for batches like "
+        "this one"
+    )
 
 
 def _elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:

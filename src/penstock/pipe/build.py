@@ -37,6 +37,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
+from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
@@ -198,7 +199,8 @@ def pipeline(
     kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    return build(model, example, world, order, options)
+    by_default = microbatches is None and isinstance(schedule, str)
+    return build(model, example, world, order, options, by_default=by_default)
 
 
 def build(
@@ -208,6 +210,7 @@ def build(
     order: Schedule,
     options: Options,
     *,
+    by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
 ) -> Pipeline:
@@ -215,10 +218,11 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
+        by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
     """
-    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
+    given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
     current = _device_of(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -233,9 +237,9 @@ def build(
     engine = Engine(world, devices, seed, options.transport, patience, GroupOptions(limit, options.pg_options))
     if not world.is_local:
         engine.control.watchdog.position = Position("the building of the pipeline")
-    with engine.control.reporting(close=engine.close):
+    with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting)
+        given = given or _cut(whole, order, options.cutting, by_default)
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
@@ -286,12 +290,14 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
-def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
+def _cut(
+    example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting, by_default: bool
+) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
     cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
-    batches.check_enough(cut, order.microbatches)
+    batches.check_enough(cut, order.microbatches, by_default)
     return cut
 
 

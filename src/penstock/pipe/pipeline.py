@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -20,8 +21,10 @@ from penstock.runtime.gradients.distribution import local, on_host, whole
 from penstock.runtime.loss.loss import checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
+from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.step.outputs import Wanted
 from penstock.schedule import check, summary
+from penstock.second_names import nearest
 from penstock.stages import StageMeta
 from penstock.words import counted
 
@@ -74,6 +77,7 @@ class Pipeline:
             PipelineFailure: another rank failed.
         """
         self.session.refuse_closed()
+        _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
         result = self.session.steps.run_batch(
             self.step_count,
@@ -97,6 +101,7 @@ class Pipeline:
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
         self.session.refuse_closed()
+        _refuse_misspelt(self, kwargs)
         with evaluating(self.session.split, self.session.options.loss):
             return self.session.steps.run_batch(
                 self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
@@ -198,22 +203,35 @@ class Pipeline:
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(options.compile, self.schedule, draws=draws)
+        compiling = compiled.notes_of(options.compile, draws=draws)
+        unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
-        return (*partition.notes, *order_notes, *compiling, *again, *moved, *adding, *self.session.engine.notes)
+        return (
+            *partition.notes,
+            *order_notes,
+            *compiling,
+            *unsplit,
+            *again,
+            *moved,
+            *adding,
+            *self.session.engine.notes,
+        )
 
     @property
     def split_share(self) -> dict[int, float]:
         """For each stage of this process whose backward the schedule splits: how much of it waits for W, as the
         fraction of its trained parameters' elements whose gradients do. Known after a step; I does the rest."""
+        return {stage: split.share for stage, split in self._splits().items()}
+
+    def _splits(self) -> dict[int, SplitBackward]:
         programs = next(
             (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
         )
         runners = (runner for program in programs for runner in program.runners.values())
-        return {runner.meta.index: runner.split.share for runner in runners if runner.split is not None}
+        return {runner.meta.index: runner.split for runner in runners if runner.split is not None}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model."""
@@ -340,3 +358,16 @@ class Pipeline:
             self.close()
         elif not self.session.engine.control.failed:  # tells the other ranks why nothing will answer them
             self.session.engine.control.fail(error)
+
+
+def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that the model does not take, if it resembles one of the step's own."""
+    if not kwargs or pipe.session.options.split is not None:
+        return
+    takes = inspect.signature(pipe.model.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        return
+    for name in kwargs.keys() - takes.keys():
+        hint = nearest(name, ("target", "outputs", "timeline", "loss_scale"))
+        if hint:
+            raise TypeError(f"neither a step nor the model takes an argument {name}={hint}")

@@ -21,7 +21,7 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed, model_inputs
-from penstock.runtime.features.compiled import arguments_of
+from penstock.runtime.features.compiled import arguments_for
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -30,6 +30,7 @@ from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
+from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.schedule import Schedule, first_microbatches
@@ -130,7 +131,8 @@ class Steps:
         if training and self._announce is not None:
             self._announce(number)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        with self._engine.control.reporting(), self.deferring_norms() if training else nullcontext():
+        alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
+        with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
             with self._split.accepting_own_changes():
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
@@ -241,7 +243,7 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_of(self._options.compile),
+                compile=arguments_for(self._options.compile, self._order),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )

@@ -7,6 +7,7 @@ added in another order.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -41,7 +42,7 @@ from penstock.runtime.loss.order import LossState
 from penstock.runtime.processes.world import World
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
-from penstock.second_names import OF_PIPELINE, also
+from penstock.second_names import OF_PIPELINE, also, nearest
 from penstock.stages import needs_backward, ties
 from penstock.trees import flatten
 
@@ -49,7 +50,7 @@ STEPS = 2
 """The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
 
 
-@also(pipeline, **OF_PIPELINE)
+@also(**OF_PIPELINE)
 def verify(
     model: nn.Module | Sequence[nn.Module] | Callable[[], Any],
     args: Sequence[Any] = (),
@@ -87,6 +88,9 @@ def verify(
     Raises:
         ArgumentError: the model or its loss cannot be made or copied so that there are two.
     """
+    known = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
+    for name in options.keys() - known.keys():
+        raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
         cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))

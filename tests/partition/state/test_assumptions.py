@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from decimal import Decimal
 from functools import lru_cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -184,6 +188,96 @@ def test_what_changes_between_steps_takes_effect(
     for name, parameter in model.named_parameters():
         wanted = expected[name]
         assert parameter.grad is None if wanted is None else torch.equal(parameter.grad, wanted), name
+
+
+class Numbers(deque[float]):
+    pass
+
+
+class Floats(list[float]):
+    pass
+
+
+class Words(set[str]):
+    pass
+
+
+def first_of(held: Any) -> float:
+    return float(held[0])
+
+
+def with_attribute(value: float) -> Callable[[], None]:
+    def function() -> None:
+        pass
+
+    function.factor = value  # type: ignore[attr-defined]
+    return function
+
+
+def set_first(held: Any) -> Any:
+    held[0] = 3.0
+    return held
+
+
+VIEWED = {0: 1.0}
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]] = {
+    "a list subclass": (lambda: Floats([1.0]), set_first, first_of),
+    "a deque subclass": (lambda: Numbers([1.0]), set_first, first_of),
+    "a long list": (lambda: [1.0] * 1000, set_first, first_of),
+    "a long dict": (lambda: dict.fromkeys(range(99, -1, -1), 1.0), set_first, first_of),
+    "an array": (lambda: np.ones(2000), set_first, first_of),
+    "a set subclass": (lambda: Words(["on"]), lambda held: held.clear() or held, lambda held: 1.0 if held else 3.0),
+    "a long set": (
+        lambda: {*range(99)},
+        lambda held: held.discard(0) or held.add(99) or held,
+        lambda held: 1.0 if 0 in held else 3.0,
+    ),
+    "True for 1": (lambda: {1}, lambda _: {True}, lambda held: 3.0 if True is next(iter(held)) else 1.0),
+    "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
+    "a function's attribute": (
+        lambda: with_attribute(1.0),
+        lambda held: setattr(held, "factor", 3.0) or held,  # type: ignore[func-returns-value]
+        lambda held: float(held.factor),
+    ),
+    "a view of a dict": (lambda: MappingProxyType(VIEWED), lambda held: VIEWED.update({0: 3.0}) or held, first_of),
+}
+
+
+class Reading(nn.Module):
+    def __init__(self, held: Any, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.blocks, self.held, self.read = nn.ModuleList(Block() for _ in range(2)), held, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * self.read(self.held)
+        return x
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_an_attribute_holds_may_change(name: str) -> None:
+    make, change, read = HELD[name]
+    model, x, y = Reading(make(), read), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
+        pipe.step(x, target=y)
+        model.zero_grad()
+        model.held = change(model.held)
+        pipe.step(x, target=y)
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    assert read(model.held) == 3.0
+    expected = plain_gradients(model, x, y)
+    assert all(map(torch.equal, gradients, expected.values()))
+
+
+def test_objects_without_weak_references_are_told_apart() -> None:
+    model, seen = Model(), set()
+    given = Assumptions({"": model})
+    for value in range(20):
+        model.factor = Decimal(value)  # from the third on where an earlier one was
+        seen.add(given.read())
+    assert len(seen) == 20
 
 
 def test_an_input_that_is_a_plain_object_may_change() -> None:

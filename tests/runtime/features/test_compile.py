@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,8 @@ import penstock
 from distributed.jobs import train, train_here
 from penstock.errors import ArgumentError
 from penstock.runtime.features.compiled import notes_of
-from penstock.schedule import generate
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
-from scaffolding.models import CASES, Case, gpt
+from scaffolding.models import CASES, TRANSFORMERS, Case, gpt
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
 
@@ -88,17 +88,16 @@ def test_draws_do_not_make_it_compile_again() -> None:
     assert backend.graphs == before
 
 
-def test_a_split_backward_runs_whole_at_i_and_the_pipeline_says_so() -> None:
+def test_a_pipeline_says_that_compiled_stages_are_close_and_nothing_else() -> None:
     x, y = batch(8)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss}
-    with penstock.pipeline(mlp(), (x,), schedule="zb-h1", compile=SAME_BITS, **options) as pipe:
-        pipe.step(x, target=y)
-        assert pipe.split_share == {0: 0.0, 1: 0.0}
-        assert any("split_share is 0" in note for note in pipe.notes)
-    with penstock.pipeline(mlp(), (x,), schedule="1f1b", compile=SAME_BITS, **options) as pipe:
-        assert not any("split_share" in note for note in pipe.notes)
-        assert any("close, not equal" in note for note in pipe.notes)
+    for schedule in ("zb-h1", "1f1b"):
+        with penstock.pipeline(mlp(), (x,), schedule=schedule, compile=SAME_BITS, **options) as pipe:
+            pipe.step(x, target=y)
+            assert any("close, not equal" in note for note in pipe.notes)
+            assert not any("split_share" in note for note in pipe.notes)
     with penstock.pipeline(mlp(), (x,), schedule="zb-h1", **options) as pipe:
+        pipe.step(x, target=y)
         assert not any("compiled" in note for note in pipe.notes)
 
 
@@ -201,6 +200,15 @@ def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: st
     ).check()
 
 
+def test_blocks_that_the_model_compiles_have_a_whole_backward_and_the_pipeline_says_so() -> None:
+    case = compiled_blocks(in_place=True)
+    with penstock.pipeline(case.model, case.args, schedule="zb-h1", ranks=2, microbatches=4, loss=case.loss) as pipe:
+        assert not any("split_share" in note for note in pipe.notes)
+        pipe.step(*case.args, target=case.target)
+        assert pipe.split_share == {0: 0.0, 1: 0.0}
+        assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
+
+
 @pytest.mark.distributed
 def test_compiled_stages_train_alike_on_real_ranks(ranks2: Ranks) -> None:
     expected = train("dropout", 3, ranks=1, microbatches=3)
@@ -238,9 +246,9 @@ def test_what_cannot_be_compiled_is_refused(compile: Any, says: str) -> None:
     ],
 )
 def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> None:
-    notes = notes_of(compile, generate("1f1b", 2, 4), draws=True)
+    notes = notes_of(compile, draws=True)
     assert any("of the compiler's own" in note for note in notes) is expected
-    assert not any("of the compiler's own" in note for note in notes_of(compile, generate("1f1b", 2, 4), draws=False))
+    assert not any("of the compiler's own" in note for note in notes_of(compile, draws=False))
 
 
 @pytest.mark.long
@@ -253,6 +261,29 @@ def test_inductor_is_close_and_draws_the_same_masks(schedule: str) -> None:
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).check()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_inductor_leaves_most_of_a_transformer_to_w(name: str) -> None:
+    """The short test, with another backend: `test_most_of_a_transformer_waits` of `test_compiled_products.py`."""
+    case, grads = TRANSFORMERS[name](), list[dict[str, Tensor]]()
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "attention_mask"}
+    for schedule in ("1f1b", "zb-h1"):
+        model = copy.deepcopy(case.model)
+        assert isinstance(model, nn.Module)
+        options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": schedule, "compile": True}
+        with penstock.pipeline(model, case.args, kwargs, loss_fn=case.loss, **options) as pipe:
+            for _ in range(2):
+                pipe.step(*case.args, **kwargs)
+            assert all(share > 0.8 for share in pipe.split_share.values())
+            assert bool(pipe.split_share) is (schedule == "zb-h1")
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for key, grad in grads[0].items():
+        assert (grad - grads[1][key]).abs().max() <= 1e-5 * grad.abs().max(), key
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------

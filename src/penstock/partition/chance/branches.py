@@ -91,7 +91,7 @@ class _Merger:
         for node in outputs:
             instead = self.found.instead.get(node)
             if instead is None:
-                raise UnlikeError(f"nothing takes the place of {node.name!r}, which is used later", number)
+                raise UnlikeError(f"only one of them makes {node.name!r}, which is used later", number)
             run, passed = self.base.facts[node].meta, self.base.facts[instead].meta
             if run is None or passed is None:
                 raise UnlikeError(f"{node.name!r}, which is used later, is not a tensor", number)

@@ -86,7 +86,7 @@ class Found:
     def _resolve(self, node: fx.Node, flipped: frozenset[int]) -> fx.Node:
         while (number := self.region_of.get(node)) in flipped:
             if node not in self.instead:
-                raise UnlikeError(f"nothing takes the place of {node.name!r}, which is used later", number)
+                raise UnlikeError(f"only one of them makes {node.name!r}, which is used later", number)
             node = self.instead[node]
         return node
 

@@ -61,9 +61,10 @@ def run_for_real(
         except PartitionError:
             raise
         except Exception as error:
-            first, again = (f"{type(one).__name__}: {one}" for one in (error, reason))
-            fake = "" if first == again else f" (on fake tensors: {again})"
-            raise PartitionError(f"{unit.name!r} fails on inputs like the given ones: {first}{fake}") from error
+            fake = "" if type(error) is type(reason) else f" (on fake tensors: {type(reason).__name__}: {reason})"
+            raise PartitionError(
+                f"{unit.name!r} fails on inputs like the given ones: {type(error).__name__}: {error}{fake}"
+            ) from error
         finally:
             wanted = {id(value) for attribute, value in attributes_of(unit.module, unit.name, taken)}
             observer.gone += snapshot.restore_tensors(

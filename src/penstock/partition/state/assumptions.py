@@ -9,14 +9,14 @@ units run the model's own code, and see it.
 from __future__ import annotations
 
 import enum
-import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import getattr_static
 from itertools import count
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,16 @@ COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torc
 DEPTH = 4
 """How deep to look into nested objects."""
 LENGTH = 64
-"""Longer containers are compared by identity and length only."""
+"""Longer containers are compared only if they hold nothing but plain values."""
+LONGEST = 4096
+"""Containers with more entries are compared by identity and length only."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
+HELD = 1000
+"""How many objects that cannot have weak references are kept to tell them from others."""
 NEW = object()
 """Stands for something that was not there before a step."""
 
-LARGEST_ARRAY = 4096
+LARGEST_ARRAY = 2**16
 """Arrays with more bytes are compared by identity only."""
 
 Found = dict[tuple[str, ...], Hashable]
@@ -54,7 +58,8 @@ class Assumptions:
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
     chances: Collection[tuple[str, nn.Module, str]] = ()
     _own: Found = field(default_factory=dict)  # values that steps change, as they were before
-    _numbers: dict[int, tuple[weakref.ref[Any], int]] = field(default_factory=dict)
+    _numbers: dict[int, tuple[Callable[[], Any], int]] = field(default_factory=dict)
+    _held: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # numbered, but without weak references
     _count: Iterator[int] = field(default_factory=count)
     _names: list[tuple[str, Names]] = field(default_factory=list)
 
@@ -83,6 +88,8 @@ class Assumptions:
             self._own.setdefault(path, NEW)
 
     def _read(self) -> Found:
+        while len(self._held) > HELD:
+            self._numbers.pop(self._held.popitem(last=False)[0])
         found: Found = {}
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
@@ -114,12 +121,16 @@ class Assumptions:
     def _number(self, value: Any) -> int:
         """A unique number for each object, even if a new object takes a dead one's address."""
         known = self._numbers.get(id(value))
+        if id(value) in self._held:
+            self._held.move_to_end(id(value))
         if known is not None and known[0]() is value:
             return known[1]
+        reference: Callable[[], Any]
         try:
             reference = weakref.ref(value)
-        except TypeError:
-            return -id(value)
+        except TypeError:  # it must stay alive, so that no other takes its address
+            self._held[id(value)] = value
+            reference = partial(self._held.get, id(value))
         number = next(self._count)
         self._numbers[id(value)] = reference, number
         return number
@@ -162,24 +173,42 @@ def _look(
         found[path] = kind, _hashable(value)
     elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= LARGEST_ARRAY):
         found[path] = kind, value.dtype.str, value.shape, value.tobytes()
-    elif kind in (set, frozenset) and len(value) <= LENGTH:
-        found[path] = kind, frozenset(item if isinstance(item, COMPARABLE) else number(item) for item in value)
+    elif isinstance(value, (set, frozenset)) and len(value) <= LONGEST:
+        found[path] = (
+            kind,
+            frozenset((type(i), _hashable(i) if isinstance(i, COMPARABLE) else number(i)) for i in value),
+        )
+    elif (plain := _long_plain(value)) is not None:
+        found[path] = kind, plain
     elif depth and id(value) not in above and (parts := _parts(value)) is not None:
-        found[path] = kind, len(parts)
+        found[path] = kind, len(parts), len(value) if isinstance(value, dict) else 0
         for key, part in parts:
             _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
     else:
         found[path] = kind, number(value)
+        for key, part in vars(value).items() if depth and isinstance(value, FunctionType) else ():
+            _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
+
+
+def _long_plain(value: Any) -> Hashable:
+    """The contents of a container with more than `LENGTH` entries, if these are plain values; otherwise None."""
+    if not isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or not LENGTH < len(value) <= LONGEST:
+        return None
+    entries = (*value, *value.values()) if isinstance(value, (dict, MappingProxyType)) else tuple(value)
+    kinds = tuple(map(type, entries))
+    return (kinds, tuple(map(_hashable, entries))) if all(issubclass(k, COMPARABLE) for k in {*kinds}) else None
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
     """The contents of a container or a plain object; None for anything else."""
-    if type(value) in (list, tuple, deque) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return [(str(i), part) for i, part in enumerate(value)] if len(value) <= LENGTH else None
     held: dict[Any, Any] = {}
-    if isinstance(value, dict):
+    if isinstance(value, (list, tuple, deque)):
+        if len(value) > LENGTH:
+            return None
+        held = {str(i): part for i, part in enumerate(value)}
+    elif isinstance(value, (dict, MappingProxyType)):
         held = {repr(key) if isinstance(key, COMPARABLE) else str(type(key)): value[key] for key in [*value][:LENGTH]}
-    elif isinstance(value, functools.partial):
+    elif isinstance(value, partial):
         held = {"func": value.func, "args": value.args, "keywords": value.keywords}
     elif isinstance(value, MethodType):
         return [("self", value.__self__), ("function", value.__func__)]
@@ -188,7 +217,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
         return None
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     held |= {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
-    known = isinstance(value, dict) or bool(slots) or hasattr(value, "__dict__")
+    known = isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or bool(slots) or hasattr(value, "__dict__")
     return [(str(key), part) for key, part in held.items()] if known else None
 
 
@@ -202,4 +231,5 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _hashable(value: Any) -> Hashable:
-    return repr(value) if isinstance(value, slice) else value
+    """A plain value as one that is equal only to itself: 0.0 and -0.0 differ."""
+    return repr(value) if isinstance(value, (slice, complex)) or (isinstance(value, float) and not value) else value

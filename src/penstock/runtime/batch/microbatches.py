@@ -60,11 +60,13 @@ class CutBatch:
     kind: Hashable
 
 
-def check_enough(cut: CutBatch, microbatches: int) -> None:
-    """Raises ArgumentError if an example makes fewer microbatches than a schedule has."""
+def check_enough(cut: CutBatch, microbatches: int, by_default: bool = False) -> None:
+    """Raises ArgumentError if an example makes fewer microbatches than a schedule has. `by_default`: the user did not
+    say how many.
+    """
     if len(cut.sizes) < microbatches:
         raise ArgumentError(
-            f"microbatches={microbatches}, but the example makes {len(cut.sizes)}, of "
+            f"microbatches={microbatches}{' (the default)' * by_default}, but the example makes {len(cut.sizes)}, of "
             f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
             f"give a larger one or fewer microbatches, such as microbatches={len(cut.sizes)}"
         )

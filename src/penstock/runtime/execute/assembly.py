@@ -125,4 +125,5 @@ def _split(stage: StageContext) -> SplitBackward | None:
     in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
     module, device = stage.recorded.module, stage.device
     keeper = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
-    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, keeper=keeper)
+    compiled = stage.binding.compile is not None
+    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, keeper=keeper, compiled=compiled)

@@ -7,19 +7,22 @@ arguments rule that out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from penstock.compat import backend_named, inductor_options
 from penstock.errors import ArgumentError
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.front_end import Stage
 from penstock.runtime.split_backward.backward import is_compiled
+from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from penstock.schedule import Action, Op, Schedule
 
 Compile = bool | Mapping[str, Any]
@@ -53,6 +56,44 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
     return arguments
 
 
+def arguments_for(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
+    """The arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does, too."""
+    arguments = arguments_of(compile)
+    if arguments is None or not _splits(schedule):
+        return arguments
+    backend, mode = arguments.pop("backend", "inductor"), arguments.pop("mode", None)
+    options = arguments.pop("options", None)
+    compiler = _Configured(backend, _given(backend, mode, options, arguments.get("dynamic")))
+    return {**arguments, "backend": SplittingBackend(compiler)}
+
+
+@dataclass(frozen=True)
+class _Configured:
+    """A backend, by name or itself, and its own arguments."""
+
+    backend: Any
+    arguments: Mapping[str, Any] = field(hash=False)
+
+    def __call__(self, module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a graph."""
+        compiler = backend_named(self.backend) if isinstance(self.backend, str) else self.backend
+        compiled: Callable[..., Any] = compiler(module, examples, **self.arguments)
+        return compiled
+
+
+def _given(backend: Any, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """What `torch.compile` would give a backend besides the graph."""
+    if backend != "inductor":
+        given = {"mode": mode if mode != "default" else None, "options": options}
+        return {key: value for key, value in given.items() if value}
+    patches = {**(inductor_options(mode, dynamic) if mode else {}), **(options or {})}
+    return {"config_patches": {key.replace("-", "_"): value for key, value in patches.items()}}
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.op is Op.I for row in schedule.rows for action in row)
+
+
 def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
     """Whether masks in compiled code are those of the uncompiled model. (torch allows no options next to a mode.)"""
     if arguments.get("backend", "inductor") != "inductor":
@@ -60,7 +101,7 @@ def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("mode") is None and (arguments.get("options") or {}).get("fallback_random", True)
 
 
-def notes_of(compile: Compile, schedule: Schedule, *, draws: bool) -> tuple[str, ...]:
+def notes_of(compile: Compile, *, draws: bool) -> tuple[str, ...]:
     """What the user should know about a compiled pipeline.
 
     Args:
@@ -70,14 +111,22 @@ def notes_of(compile: Compile, schedule: Schedule, *, draws: bool) -> tuple[str,
     if arguments is None:
         return ()
     notes = ["stages are compiled: a compiler may add in another order than the model as it is (close, not equal)"]
-    if any(action.op is Op.I for row in schedule.rows for action in row):
-        notes.append("stages are compiled: I runs the whole backward, and W nothing (split_share is 0)")
     if draws and not draws_as_torch_does(arguments):
         notes.append(
             "stages are compiled with random numbers of the compiler's own: the same for any number of ranks, but not "
             "those of the uncompiled model; leave out mode and fallback_random for those"
         )
     return tuple(notes)
+
+
+def whole_notes(stages: Sequence[int]) -> tuple[str, ...]:
+    """What the user should know about compiled stages in which W has nothing to do."""
+    return tuple(
+        f"stage {stage}: W does nothing (split_share is 0), since no weight gradient can be taken out of its compiled "
+        "code: blocks that the model compiles itself run their whole backward in I (leave that to compile=), and so do "
+        "weights that are used other than in products"
+        for stage in stages
+    )
 
 
 class Compiled(Feature):

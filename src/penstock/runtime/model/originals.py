@@ -40,10 +40,7 @@ class Originals:
         """Before a step: raises ArgumentError if the model no longer holds these parameters and buffers."""
         for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
-                raise ArgumentError(
-                    f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts "
-                    "have the one from before. Change its values in place (copy_), or make a new pipeline"
-                )
+                raise ArgumentError(_replaced(name, before, buffer))
         now = list(self._model.parameters())
         if len(now) == len(self.parameters) and all(map(is_, now, self.parameters)):
             return
@@ -72,3 +69,17 @@ class Originals:
 
     def _current_buffers(self) -> list[Tensor | None]:
         return [module._buffers.get(key) for _, module, key in self._places]
+
+
+def _replaced(name: str, before: Tensor | None, now: Tensor | None) -> str:
+    if before is not None and now is not None and (before.dtype, before.device) != (now.dtype, now.device):
+        was, has = (f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device}" for tensor in (before, now))
+        return (
+            f"buffer {name!r} was {was} when the pipeline was made, and is {has} now: the model was converted "
+            "(.double(), .half(), .to(...)), which puts new buffers in place of those that stages and state dicts "
+            "have. Convert it before penstock.pipeline, or make a new pipeline"
+        )
+    return (
+        f"buffer {name!r} has been replaced by another tensor since the last step: stages and state dicts have the one "
+        "from before. Change its values in place (copy_), or make a new pipeline"
+    )

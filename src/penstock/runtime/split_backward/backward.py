@@ -3,8 +3,9 @@
 In a forward whose backward is split, a call whose weight gradient can wait (`weight_gradients`) gets the weight without
 its graph, so the backward at I skips it. What W needs, the call's input and the gradient of its output, is kept;
 everything else is freed at I. All other gradients are computed by plain autograd at I: those of biases, norms, weights
-in other calls, and weights whose use cannot be seen (inside attention modules and LSTMs, compiled code, recomputed
-segments). If nothing in a stage can wait, it has a full backward at I and an empty W.
+in other calls, and weights whose use cannot be seen (inside attention modules and LSTMs, blocks that the model
+compiles, recomputed segments). Compiled stages say themselves what can wait (`compiled_products`). If nothing in a
+stage can wait, it has a full backward at I and an empty W.
 
 The first microbatch runs unsplit, to learn which parameters can wait: those whose uses were all seen. The gradient of a
 parameter with any other use is not put off at all, since a microbatch's terms are summed in autograd's order. If layers
@@ -27,7 +28,7 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.gradients.dtypes import gradient_dtype
-from penstock.runtime.split_backward.weight_gradients import Product, Term, value_of
+from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
 
 
@@ -41,6 +42,7 @@ class SplitBackward:
         in_order: whether F, and I or B, come in ascending order of microbatch, so that I adds to `.grad` in that
             order. Otherwise its terms are kept until W.
         keeper: keeps what W needs of a forward; None: it stays as it is.
+        compiled: whether the whole stage is compiled, with `SplittingBackend`.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class SplitBackward:
         *,
         in_order: bool,
         keeper: Keeper | None = None,
+        compiled: bool = False,
     ) -> None:
         self.microbatches = frozenset(microbatches)
         self._given = parameters
@@ -64,6 +67,7 @@ class SplitBackward:
         self._unsplit: set[int] = set()
         self._learning = False
         self._keeper = keeper
+        self._compiled = compiled
         self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -79,6 +83,12 @@ class SplitBackward:
     def decided(self) -> bool:
         """Whether it is known which parameters can wait."""
         return self._uses.decided
+
+    @property
+    def is_whole_as_compiled(self) -> bool:
+        """Whether it is known that nothing in compiled code waits for W, though the stage trains matrices."""
+        compiled = self._compiled or any(map(is_compiled, self._module.modules()))
+        return compiled and self.decided and not self._uses.can_wait and any(p.dim() > 1 for p in self._parameters)
 
     def begin_step(self) -> None:
         """Drops anything left by a step that raised."""
@@ -111,9 +121,10 @@ class SplitBackward:
         parameters = self._given()
         self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = [p for p in parameters.values() if p.requires_grad]
-        compiled = {id(p) for part in self._module.modules() if is_compiled(part) for p in part.parameters()}
-        able = [p for p in self._parameters if id(p) not in compiled and not is_distributed(p)]
-        self._uses = WeightUses(able, self._keeper)
+        parts = () if self._compiled else filter(is_compiled, self._module.modules())
+        hidden = {id(p) for part in parts for p in part.parameters()}
+        able = [p for p in self._parameters if id(p) not in hidden and not is_distributed(p)]
+        self._uses = WeightUses(able, self._keeper, compiled=self._compiled)
 
     def learn(self, roots: Iterable[GradientEdge | None]) -> None:
         """Called after a forward: `roots` are what its backward starts from."""
@@ -138,10 +149,10 @@ class SplitBackward:
             found = {id(p) for p, _ in early} & self._uses.can_wait.keys()
         if microbatch in self._unsplit:
             self._unsplit.remove(microbatch)
-        elif found:
+        elif refused := {key for key in found if not self._compiled or _has_hooks(self._uses.candidates[key])}:
             raise PartitionError(
-                f"parameter {self._names[found.pop()]!r} is used in microbatch {microbatch} as it was not in the first "
-                "one, from which the split of the backward was learned; give a schedule that does not split it: "
+                f"parameter {self._names[refused.pop()]!r} is used in microbatch {microbatch} as it was not in the "
+                "first one, from which the split of the backward was learned; give a schedule that does not split it: "
                 "penstock.schedule.merge_backward makes one"
             )
 
@@ -217,8 +228,12 @@ def _adds_in_place(weight: Tensor, term: Term) -> bool:
 def _needs_autograd(weight: Tensor) -> bool:
     """Whether autograd must add a weight's terms: it runs the backward of views in its usual order, and calls hooks."""
     parameter = base_of(weight)
-    hooked = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return parameter is not weight or bool(hooked) or (parameter.grad is not None and parameter.grad.is_sparse)
+    sparse = parameter.grad is not None and parameter.grad.is_sparse
+    return parameter is not weight or _has_hooks(parameter) or sparse
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -228,12 +243,7 @@ def _accumulate(terms: Sequence[tuple[Tensor, Tensor]]) -> None:
         grads = [grad.to(weight.dtype) for weight, grad in terms]  # autocast's are in its lower precision
         torch.autograd.backward([get_gradient_edge(weight) for weight, _ in terms], grads)
         return
-    total = terms[0][1]
-    if len(terms) > 1:
-        total = total.to(gradient_dtype(parameter))
-    for _, term in terms[1:]:
-        total += term
-    _add(parameter, total)
+    _add(parameter, total_of(parameter, [term for _, term in terms]))
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.runtime.exact import rules as exact
+from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.schedule import Op, Schedule
 
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
@@ -229,14 +230,29 @@ def lowered(form: Form, call: DeferredCall, args: Any, kwargs: Mapping[str, Any]
         return None
 
     def gradients(grad: Tensor, *kept: Tensor) -> Sequence[Term]:
-        held = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in call.weights]
-        terms = zip(low.gradients(grad, *kept), call.weights, held, strict=True)
-        return [term if as_is else value_of(term).to(weight.dtype) for term, weight, as_is in terms]
+        return cast_back(low.gradients(grad, *kept), call.weights, dtype)
 
     def run(*_: Tensor) -> Tensor:
         return low.run(*(weight.detach() for weight in low.weights))
 
     return low._replace(weights=call.weights, run=run, gradients=gradients)
+
+
+def cast_back(terms: Sequence[Term], weights: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Term]:
+    """A call's terms in the dtypes of its weights. Where those hold them as they are, whoever adds them casts."""
+    held = [torch.promote_types(dtype, weight.dtype) == weight.dtype for weight in weights]
+    pairs = zip(terms, weights, held, strict=True)
+    return [term if as_is else value_of(term).to(weight.dtype) for term, weight, as_is in pairs]
+
+
+def total_of(parameter: Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """The sum of a parameter's terms in one microbatch, in the dtype in which its gradient accumulates."""
+    total = terms[0]
+    if len(terms) > 1:
+        total = total.to(gradient_dtype(parameter))
+    for term in terms[1:]:
+        total += term
+    return total
 
 
 def _each(shift: int | Sequence[int], dims: int) -> list[int]:

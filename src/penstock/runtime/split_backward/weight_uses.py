@@ -1,7 +1,8 @@
 """Observes the calls that use a stage's weights, learns which weight gradients can wait for W, and puts those off.
 
 While a forward runs, weight matrices belong to a subclass of `nn.Parameter`, whose `__torch_function__` sees their
-uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward.
+uses. Unlike a mode, this costs nothing in calls without weights, and nothing in backward. A compiler would compile anew
+for another class; compiled code says by itself which weights it uses (`Deferral`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +40,8 @@ class Waiting(NamedTuple):
 
 
 _OURS = (Tensor, nn.Parameter)
+_RUNNING: ContextVar[WeightUses | None] = ContextVar("_RUNNING", default=None)
+"""Whose forward runs, for compiled code."""
 
 
 class WeightUses:
@@ -46,18 +50,21 @@ class WeightUses:
     Args:
         parameters: the weights.
         keeper: keeps what is needed later, for autograd and for W, if not they themselves.
+        compiled: whether only compiled code may put off gradients.
 
     Attributes:
         decided: whether it is known which weights can wait.
         can_wait: by id, the parameters whose gradient can wait, and whether they are used through views.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None, *, compiled: bool = False
+    ) -> None:
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
-        self._candidates = {id(p): p for p in parameters if _is_ordinary(p)}
-        self._watched = [p for p in self._candidates.values() if p.dim() > 1]
+        self.candidates = {id(p): p for p in parameters if _is_ordinary(p)}
+        self._watched = [p for p in self.candidates.values() if p.dim() > 1 and not compiled]
         self._of_parameters = self._watching(nn.Parameter)
         self._of_views = self._watching(Tensor)
         self._seen: list[tuple[Tensor, ...]] | None = None
@@ -75,7 +82,7 @@ class WeightUses:
         self._seen, self._went_back = [], False
         self._casts.clear()
         self._cached.clear()
-        with self._changed_classes():
+        with self._running():
             yield
         self._learned, self._seen = self._seen, None
 
@@ -85,10 +92,20 @@ class WeightUses:
         self._waiting, self._anchor = waiting, anchor
         self._cached.clear()
         try:
-            with self._changed_classes():
+            with self._running():
                 yield
         finally:
             self._waiting = self._anchor = None
+
+    def deferral(self, groups: Iterable[tuple[Tensor, ...]]) -> Deferral:
+        """Called by compiled code before it runs.
+
+        Args:
+            groups: the weights whose gradients it can put off, each once; those in one group wait together or not.
+        """
+        if self._seen is not None:
+            self._seen += groups
+        return Deferral(self, self._waiting)
 
     def decide(self, roots: Sequence[Node]) -> None:
         """Decides from the noted forward: a parameter can wait if all paths to it in the graph go through noted calls.
@@ -105,7 +122,7 @@ class WeightUses:
         views = {node for weight in weights for node in _view_nodes(weight)}
         ways = _ways_to_parameters(roots, views | self._casts)
         self._casts.clear()
-        viewed = {key: {w._is_view() for w in weights if base_of(w) is self._candidates.get(key)} for key in uses}
+        viewed = {key: {w._is_view() for w in weights if base_of(w) is self.candidates.get(key)} for key in uses}
         can_wait = {key for key, count in uses.items() if len(viewed[key]) == 1 and ways.get(key) == count}
         while lost := {id(base_of(w)) for call in noted if not _all_in(call, can_wait) for w in call} & can_wait:
             can_wait -= lost  # one kernel computes the gradients of a call's weights: both wait or neither
@@ -125,11 +142,13 @@ class WeightUses:
         return types.new_class(f"Watched{base.__name__}", (base,), exec_body=lambda names: names.update(body))
 
     @contextmanager
-    def _changed_classes(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         self._set_classes(self._of_parameters)
+        token = _RUNNING.set(self)
         try:
             yield
         finally:
+            _RUNNING.reset(token)
             self._set_classes(nn.Parameter)
 
     def _set_classes(self, kind: type[Tensor]) -> None:
@@ -206,7 +225,7 @@ class WeightUses:
 
     def _watch_views(self, result: Any) -> Any:
         for part in result if isinstance(result, (tuple, list)) else (result,):
-            if type(part) is Tensor and part._is_view() and part.requires_grad and id(part._base) in self._candidates:
+            if type(part) is Tensor and part._is_view() and part.requires_grad and id(part._base) in self.candidates:
                 part.__class__ = self._of_views
         return result
 
@@ -227,14 +246,49 @@ class WeightUses:
         return result
 
     def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
-        if self._waiting is waiting:  # the forward is not over
+        self._refuse_backward(waiting)
+        if grads[0] is not None:
+            waiting.append(call(grads[0]))
+
+    def _refuse_backward(self, waiting: list[Waiting] | None) -> None:
+        """Raises PartitionError if the forward that puts off gradients is not over."""
+        if waiting is not None and self._waiting is waiting:
             raise PartitionError(
                 "the forward runs a backward of its own, but did not in the first microbatch, from which the split of "
                 "the backward was learned; give a schedule that does not split it: penstock.schedule.merge_backward "
                 "makes one"
             )
-        if grads[0] is not None:
-            waiting.append(call(grads[0]))
+
+
+class Deferral:
+    """What becomes of the weight gradients of one run of compiled code.
+
+    Args:
+        uses: those of the stage in whose forward the code runs.
+        waiting: takes what is put off; None: nothing is.
+    """
+
+    def __init__(self, uses: WeightUses, waiting: list[Waiting] | None) -> None:
+        self._uses, self._waiting = uses, waiting
+
+    def begin_backward(self) -> None:
+        """Called before the first gradient. Raises PartitionError if the forward is not over, though it should be."""
+        self._uses._note_backward(None)
+        self._uses._refuse_backward(self._waiting)
+
+    def waits(self, weight: Tensor) -> bool:
+        """Whether a weight's gradient is put off."""
+        return self._waiting is not None and self._uses._waits(weight)
+
+    def put_off(self, call: Waiting) -> None:
+        """Puts off a call's weight gradients."""
+        assert self._waiting is not None, "a weight waits"
+        self._waiting.append(call)
+
+
+def running() -> WeightUses | None:
+    """The uses of the stage whose forward runs, if its backward will be split."""
+    return _RUNNING.get()
 
 
 def base_of(weight: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ def try_loss(bound: BoundSchedule, target: Any, weight: float, loss: object) -> 
     if fake is None:
         return None
     if real is not None and _same(real, fake) and not bound.partitions[0].leaves_here:
-        raise ArgumentError(f"the loss raised {in_a_line(real)}") from real
+        raise ArgumentError(
+            f"the loss raised {in_a_line(real)}: check that loss_fn fits the model's output and the given target"
+        ) from real
     return f"the loss could not be tried without real values ({in_a_line(fake)})"
 
 

@@ -1,0 +1,140 @@
+"""A rank that falls in its second step: the others end, and name it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from cases.case import Case, Found, Setting
+from penstock.launch.agent import end_with_parent
+
+PART = 1
+RANKS, VICTIM = 3, 2
+MOST_SECONDS = 20.0
+"""From the fall to the end of all others."""
+
+SAID = {
+    "kill": r"rank 2 was lost.*its process is gone",
+    "stop": r"rank 2 was lost.*its process is stopped",
+    "out of memory": r"rank 2 failed at 2F.*(OutOfMemory|memory)",
+    "raise in backward": r"rank 2 failed at 2B.*ValueError: planted",
+}
+"""By how a rank falls: what each of the others says."""
+
+
+def cases() -> Iterator[Case]:
+    for how in SAID:
+        yield Case(f"falls/{how}", PART, partial(falls, how))
+    yield Case("falls/the device hangs", PART, hangs)
+
+
+class Planted(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("planted")
+
+
+def falls(how: str, setting: Setting) -> Found:
+    """Seconds until all others have ended, and what they say."""
+    said, statuses = _run(setting, how)
+    mark = setting.folder / "fell"
+    others = [rank for rank in range(RANKS) if rank != VICTIM]
+    seconds = max(statuses[rank][1] for rank in others) - float(mark.read_text()) if mark.exists() else float("inf")
+    named = all(re.search(SAID[how], said[rank]) for rank in others)
+    ended = all(statuses[rank][0] not in (0, None) for rank in others)
+    last = next((line for line in said[0].splitlines()[::-1] if "rank 2" in line), "nothing")
+    says = f"all others ended after {seconds:.1f} s; rank 0 says: {last[-200:]}"
+    return {"ok": named and ended and seconds < MOST_SECONDS, "says": says, "seconds": seconds, "said": said}
+
+
+def hangs(setting: Setting) -> Found:
+    """A kernel that takes seconds: those who wait say whose device it is, and where that is."""
+    setting.need_cuda("a kernel that takes seconds")
+    said, statuses = _run(setting, "sleep")
+    named = any("the device of rank 2" in text for text in said)
+    ended = all(status == 0 for status, _ in statuses)
+    line = next((line for text in said for line in text.splitlines() if "the device of rank 2" in line), "nothing")
+    return {"ok": named and ended, "says": line[-250:], "said": said}
+
+
+def _run(setting: Setting, how: str) -> tuple[list[str], list[tuple[int | None, float]]]:
+    """What each rank wrote, its exit status (None: it was still there), and when it ended."""
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(setting, how, rank)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    ends: dict[int, tuple[int | None, float]] = {}
+    while not set(range(RANKS)) - {VICTIM} <= set(ends) or (how == "sleep" and VICTIM not in ends):
+        for rank, process in enumerate(processes):
+            if rank not in ends and process.exitcode is not None:
+                ends[rank] = process.exitcode, time.time()
+        time.sleep(0.02)
+    processes[VICTIM].kill()
+    said = [(setting.folder / f"said.{rank}").read_text() for rank in range(RANKS)]
+    return said, [ends.get(rank, (None, 0.0)) for rank in range(RANKS)]
+
+
+def _rank(setting: Setting, how: str, rank: int) -> None:
+    import torch.distributed as dist
+
+    end_with_parent(os.getppid())
+    log = os.open(setting.folder / f"said.{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+    if how == "sleep":
+        _warn_soon()
+    setting.prepare()
+    store = dist.FileStore(str(setting.folder / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    layers, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(RANKS))), torch.randn(8, 16)
+    calls = iter(range(1000))
+    staged = {} if setting.device == "cpu" else {"transport": "staged"}
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        value = F.mse_loss(output, target)
+        return _fall(how, value, setting.folder / "fell") if next(calls) == 6 else value
+
+    with penstock.pipeline(layers, (x,), microbatches=4, loss=loss, devices=setting.device, **staged) as pipe:
+        for _ in range(4):
+            float(pipe.step(x, target=x).loss)
+
+
+def _fall(how: str, value: Tensor, mark: Path) -> Tensor:
+    mark.write_text(str(time.time()))
+    if how == "sleep":
+        torch.cuda._sleep(int(8e9))  # private, but there is no public kernel that waits; some four seconds
+        return value
+    if how == "out of memory":
+        torch.empty(1 << 50, device=value.device)
+    if how == "raise in backward":
+        return Planted.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    return value
+
+
+def _warn_soon() -> None:
+    """A notice each second rather than each half minute."""
+    from penstock.pipe import build
+    from penstock.runtime.processes.failure_detector import Patience
+
+    build.Patience = partial(Patience, beat_seconds=0.1, warn_seconds=1.0)  # type: ignore[assignment, misc]

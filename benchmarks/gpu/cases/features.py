@@ -1,0 +1,107 @@
+"""What stages do besides forward and backward, checkpoints, and the masks of dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from cases.case import Case, Found, Setting
+from cases.models import gpt, mlp
+from cases.proofs import in_one_process, in_several
+from penstock import checkpoint
+
+PART = 1
+
+FEATURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "recompute": ("gpt", "float32", "1f1b", {"recompute": "always"}),
+    "recompute every layer": ("gpt", "autocast", "zb-h1", {"recompute": 1}),
+    "offload": ("gpt", "float32", "gpipe", {"offload": True}),
+    "offload, split backward": ("gpt", "float32", "zb-h1", {"offload": True}),
+    "offload and recompute": ("gpt", "autocast", "gpipe", {"offload": True, "recompute": "always"}),
+    "compile": ("mlp", "float32", "1f1b", {"compile": True}),
+    "compile, split backward": ("gpt", "autocast", "zb-h1", {"compile": True}),
+    "deferred batch norm": ("convnet", "float32", "1f1b", {"deferred_batch_norm": True}),
+    "gradients in float32": ("gpt", "bf16", "zb-h1", {"gradient_dtype": torch.float32}),
+    "check_finite": ("gpt", "float32", "1f1b", {"check_finite": True}),
+}
+"""By name: model, precision, schedule and options."""
+
+
+def cases() -> Iterator[Case]:
+    for name, (model, precision, schedule, options) in FEATURES.items():
+        seconds = 400.0 if "compile" in name else 120.0
+        alone = partial(in_one_process, model, precision, schedule, **options)
+        yield Case(f"feature/one process/{name}", PART, alone, seconds)
+        several = partial(in_several, model, precision, schedule, **options)
+        yield Case(f"feature/2 processes/{name}", PART, several, seconds)
+    yield Case("checkpoint/under another split", PART, checkpoints)
+    yield Case("dropout/the same masks for every p", PART, masks)
+
+
+def checkpoints(setting: Setting) -> Found:
+    """What four ranks save goes on with two, and with another schedule, as if nothing had happened."""
+    setting.prepare()
+    torch.manual_seed(0)
+    given = gpt(not setting.is_real)
+
+    def steps(pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            losses.append(float(pipe.step(*given.args, target=given.target).loss))
+            optimizer.step()
+        return losses
+
+    options = {"loss": given.loss, "microbatches": 8, "devices": setting.device, "seed": 1}
+    folder = setting.folder / "saved"
+    with penstock.pipeline(given.model, given.args, ranks=4, **options) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        steps(pipe, optimizer)
+        checkpoint.save(folder, pipe, optimizer)
+        expected = steps(pipe, optimizer)
+    other = gpt(not setting.is_real).model
+    with penstock.pipeline(other, given.args, ranks=2, schedule="zb-h1", **options) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        checkpoint.load(folder, pipe, optimizer)
+        found = steps(pipe, optimizer)
+    apart = max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    says = f"losses of the next two steps differ by {apart:.1e} of themselves"
+    return {"ok": apart < 1e-4, "says": says, "losses": found, "expected": expected}
+
+
+class Drops(nn.Module):
+    """Gives what a dropout leaves of ones besides its result, so that its mask shows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x).tanh() + 3.0)  # what is zero was dropped
+
+
+def masks(setting: Setting) -> Found:
+    """The last dropout's mask, and the losses, which depend on all masks."""
+    setting.prepare()
+    width = mlp(not setting.is_real).args[0].shape[1]
+    dropped: dict[int, Tensor] = {}
+    losses: dict[int, float] = {}
+    for ranks in (1, 2, 4, 8):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(Drops(width) for _ in range(8))), torch.randn(16, width)
+        options = {"loss": F.mse_loss, "microbatches": 8, "devices": setting.device, "seed": 1}
+        with penstock.pipeline(model, (x,), ranks=ranks, **options) as pipe:
+            result = pipe.step(x, target=x, outputs=True)
+            losses[ranks] = float(result.loss)
+            dropped[ranks] = torch.cat([output.detach().cpu() for output in result.outputs]) == 0
+    equal = [ranks for ranks, mask in dropped.items() if torch.equal(mask, dropped[1])]
+    apart = max(abs(loss - losses[1]) / losses[1] for loss in losses.values())
+    share = float(dropped[1].float().mean())
+    says = f"equal for p = {equal}, {share:.0%} dropped; losses differ by {apart:.1e} of themselves"
+    return {"ok": len(equal) == len(dropped) and apart < 1e-5 and 0.2 < share < 0.4, "says": says, "losses": losses}

@@ -1,0 +1,279 @@
+"""Compiled stages split their backward: they leave the gradients of a whole compiled one, and as much of it waits for W
+as in stages that are not compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.runtime.split_backward.compiled_products import SplittingBackend
+from scaffolding.models import TRANSFORMERS
+from scaffolding.small import WIDTH, batch, mlp
+
+pytestmark = pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+
+SAME_BITS = {"backend": "aot_eager"}
+WHOLE, SPLIT = "1f1b", "zb-h1"
+
+DEFAULTS: dict[str, Any] = {"ranks": 1, "microbatches": 3, "loss": F.mse_loss}
+
+Grads = dict[str, Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> None:
+    torch.compiler.reset()
+
+
+class Many(nn.Module):
+    """Products of all kinds: one of a tied weight, one of computed integers, one whose result is updated in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tied = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.tied.weight = self.embed.weight
+        self.wide, self.narrow = nn.Linear(8, 12), nn.Parameter(torch.randn(12, 8))
+        self.convolution, self.norm, self.dropout = nn.Conv1d(8, 8, 3, padding=1), nn.LayerNorm(8), nn.Dropout(0.1)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids % 11)
+        h = self.wide(x).relu_()
+        x = self.dropout(x + torch.addmm(self.bias, h.flatten(0, 1), self.narrow).view_as(x))
+        x = x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        return self.tied(self.frozen(self.norm(x)))
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    return torch.randint(30, (6, 5)), torch.randn(6, 5, 11)
+
+
+def trained(
+    model: nn.Module,
+    schedule: str,
+    compile: Mapping[str, Any] | bool,
+    *,
+    data: tuple[Tensor, Tensor],
+    autocast: bool = False,
+    steps: int = 2,
+    **options: Any,
+) -> tuple[Grads, dict[int, float], tuple[str, ...]]:
+    """The gradients that two steps leave in a copy of a model, what waited for W, and the pipeline's notes."""
+    model, (x, y) = copy.deepcopy(model), data
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        penstock.pipeline(model, (x,), schedule=schedule, compile=compile, **(DEFAULTS | options)) as pipe,
+    ):
+        for _ in range(steps):
+            pipe.step(x, target=y)
+        return {name: p.grad for name, p in model.named_parameters()}, pipe.split_share, pipe.notes
+
+
+def assert_equal(mine: Grads, its: Grads) -> None:
+    assert mine.keys() == its.keys()
+    for name, grad in mine.items():
+        other = its[name]
+        assert (grad is None) == (other is None), name
+        if grad is not None and other is not None:
+            assert grad.dtype == other.dtype, name
+            assert torch.equal(grad, other), (name, (grad - other).abs().max())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "autocast": {"autocast": True},
+    "recomputed": {"recompute": "always"},
+    "offloaded": {"offload": True},
+    "two stages": {"ranks": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_gradients_are_those_of_a_whole_compiled_backward(kind: str, backend: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(Many(), nn.Linear(11, 11)) if kind == "two stages" else Many()
+    data, compile = tokens(), {"backend": backend}
+    whole, none, _ = trained(model, WHOLE, compile, data=data, **KINDS[kind])
+    split, share, notes = trained(model, SPLIT, compile, data=data, **KINDS[kind])
+    _, uncompiled, _ = trained(model, SPLIT, False, data=data, **KINDS[kind])
+    assert none == {}
+    assert_equal(split, whole)
+    assert share == uncompiled
+    assert min(share.values()) > 0.8
+    assert not any("split_share" in note for note in notes)
+
+
+def test_gradients_of_bf16_parameters_accumulate_in_float32() -> None:
+    torch.manual_seed(0)
+    x, y = batch(6)
+    model, data = mlp().to(torch.bfloat16), (x.bfloat16(), y.bfloat16())
+    options: dict[str, Any] = {"data": data, "gradient_dtype": torch.float32}
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, **options)
+    split, share, _ = trained(model, SPLIT, SAME_BITS, **options)
+    assert all(grad is not None and grad.dtype == torch.float32 for grad in split.values())
+    assert_equal(split, whole)
+    assert min(share.values()) > 0.8
+
+
+class Sizes(nn.Module):
+    """A product with a batch's own number of rows, one with twice as many, and a size that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(torch.cat([h, h.tanh()])).view(2, -1, WIDTH).sum(0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_sizes_that_change_are_followed(backend: str) -> None:
+    torch.manual_seed(0)
+    model, graphs = Sizes(), list[Any]()
+
+    def counting(module: Any, examples: Any) -> Any:
+        graphs.append(module)
+        from torch._dynamo import lookup_backend
+
+        return lookup_backend(backend)(module, examples)
+
+    compiled, twin = torch.compile(model, backend=SplittingBackend(counting), dynamic=True), copy.deepcopy(model)
+    for rows in (4, 6, 3):
+        x = torch.randn(rows, WIDTH)
+        compiled(x).square().sum().backward()
+        twin(x).square().sum().backward()
+    assert len(graphs) == 1
+    assert all(name in graphs[0].code for name in ("tapped", "tap_0"))
+    assert_equal({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+
+
+def test_a_weight_that_is_also_used_otherwise_is_left_to_the_compiler() -> None:
+    class Also(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * self.a.weight.square().mean()
+
+    torch.manual_seed(0)
+    model, data = Also(), batch(6)
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    split, share, _ = trained(model, SPLIT, SAME_BITS, data=data)
+    assert_equal(split, whole)
+    assert share == {0: 0.5}
+
+
+class Breaks(nn.Module):
+    """One weight in two graphs of the compiler; outside of them in Python, if `outside`."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.outside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), outside
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        return self.a(x) if self.outside else x.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(self.between(self.a(self.b(x)))))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_weight_in_several_graphs(outside: bool) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Breaks(outside), Breaks(outside)), batch(6)
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    split, share, _ = trained(model, SPLIT, SAME_BITS, data=data)
+    for name, grad in split.items():
+        torch.testing.assert_close(grad, whole[name], rtol=1e-6, atol=1e-6)
+    share_of_a_weight = WIDTH / (WIDTH + 1)
+    assert share == {0: pytest.approx(share_of_a_weight / 2 if outside else share_of_a_weight)}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_within_a_checkpoint_of_the_models_own(reentrant: bool) -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = checkpoint(self.a, self.b(x), use_reentrant=reentrant)
+            return h.tanh()
+
+    torch.manual_seed(0)
+    model, data = Again(), batch(6)
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    split, _, _ = trained(model, SPLIT, SAME_BITS, data=data)
+    assert_equal(split, whole)
+
+
+def test_hooks_of_parameters_see_one_gradient_a_microbatch() -> None:
+    x, y = batch(6)
+    torch.manual_seed(0)
+    one, other = mlp(), mlp()
+    other.load_state_dict(one.state_dict())
+    seen: dict[str, list[Tensor]] = {}
+    for schedule, model in ((WHOLE, one), (SPLIT, other)):
+        grads = seen[schedule] = []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad, grads=grads: grads.append(grad.clone()))  # type: ignore[misc]
+        with penstock.pipeline(
+            model, (x,), ranks=1, microbatches=3, schedule=schedule, loss=F.mse_loss, compile=SAME_BITS
+        ) as pipe:
+            pipe.step(x, target=y)
+    assert len(seen[WHOLE]) == len(seen[SPLIT]) == 3 * len(list(one.parameters()))
+    assert {g.sum().item() for g in seen[WHOLE]} == {g.sum().item() for g in seen[SPLIT]}
+
+
+def test_the_order_of_microbatches_does_not_matter_to_what_waits() -> None:
+    schedule = penstock.schedule.Schedule.parse(
+        "by hand: 3 microbatches, stages on ranks 0\nrank 0: 0F0 0F1 0F2 0I2 0I0 0I1 0W0 0W1 0W2"
+    )
+    torch.manual_seed(0)
+    data, model = tokens(), Many().eval()
+    model.dropout.p = 0.0
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    other: Any = schedule
+    split, share, _ = trained(model, other, SAME_BITS, data=data, microbatches=None)
+    assert_equal(split, whole)
+    assert share[0] > 0.8
+
+
+def test_backends_that_wrap_equal_ones_are_equal() -> None:
+    from penstock.runtime.features.compiled import arguments_for
+    from penstock.schedule import generate
+
+    split, whole = generate(SPLIT, 2, 4), generate(WHOLE, 2, 4)
+    one, other = (arguments_for({"mode": "default", "dynamic": False}, split) for _ in range(2))
+    assert one is not None
+    assert one == other
+    assert hash(one["backend"]) == hash(other["backend"])
+    assert one != arguments_for({"mode": "max-autotune-no-cudagraphs"}, split)
+    assert one["backend"].compiler.arguments == {"config_patches": {}}
+    assert arguments_for(SAME_BITS, whole) == SAME_BITS
+    assert arguments_for(False, split) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_most_of_a_transformer_waits(name: str) -> None:
+    torch.manual_seed(0)
+    case = TRANSFORMERS[name]()
+    kwargs = {key: value for key, value in case.kwargs.items() if key != "attention_mask"}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "schedule": SPLIT, "compile": SAME_BITS}
+    with penstock.pipeline(copy.deepcopy(case.model), case.args, kwargs, loss_fn=case.loss, **options) as pipe:
+        pipe.step(*case.args, **kwargs)
+        assert min(pipe.split_share.values()) > 0.8, pipe.split_share
+    penstock.verify(case.model, case.args, kwargs, loss_fn=case.loss, exact=True, **options).check()
