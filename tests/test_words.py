@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.words import counted, in_ranges
+from penstock.words import a, counted, in_ranges
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,12 @@ def test_names_that_count_up_are_one_range() -> None:
     ]
     assert in_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
     assert in_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]
+
+
+def test_article() -> None:
+    assert [a(name) for name in ("Tensor", "int", "Embedding", "UserDict")] == [
+        "a Tensor",
+        "an int",
+        "an Embedding",
+        "a UserDict",
+    ]

@@ -14,6 +14,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{plural}"
 
 
+def a(what: str) -> str:
+    """`a Tensor`, `an int`."""
+    return f"{'an' if what[:1] in tuple('aeioAEIO') else 'a'} {what}"
+
+
 def shortened(names: Collection[str], most: int = 4) -> str:
     """Names as a message lists them: the first few, then how many more there are."""
     shown = ", ".join(map(repr, list(names)[:most]))

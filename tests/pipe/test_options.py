@@ -355,6 +355,9 @@ def test_what_was_verifys_third_argument_is_refused() -> None:
 
 
 def test_arguments_of_another_kind_are_refused() -> None:
+    for wrong, text in ((3, "an int"), ({"x": X}, "a dict"), ("x", "a str")):
+        with pytest.raises(ArgumentError, match=rf"args is {text}; expected a tuple .* kwargs={{'x': x}}"):
+            pipeline(mlp(), wrong, loss_fn=squared_error)  # type: ignore[arg-type]
     refused(ArgumentError, "share_loss='no': expected True or False", share_loss="no")
     refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
     refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
@@ -419,7 +422,7 @@ def test_a_step_that_raised_can_be_repeated() -> None:
     ("options", "error", "words"),
     [
         ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
-        ({"ranks": 7}, PartitionError, ["7", "6"]),
+        ({"ranks": 7}, PartitionError, ["at most 6 stages", "7 stages: one on each of 7 ranks"]),
         ({"ranks": 3, "chunks": 3, "schedule": "gpipe"}, PartitionError, ["9", "6"]),
         (
             {"ranks": 2, "chunks": 8, "schedule": "gpipe"},
@@ -434,6 +437,11 @@ def test_a_step_that_raised_can_be_repeated() -> None:
         ({"microbatches": 12}, ArgumentError, ["microbatches=12", "11 rows", "fewer microbatches"]),
         ({"ranks": 0}, ArgumentError, ["ranks=0", "at least 1"]),
         ({"ranks": -1}, ArgumentError, ["ranks=-1", "at least 1"]),
+        ({"ranks": "2"}, ArgumentError, ["ranks='2'", "whole number"]),
+        ({"microbatches": True}, ArgumentError, ["microbatches=True", "whole number"]),
+        ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
+        ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "give what this returns"]),
+        ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
         ({"chunks": 0}, ArgumentError, ["chunks=0", "at least 1"]),
         ({"ranks": 2, "chunks": 2, "schedule": "1f1b"}, ArgumentError, ["chunks=2", "1f1b", "1 chunk"]),
         (
@@ -474,6 +482,7 @@ def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
         (lambda output, _: output, r"a tensor of shape \[4, 9\]"),
         (lambda output, _: output.sum().item(), "float"),
         (lambda output, _: output.mean(1), r"a tensor of shape \[4\]"),
+        (lambda output, _: None, "None"),
     ],
 )
 def test_bad_loss(loss: Any, given: str) -> None:
@@ -544,6 +553,10 @@ def test_bad_inputs_of_a_step() -> None:
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
             pipe.step(x, x, target=y)  # as the model itself says
         assert "recorded for a batch of a new kind: args[0] [4, 9], args[1] [4, 9]" in caught.value.__notes__[0]
+        assert not any("target=" in note for note in caught.value.__notes__)
+        with pytest.raises(TypeError) as caught:
+            pipe.step(x, y)
+        assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
         with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
             pipe.step(x.clone().requires_grad_(), target=y)
         with pytest.raises(ShapeError, match="disagree on the number of rows"):

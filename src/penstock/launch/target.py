@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
+from penstock.words import a
 
 _FORM = "give module:function or file.py:function"
 _RETURNS = "expected (model, args, target, loss)"
@@ -137,7 +138,7 @@ def _from_name(name: str, what: str) -> ModuleType:
 
 def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
-        given = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+        given = f"{len(returned)} values" if isinstance(returned, tuple) else a(type(returned).__name__)
         raise ArgumentError(f"TARGET {text!r} returned {given}; {_RETURNS}")
     model, args, target, loss, *rest = returned
     cutting = rest[0] if rest else {}
@@ -148,19 +149,19 @@ def _check(text: str, returned: Any, again: Callable[[], Target]) -> Target:
         )
     if not isinstance(model, nn.Module) and not _is_layers(model):
         raise ArgumentError(
-            f"TARGET {text!r} returned a {type(model).__name__} as the model; {_RETURNS}, model: a module"
+            f"TARGET {text!r} returned {a(type(model).__name__)} as the model; {_RETURNS}, model: a module"
         )
     kwargs: Mapping[str, Any] = {}
     if isinstance(args, tuple) and len(args) == 2 and isinstance(args[0], tuple) and isinstance(args[1], dict):
         args, kwargs = args
     if not isinstance(args, tuple):
         raise ArgumentError(
-            f"TARGET {text!r} returned a {type(args).__name__} as args; {_RETURNS}, "
+            f"TARGET {text!r} returned {a(type(args).__name__)} as args; {_RETURNS}, "
             "args: a tuple such as (inputs,), or a pair of a tuple and a dict"
         )
     if loss is not None and not callable(loss):
         raise ArgumentError(
-            f"TARGET {text!r} returned a {type(loss).__name__} as the loss; {_RETURNS}, "
+            f"TARGET {text!r} returned {a(type(loss).__name__)} as the loss; {_RETURNS}, "
             "loss: a function of output and target, or None"
         )
     return Target(model, args, kwargs, target, loss, cutting, again)

@@ -5,7 +5,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
-from penstock.words import counted
+from penstock.words import a, counted
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
@@ -285,10 +285,9 @@ def _recorder(
 def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     """The error, plus where the number of stages comes from."""
     chunks = order.placement.depth // order.ranks
-    if chunks == 1:
-        return error
     ranks = counted(order.ranks, "rank")
-    return PartitionError(f"{error} ({order.placement.depth} stages: {chunks} chunks on each of {ranks}; {CHUNKS})")
+    layout = f"one on each of {ranks}" if chunks == 1 else f"{chunks} chunks on each of {ranks}; {CHUNKS}"
+    return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
 def _cut(
@@ -343,9 +342,14 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
     if isinstance(args, (Tensor, batches.Microbatches)):
         kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
         raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
+    if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):
+        raise ArgumentError(
+            f"args is {a(type(args).__name__)}; expected a tuple of the model's positional inputs, such as (x,); what "
+            "it takes by keyword is given as kwargs={'x': x}"
+        )
     if not (kwargs is None or isinstance(kwargs, Mapping)):
         raise ArgumentError(
-            f"kwargs is a {type(kwargs).__name__}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
+            f"kwargs is {a(type(kwargs).__name__)}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
             "takes is given as target=..., the loss as loss_fn=..."
         )
     taken = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
@@ -359,5 +363,5 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 def _check_numbers(**numbers: int | None) -> None:
     for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")

@@ -144,7 +144,12 @@ class Steps:
         """Cuts a batch, and finds its bound schedule."""
         divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
         cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
-        cached = self.bound_schedules.next(cut, call)
+        try:
+            cached = self.bound_schedules.next(cut, call)
+        except TypeError as error:
+            if target is None and self.needs_targets:  # perhaps it is among the model's inputs
+                error.add_note("penstock: target=None: pass what the loss takes as target=...")
+            raise
         self._refuse_aliases(cached, args, kwargs, target, divided)
         inputs = self._inputs(cached, cut)
         changes = self._split.count_changes()

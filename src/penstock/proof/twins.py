@@ -20,7 +20,7 @@ from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_
 from penstock.errors import ArgumentError
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
-from penstock.words import in_a_line
+from penstock.words import a, in_a_line
 
 Model = nn.Module | Sequence[nn.Module]
 
@@ -67,7 +67,7 @@ def _made(make: Callable[[], Any], loss: Any) -> Made:
     made = Made(*returned) if isinstance(returned, tuple) and len(returned) == 2 else Made(returned, loss)
     if not _modules(made.model):
         raise ArgumentError(
-            f"model: the function returned a {type(returned).__name__}; expected a module, a list of layers, or a "
+            f"model: the function returned {a(type(returned).__name__)}; expected a module, a list of layers, or a "
             "tuple of one of these and a loss"
         )
     for module in _modules(made.model):

@@ -269,7 +269,7 @@ def _run_unsplit(
             with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
-            value = checked_value(own_loss(output) if loss is None else loss(output, target), output)
+            value = checked_value(own_loss(output) if loss is None else loss(output, target), output, loss)
             streams.begin(k, {}, again=True)
             root = root_of(value, weighted[k], _tensors(output))
             sizes.watch(root)

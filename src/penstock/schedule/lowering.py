@@ -70,6 +70,7 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
     if isinstance(schedule, str):
         schedule = generate(schedule, ranks, MICROBATCHES if microbatches is None else microbatches, chunks)
         microbatches = chunks = None
+    _check_kind(schedule)
     if schedule.slices > 1:
         raise ArgumentError(
             f"schedule {schedule.name!r} cuts microbatches into {schedule.slices} slices of the sequence, which only a "
@@ -93,6 +94,15 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
     order = _compute_only(schedule)
     refuse_illegal(order)
     return order
+
+
+def _check_kind(schedule: object) -> None:
+    if isinstance(schedule, Schedule):
+        return
+    called = "; give what this returns" if callable(schedule) else ""
+    raise ArgumentError(
+        f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{called}"
+    )
 
 
 def _compute_only(schedule: Schedule) -> Schedule:

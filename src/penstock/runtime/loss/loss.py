@@ -74,14 +74,23 @@ def no_loss(output: object) -> ArgumentError:
     )
 
 
-def checked_value(loss: Any, output: object) -> Tensor:
-    """Checks the result of a loss function, or the model's own loss: raises ArgumentError unless it is a scalar."""
-    if loss is None:
+def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
+    """Checks the result of a loss function, or, without one, the model's own loss.
+
+    Raises:
+        ArgumentError: it is not a scalar.
+    """
+    if loss is None and function is None:
         raise no_loss(output)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
-        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: reduce it")
-    return loss
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1 and loss.dim() <= 1:
+            return loss
+        given, remedy = f"a tensor of shape {list(loss.shape)}", "reduce it"
+    elif loss is None:
+        given, remedy = "None", "return it"
+    else:
+        given, remedy = type(loss).__name__, "return the tensor itself, without item() or float()"
+    raise ArgumentError(f"loss(output, target) returned {given}; expected a scalar tensor: {remedy}")
 
 
 def no_gradient() -> ArgumentError:
@@ -208,7 +217,7 @@ class LossHead:
                 check_own(loss, made, self._parameters)
         if loss is None and not self._needed:
             return None
-        loss = checked_value(loss, output)
+        loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = loss.detach()
         return root_of(loss, self._weights[microbatch], leaves)
 

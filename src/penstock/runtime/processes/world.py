@@ -103,8 +103,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
     """
-    if ranks is not None and ranks < 1:
-        raise ArgumentError(f"ranks={ranks}: expected at least 1")
+    _check(ranks, mesh)
     if mesh is not None:
         return _from_mesh(ranks, mesh)
     if not dist.is_initialized():
@@ -120,6 +119,15 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
             f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes"
         )
     return World(size, dist.get_rank(), tuple(range(size)))
+
+
+def _check(ranks: object, mesh: object) -> None:
+    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+        raise ArgumentError(f"ranks={ranks!r}: expected a whole number of at least 1")
+    if not (mesh is None or isinstance(mesh, DeviceMesh)):
+        raise ArgumentError(
+            f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
+        )
 
 
 def _leave() -> None:
