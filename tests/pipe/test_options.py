@@ -121,6 +121,13 @@ class Forwards(Feature):
         return NOTHING
 
 
+class Misspelt(Feature):
+    """Has a method that is not a hook."""
+
+    def codes(self, microbatch: int) -> Context:
+        return NOTHING
+
+
 def shows_features() -> None:
     Forwards.seen.clear()
     with made(features=[Forwards.of]) as pipe:
@@ -133,6 +140,14 @@ def shows_features() -> None:
         ArgumentError, r"features: Forwards is a class; give what makes a stage's: Forwards\.of", features=[Forwards]
     )
     refused(ArgumentError, r"features=Forwards: expected a list of functions that", features="Forwards")
+    refused(
+        ArgumentError,
+        r"Misspelt, which .*<lambda> made for stage 0, overrides no hook",
+        features=[lambda _: Misspelt()],
+    )
+    with pytest.raises(TypeError) as caught:
+        made(features=[lambda: None])
+    assert "while features= called shows_features.<locals>.<lambda> with the StageContext" in caught.value.__notes__[0]
     refused(ArgumentError, r"features: \S*<lambda> made an object of int for stage 0; expected", features=[lambda _: 3])
     refused(ArgumentError, r"recompute: \S*<lambda> made an object of int for stage 0", recompute=lambda _: 3)
     refused(ArgumentError, r"recompute: Forwards is a class; give .*Forwards\.of", recompute=[Forwards, "never"])

@@ -18,7 +18,7 @@ from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext
-from penstock.runtime.features.feature import Feature, Features, Forward
+from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_order import ForwardOrder
 from penstock.runtime.features.forward_state import ForwardState, LossMemory
@@ -106,15 +106,26 @@ def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | Non
     """What the user's function makes for a stage.
 
     Raises:
-        ArgumentError: it is not a feature.
+        ArgumentError: it is not a feature, or one that would do nothing.
     """
-    feature = make(stage)
-    if feature is None or isinstance(feature, Feature):
-        return feature
-    raise ArgumentError(
-        f"{argument}: {named(make).__qualname__} made an object of {type(feature).__name__} for stage {stage.index}; "
-        "expected one of a class derived from penstock.runtime.features.feature.Feature, or None"
-    )
+    name = named(make).__qualname__
+    try:
+        feature = make(stage)
+    except Exception as error:
+        error.add_note(f"penstock: while {argument}= called {name} with the StageContext of stage {stage.index}")
+        raise
+    if not (feature is None or isinstance(feature, Feature)):
+        raise ArgumentError(
+            f"{argument}: {name} made an object of {type(feature).__name__} for stage {stage.index}; "
+            "expected one of a class derived from penstock.runtime.features.feature.Feature, or None"
+        )
+    if feature is not None and not overrides_a_hook(feature):  # a misspelt one would go unnoticed
+        raise ArgumentError(
+            f"{argument}: {type(feature).__name__}, which {name} made for stage {stage.index}, overrides no hook of "
+            f"Feature, so it would do nothing; the hooks are {', '.join(HOOKS)}. To leave a stage without it, return "
+            "None"
+        )
+    return feature
 
 
 def _split(stage: StageContext) -> SplitBackward | None:

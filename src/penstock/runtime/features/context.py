@@ -55,8 +55,12 @@ class StageContext:
     """One stage of one rank's program.
 
     Attributes:
+        binding: what the program is made from: all stages, the schedule, and the user's choices.
         number: the rank's, in messages.
+        index: the stage's, over all ranks; a second copy of the model counts on.
         stages: the stage as each microbatch runs it, with any code that earlier features gave it.
+        row: the actions of the stage's rank, in order.
+        device: where the stage computes.
         head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
         made: the features made earlier.

@@ -112,6 +112,14 @@ class Feature:
         return NOTHING
 
 
+HOOKS = tuple(name for name in vars(Feature) if not name.startswith("_"))
+
+
+def overrides_a_hook(feature: Feature) -> bool:
+    """Whether a feature does anything."""
+    return any(_has(feature, hook) for hook in HOOKS)
+
+
 class Features:
     """The features of one stage. Each hook calls the features that have it."""
 
