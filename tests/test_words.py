@@ -14,6 +14,8 @@ from penstock.words import a, counted, in_ranges
         (0, "microbatch", "0 microbatches"),
         (1, "stage", "1 stage"),
         (4096, "rank", "4,096 ranks"),
+        (1, "entry", "1 entry"),
+        (2, "entry", "2 entries"),
     ],
 )
 def test_counted(number: int, what: str, text: str) -> None:

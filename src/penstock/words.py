@@ -10,8 +10,9 @@ from typing import Any
 
 def counted(number: int, what: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
-    plural = "" if number == 1 else "es" if what.endswith("ch") else "s"
-    return f"{number:,} {what}{plural}"
+    if number != 1:
+        what = f"{what[:-1]}ies" if what.endswith("ry") else f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number:,} {what}"
 
 
 def a(what: str) -> str:

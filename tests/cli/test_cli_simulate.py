@@ -412,6 +412,7 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         (["--schedule", "zbv", *NUMBERS], "did you mean 'zb-v'"),
         (["--schedule", "zb-v", *NUMBERS, "--chunks", "3"], "zb-v works with exactly 2 chunks a rank"),
         (["--schedule", "zb-v"], "--schedule zb-v needs --ranks"),
+        (["--schedule", "zbv"], "--schedule zbv is not a known schedule; did you mean 'zb-v'?"),
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
         (
             ["--schedule", "all", "--ranks", "0", "--microbatches", "8"],

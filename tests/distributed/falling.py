@@ -94,7 +94,7 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     found = [index for index, each in enumerate(bound.actions) if each.action.op.value == case["op"]]
     index = found[min(1, len(found) - 1)]
 
-    def end(action: Any, ready: Any) -> None:
+    def end(*ready: Any) -> None:
         fall(case["how"], folder / f"{case['name']}.fell")
 
     actions: list[BoundAction] = list(bound.actions)

@@ -469,7 +469,10 @@ def test_a_step_that_raised_can_be_repeated() -> None:
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
         ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
-        ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1", "2 ranks"]),
+        ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
+        ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
+        ({"devices": ["cpu", "cup"], "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'"]),
+        ({"devices": 1, "ranks": 2}, ArgumentError, ["devices=1: expected", "a list with one for each rank"]),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:

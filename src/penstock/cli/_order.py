@@ -90,8 +90,8 @@ class OrderOptions:
         name = self._name()
         if name == ALL:
             raise ArgumentError(f"--schedule {ALL}: this command takes one schedule; `penstock schedules` lists them")
-        ranks, microbatches = self._numbers()
         entry = generator(name)
+        ranks, microbatches = self._numbers()
         weigh([(entry, self._numbers_of(entry))])
         return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
 

@@ -35,7 +35,7 @@ from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
-from penstock.runtime.processes.world import World, device_of, join
+from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
@@ -196,7 +196,7 @@ def pipeline(
         group_timeout=group_timeout,
         pg_options=pg_options,
     )
-    kind = torch.device(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
+    kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(ranks, mesh, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)

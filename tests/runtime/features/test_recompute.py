@@ -500,11 +500,11 @@ def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
         ({"recompute": 0}, ["recompute=0", "at least 1"]),
         ({"recompute": True}, ["recompute=True", "'always'"]),
         ({"recompute": None}, ["recompute=None", "'always'"]),
-        ({"recompute": ["always"]}, ["recompute has 1 entries", "2 stages"]),
+        ({"recompute": ["always"]}, ["recompute has 1 entry;", "2 stages"]),
         ({"recompute": {2: "always"}}, ["recompute: there is no stage 2", "0 to 1"]),
         ({"recompute": {0: "all"}}, ["recompute='all'"]),
         ({"offload": "host"}, ["offload='host'", "True or False"]),
-        ({"offload": [True]}, ["offload has 1 entries"]),
+        ({"offload": [True]}, ["offload has 1 entry;"]),
     ],
 )
 def test_bad_choices(options: dict[str, Any], words: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.runtime.features.context import Recompute
 from penstock.runtime.features.feature import Feature
+from penstock.words import counted
 
 RecomputeChoice = Recompute | Sequence[Recompute] | Mapping[int, Recompute]
 """One for all stages; one for each stage; or by stage number, with "never" for the rest."""
@@ -58,7 +59,8 @@ def _per_stage(name: str, given: Any, stages: int, default: Any) -> list[Any]:
     if isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != stages:
             raise ArgumentError(
-                f"{name} has {len(given)} entries; expected one for each of {stages} stages, or a dict by stage"
+                f"{name} has {counted(len(given), 'entry')}; expected one for each of {stages} stages, or a dict by "
+                "stage"
             )
         return list(given)
     return [given] * stages

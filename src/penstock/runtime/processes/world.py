@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError
 from penstock.runtime.processes import rendezvous
+from penstock.words import counted
 
 PIPELINE = "pp"
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
@@ -211,6 +212,17 @@ def exchange(group: dist.ProcessGroup, source: int = 0) -> Callable[[Any], Any]:
     return give
 
 
+def device_named(name: str | torch.device) -> torch.device:
+    """The device that the user names. Raises ArgumentError if torch knows none of that name."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"devices: there is no device {name!r}; expected {_DEVICES}") from error
+
+
+_DEVICES = "a device such as 'cpu', 'cuda' or 'cuda:0'"
+
+
 def device_of(
     devices: Sequence[torch.device | str] | torch.device | str | None,
     world: World,
@@ -224,13 +236,16 @@ def device_of(
         current: where the model is, or the example.
 
     Raises:
-        ArgumentError: the number of devices is not the number of ranks.
+        ArgumentError: there is no such device, or the number of devices is not the number of ranks.
     """
     if devices is not None and not isinstance(devices, (str, torch.device)):
+        if not isinstance(devices, Sequence):
+            raise ArgumentError(f"devices={devices!r}: expected {_DEVICES}, or a list with one for each rank")
         if len(devices) != world.ranks:
-            raise ArgumentError(f"devices has {len(devices)} entries; expected one for each of {world.ranks} ranks")
-        return torch.device(devices[rank])
-    device = current if devices is None else torch.device(devices)
+            has = counted(len(devices), "entry")
+            raise ArgumentError(f"devices has {has}; expected one for each of {world.ranks} ranks")
+        return device_named(devices[rank])
+    device = current if devices is None else device_named(devices)
     if device.type == "meta":
         device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if device.type == "cpu":
