@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -54,6 +55,7 @@ LONG = {
 
 def told(folder: Path, cases: list[str]) -> dict[str, dict[int, str]]:
     """For each case, what the ranks that did not fall wrote. Those of a case that raises or dies have ended."""
+    (folder / "expected.json").write_text(json.dumps(SAID | LONG))
     statuses = answer_of(Path(__file__).with_name("waiting.py"), folder, *cases)
     for case in cases:
         assert (folder / f"{case}.fell").exists(), case
