@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from penstock import compat
@@ -71,6 +73,13 @@ def test_the_device_of_the_default_group_is_known_and_can_be_taken_from_it(defau
             assert default_group.bound_device_id is None
         assert compat.is_bound()
     assert not compat.is_bound()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_the_dtype_in_which_a_sharded_module_reduces_is_known(default_group: Any, dtype: torch.dtype | None) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=dtype)
+    sharded = fully_shard(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    assert compat.reduction_dtype(sharded) == dtype
 
 
 def test_without_a_default_group_there_is_no_device() -> None:

@@ -221,7 +221,10 @@ def accumulation_hooks(parameter: Tensor) -> list[object]:
 
 
 def reduction_dtype(part: nn.Module) -> torch.dtype | None:
-    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters."""
+    """The dtype in which a module that `fully_shard` was applied to sums gradients; None: in that of its parameters.
+
+    FSDP takes it as a `MixedPrecisionPolicy`, and has no public way to ask for it.
+    """
     state: Any = part._get_fsdp_state()  # type: ignore[operator]
     dtype: torch.dtype | None = state._mp_policy.reduce_dtype
     return dtype

@@ -17,10 +17,15 @@ from processes import has_ended
 from penstock.launch import processes as launch
 
 SHOW = """
-import json, os, sys
-with open(f"shown.{os.environ['RANK']}", "w") as file:
+import json, os, sys, time
+rank = os.environ["RANK"]
+with open(f"{rank}.json", "w") as file:
     json.dump([sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"]], file)
-sys.exit(3 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
+os.replace(f"{rank}.json", f"shown.{rank}")
+if "fail" in sys.argv and rank == "1":
+    while not os.path.exists("shown.0"):
+        time.sleep(0.01)
+    sys.exit(3)
 """
 
 STOP = """

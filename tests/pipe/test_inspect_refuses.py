@@ -157,6 +157,15 @@ def test_stages_are_those_of_one_copy() -> None:
     assert [stage.modules for stage in found.stages] == [stage.modules for stage in plain.stages]
 
 
+@pytest.mark.parametrize(
+    "given", [{"stages": "4"}, {"microbatches": 2.0}, {"chunks": "2", "schedule": "interleaved-1f1b"}]
+)
+def test_what_is_not_a_number_is_refused(given: dict[str, Any]) -> None:
+    (name, value), *_ = given.items()
+    with pytest.raises(PenstockError, match=f"{name}={value!r}: expected a whole number"):
+        penstock.inspect(layers(), (X,), **given)
+
+
 def test_numbers_that_the_schedule_cannot_have() -> None:
     with pytest.raises(PenstockError, match="puts 2 on each rank"):
         penstock.inspect(layers(), (X,), stages=3, schedule="interleaved-1f1b")

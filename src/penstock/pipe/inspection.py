@@ -220,6 +220,9 @@ def _order(
     cutting: Cutting,
 ) -> Schedule:
     """The schedule of the run, for the number of ranks that have this many stages."""
+    for name, value in {"stages": stages, "microbatches": microbatches, "chunks": chunks}.items():
+        if value is not None and not isinstance(value, int):
+            raise ArgumentError(f"{name}={value!r}: expected a whole number")
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(

@@ -249,7 +249,7 @@ def test_opens_gives_more_places_to_cut() -> None:
 
 def test_a_layer_without_parts_is_not_offered_for_opening() -> None:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(PartitionError, match=r"Use at most 2 stages$"):
+    with pytest.raises(PartitionError, match=r"Use at most 2 stages \(3 stages: one on each of 3 ranks\)$"):
         inspect(layers, (torch.randn(4, WIDTH),), stages=3)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,8 @@ Moment = tuple[Action, int, int, int]
 
 Marks = tuple[Action, Any, Any, Any]
 """The same, as marks of a clock."""
+
+_ANCHORS = 3
 
 
 class Clock(Protocol):
@@ -103,12 +106,10 @@ class StreamClock:
         current = self._module.current_stream(self._device)
         for stream in self._streams.values():
             current.wait_stream(stream)
-        last = self.mark()
-        last.synchronize()
-        now = now_ns()
+        last, then = self._anchor()
 
         def at(mark: Any) -> int:
-            return now - round(float(mark.elapsed_time(last)) * 1e6)
+            return then - round(float(mark.elapsed_time(last)) * 1e6)
 
         moments = []
         for action, began, ready, ended in row:
@@ -117,6 +118,22 @@ class StreamClock:
                 ready = began
             moments.append((action, at(began), at(ready), at(ended)))
         return moments
+
+    def _anchor(self) -> tuple[Any, int]:
+        """A mark after all others, and when it was on the host's clock.
+
+        The first waits for the step's work. The host may lose its processor between a mark and its own clock, so this
+        is the mark of which the host can tell best.
+        """
+        found = []
+        for _ in range(_ANCHORS):
+            before = now_ns()
+            mark = self.mark()
+            mark.synchronize()
+            after = now_ns()
+            found.append((after - before, (before + after) // 2, mark))
+        _, then, mark = min(found, key=itemgetter(0))
+        return mark, then
 
 
 def clock_of(device: torch.device) -> Clock:
