@@ -189,7 +189,7 @@ def _fewest(loads: Floats, held: _Held, limit: float) -> float:
     fewest = np.full(len(loads), np.inf)
     fewest[-1] = 0
     for lower in range(len(loads) - 2, -1, -1):
-        after = np.flatnonzero(loads[lower] <= limit)
+        after = np.flatnonzero((loads[lower] <= limit) & (fewest < np.inf))
         stages = fewest[after] + 1
         fewest[lower] = stages[held.fits(lower, after, stages)].min(initial=np.inf)
     return float(fewest[0])
