@@ -12,6 +12,8 @@ import typer
 from penstock.errors import ArgumentError, PenstockError
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.launch.target import Target
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
@@ -50,6 +52,19 @@ BalanceOption = Annotated[
 Recompute = Annotated[
     str, typer.Option(help="What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
 ]
+
+GradientDtypeName = Literal["float32", "float64"]
+"""The dtype in which gradients accumulate, by torch's name."""
+
+GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
+GradientDtype = Annotated[GradientDtypeName | None, typer.Option(help=GRADIENT_DTYPE)]
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Torch's dtype of that name."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
 def recomputed(text: str) -> Any:

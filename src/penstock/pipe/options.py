@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
+from penstock.gradients import checked_dtype
 from penstock.partition import Balance, Choice
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
@@ -18,7 +19,6 @@ from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.gradients.dtypes import checked_dtype
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
