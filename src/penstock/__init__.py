@@ -68,7 +68,10 @@ _HOMES = {
 }
 
 _SUBPACKAGES = frozenset(
-    ("checkpoint", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
+    (
+        *("balance", "checkpoint", "errors", "fabric", "integrations"),
+        *("plan", "report", "schedule", "search", "simulate", "testing"),
+    )
 )
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)

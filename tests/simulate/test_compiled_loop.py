@@ -1,4 +1,4 @@
-"""The simulation's loop gives the same compiled and in plain Python, to the bit; and what large schedules need besides."""
+"""The simulation's loop gives the same compiled and in plain Python, to the bit; and what else large schedules need."""
 
 from __future__ import annotations
 

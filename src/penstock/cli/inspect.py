@@ -14,7 +14,19 @@ from rich.text import Text
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._spread import Json
-from penstock.cli._target import BalanceOption, Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
+from penstock.cli._target import (
+    BalanceOption,
+    Cuts,
+    GradientDtype,
+    Leaves,
+    Opens,
+    Recompute,
+    TargetName,
+    dtype_named,
+    loaded,
+    names,
+    recomputed,
+)
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges
 
@@ -36,6 +48,7 @@ def inspect(
     leaves: Leaves = None,
     opens: Opens = None,
     balance: BalanceOption = "flops",
+    gradient_dtype: GradientDtype = None,
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
@@ -65,6 +78,7 @@ def inspect(
             leaves=names(leaves),
             opens=names(opens),
             balance=balance,
+            gradient_dtype=dtype_named(gradient_dtype),
             **given.cutting,
         )
     if as_json:
@@ -95,7 +109,7 @@ def show(found: Inspection, console: Console) -> None:
 def _stages(found: Inspection) -> Table:
     table = _table(
         *(("stage", False), ("begins at", False), ("work", True)),
-        *(("parameters", True), ("share", True), ("size", True), ("activations", True)),
+        *(("parameters", True), ("share", True), ("size", True), ("gradients", True), ("activations", True)),
     )
     for stage in found.stages:
         table.add_row(
@@ -105,6 +119,7 @@ def _stages(found: Inspection) -> Table:
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             _size(stage.parameter_bytes),
+            _size(stage.gradient_bytes),
             "unknown" if stage.activation_bytes is None else _size(stage.activation_bytes),
         )
     return table

@@ -10,7 +10,7 @@ from itertools import accumulate
 from torch import nn
 
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Balance, candidates, linear_partition
+from penstock.partition.cut.balance import Weighed, candidates, linear_partition
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
@@ -54,7 +54,7 @@ def opening_for(
 
 
 def more_to_open(
-    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Balance
+    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Weighed
 ) -> Opening:
     """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
     opening = recording.opening
