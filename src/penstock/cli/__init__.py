@@ -28,6 +28,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "simulate": {},
     "search": {},
     "show": {},
+    "plan": {},
     "fabric": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""

@@ -9,8 +9,8 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Generator
 from penstock.schedule.generators import Numbers
 
-MOST = 10_000_000
-"""The most actions that a verb makes and times: about 2 GiB of memory, and minutes."""
+MOST = 20_000_000
+"""The most actions that a verb makes and times: about 1 GiB of memory, and seconds (minutes without numba)."""
 
 MOST_TO_SEARCH = 1_000_000
 """The most actions in a search, which tries them in many orders."""
