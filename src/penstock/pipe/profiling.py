@@ -55,13 +55,13 @@ def profile(
     count = microbatches or cutting.usual(*example)
     divided = cutting.divide(*example, None, count, "example", 1)
     piece = cutting.cut(*example, divided, count, "example", None, 1).pieces[0]
-    given = unflatten(piece.leaves, piece.structure)
+    inputs, named = unflatten(piece.leaves, piece.structure)
     if device is not None:
         there = device_named(device)
-        given = map_tensors(lambda tensor: tensor.to(there), given)
+        inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
     partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
     try:
         with torch.enable_grad():
-            return partitioner.profile(*given, budget_seconds)
+            return partitioner.profile(inputs, named, budget_seconds)
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
