@@ -24,7 +24,7 @@ class Others:
     def __call__(self, tensors: Sequence[Tensor]) -> Others:
         (buffer,) = tensors
         self.buffers.append(buffer)
-        buffer += self._theirs.to(buffer.device)
+        buffer += self._theirs.to(buffer.device, non_blocking=True)
         return self
 
     def wait(self) -> None: ...
