@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.gradients import by_gradient_dtype, gradient_dtype
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
-from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.transport.protocol import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -49,12 +49,12 @@ class GradientSum:
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        for members in self._by_dtype():
+        for members in by_gradient_dtype(self._parameters).values():
             self._prepare(members)
 
     def start(self) -> None:
         """Starts the sum."""
-        self._buffers = [self._flat(members) for members in self._by_dtype()]
+        self._buffers = [self._flat(members) for members in by_gradient_dtype(self._parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
@@ -124,7 +124,7 @@ class GradientSum:
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
+        for members, buffer in zip(by_gradient_dtype(self._parameters).values(), self._buffers, strict=True):
             *flat, held = _places(buffer, members)
             here, _ = self._present[buffer.dtype]
             counts: Sequence[float] = here if all(here) else held.cpu().tolist()
@@ -136,12 +136,6 @@ class GradientSum:
     def _view(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
         view = self._views.get(parameter)
         return _in_place(total, parameter) if view is None else view
-
-    def _by_dtype(self) -> list[list[nn.Parameter]]:
-        groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            groups.setdefault(gradient_dtype(parameter), []).append(parameter)
-        return list(groups.values())
 
 
 def _sizes(members: Sequence[nn.Parameter]) -> list[int]:
