@@ -53,7 +53,9 @@ def shows_kwargs() -> None:
 def shows_balance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
     assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-    refused(ArgumentError, "balance='time': expected one of 'flops', 'parameters', 'layers'", balance="time")
+    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'parameters', 'layers'", balance="size")
+    assert made(model=model, balance=lambda name, module: name in "01").cuts == ("1",)
+    assert made(model=model, balance="type:Linear").cuts == made(model=model, balance="layers").cuts
 
 
 def shows_leaves() -> None:
@@ -468,7 +470,7 @@ def test_a_step_that_raised_can_be_repeated() -> None:
             ],
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
+        ({"balance": "size"}, ArgumentError, ["balance='size'", "'layers'"]),
         ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
         ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
         ({"devices": ["cpu", "cup"], "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'"]),

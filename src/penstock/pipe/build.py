@@ -276,7 +276,7 @@ def _recorder(
         cuts=options.cuts,
         leaves=options.leaves,
         opens=options.opens,
-        balance=options.balance,
+        balance=options.choice,
         streams=streams,
         sees_saved=sees_saved,
     )

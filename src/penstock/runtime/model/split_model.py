@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -70,6 +70,7 @@ class SplitModel:
             move_together(self.model, engine)
             with engine.control.working("the recording of the model"):
                 self._record(training=True)
+        self._weigh()
         self._cut_alike()
         with engine.control.agreed():
             stages = self._record(training=True)[0].stages
@@ -219,8 +220,20 @@ class SplitModel:
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
+    def _weigh(self) -> None:
+        """Lets the first process measure how long the model's units take, while the others wait: they share its cores.
+        A front end without `weigh` has no use for it."""
+        weigh: Callable[..., None] | None = getattr(self._partitioner, "weigh", None)
+        with self._engine.control.agreed():
+            if weigh is None or not self._engine.world.is_first:
+                return
+            with self._engine.control.working("the measuring of its units"), self._recording(training=True):
+                args, kwargs = self._example.fill(self._engine.recorded_for)[0]
+                weigh(args, kwargs)
+            self._copied.clear()
+
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: the estimate of a block's work may differ between processes."""
+        """Cuts where the first process does: the work of a block, and how long it takes, differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -236,10 +249,16 @@ class SplitModel:
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
-    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
+    @contextmanager
+    def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
+        """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
+        with torch.set_grad_enabled(training), plain, telling_rows((outline or self._example).sizes):
+            yield
+
+    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         given = outline or self._example
-        with torch.set_grad_enabled(training), plain, telling_rows(given.sizes):
+        with self._recording(training=training, outline=outline):
             examples = given.fill(self._engine.recorded_for)
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import PartitionError, ScheduleError
+from penstock.gradients import gradient_dtype
 from penstock.partition import gates_of
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.split_backward.weight_gradients import Product, Term, total_of, value_of
 from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, base_of
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.gradients import gradient_dtype
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.schedule import Op, Schedule
 
 _MM = frozenset({"AddmmBackward0", "MmBackward0"})
