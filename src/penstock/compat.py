@@ -237,7 +237,7 @@ def reduction_dtype(part: nn.Module) -> torch.dtype | None:
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """`torch.autograd.graph.get_gradient_edge`; that takes longer, because it asks first what kind of node it finds."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or the node of a function in Python
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)

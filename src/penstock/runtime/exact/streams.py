@@ -101,10 +101,7 @@ class Streams:
                 self.strays = self._has_drawn(seeds, states)
         finally:
             self._base = None
-            if self._foreign is not None:
-                random.setstate(self._foreign[0])
-                if self._foreign[1] is not None:
-                    sys.modules["numpy"].random.set_state(self._foreign[1])
+            self._restore_foreign()
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
@@ -163,6 +160,12 @@ class Streams:
             random.seed(seed)
             if numpy is not None:
                 numpy.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+
+    def _restore_foreign(self) -> None:
+        if self._foreign is not None:
+            random.setstate(self._foreign[0])
+            if self._foreign[1] is not None:
+                sys.modules["numpy"].random.set_state(self._foreign[1])
 
     def _has_drawn(self, seeds: list[int], states: list[torch.Tensor]) -> bool:
         """Whether a generator has moved on from the same seed."""

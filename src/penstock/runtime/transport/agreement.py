@@ -84,7 +84,7 @@ class Agreement:
 def _fits(tensor: Tensor | None, layout: Layout | None) -> bool:
     """Whether a tensor has exactly this layout: `Layout.of`, and a comparison, in a third of the time."""
     if tensor is None or layout is None:
-        return tensor is layout
+        return tensor is None and layout is None
     return (
         tensor.stride() == layout.stride
         and tensor.shape == layout.shape
