@@ -21,6 +21,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
     "demo": {},
     "inspect": {},
+    "profile": {},
     "verify": {},
     "export": {},
     "schedules": {},

@@ -178,6 +178,16 @@ class Costs:
         joined = (_joined(self.stages[first : first + size]) for first in range(0, len(self.stages), size))
         return replace(self, stages=tuple(joined))
 
+    def of_whole_model(self, schedule: Schedule) -> Costs:
+        """The costs with which a schedule of any number of ranks trains the same model.
+
+        Numbers then apply to the whole model, whose stages share them equally. A file's stages are merged, as in
+        `for_model_of`, whose errors it raises.
+        """
+        if isinstance(self.stages, StageCost):
+            return replace(self, stages=_divided(self.stages, schedule.placement.depth, _DIVIDED))
+        return self.for_model_of(schedule)
+
 
 _OF_MICROBATCH = (
     "forward_seconds",

@@ -3,6 +3,8 @@
 from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import TooFewLayersError
 from penstock.partition.cut.choice import BALANCES, Balance, Choice
+from penstock.partition.measure.measuring import BUDGET_SECONDS, UnmeasurableError
+from penstock.partition.measure.running import NoStreams
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
@@ -16,12 +18,14 @@ from penstock.partition.values.objects import tensors_in
 
 __all__ = [
     "BALANCES",
+    "BUDGET_SECONDS",
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
     "OVERWRITTEN_BY",
     "Balance",
     "Choice",
     "Left",
+    "NoStreams",
     "Origin",
     "Partition",
     "Partitioner",
@@ -31,6 +35,7 @@ __all__ = [
     "Surroundings",
     "TooFewLayersError",
     "Trace",
+    "UnmeasurableError",
     "default_kwargs",
     "gates_of",
     "leaves_of",

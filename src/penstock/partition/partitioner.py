@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
-from penstock.partition.cut.hierarchy import more_to_open, opening_for
+from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.decision import Decision, decide, measured
+from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
@@ -96,6 +98,8 @@ class Partitioner:
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
+        if self._choice.profile is not None and self._chooses:
+            self._opening = opening_of(self.model, self._opening, self._choice.profile)
         self._assumptions = Assumptions()
         self._look_around()
 
@@ -168,6 +172,20 @@ class Partitioner:
             return
         if (decision.cuts, decision.notes) != (self.cuts, self._decided_notes):
             self.divide((decision.cuts, self._opening, decision.notes))
+
+    def profile(
+        self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, budget_seconds: float = BUDGET_SECONDS
+    ) -> Profile:
+        """What each unit costs, with modules opened for as many stages as there are repeated blocks.
+
+        Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
+        """
+        kwargs = dict(kwargs or {})
+        asked, blocks = tuple(sorted(self._opening.asked)), max(2, blocks_in(self.model))
+        opening = opening_for(self.model, self._leaves, asked, None, blocks)
+        recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
+        units = candidates(recording, self.model, "flops")
+        return measure(recording, self.model, units, args, kwargs, budget_seconds)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from torch import nn
 
+from penstock.balance import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Weighed, candidates, linear_partition
 from penstock.partition.recording.recording import Recording
@@ -51,6 +52,12 @@ def opening_for(
             break
         found = replace(found, tried=found.tried | worth)
     return found
+
+
+def opening_of(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
+    """The opening, and what was opened when the profile was made, so that the same units are there."""
+    there = {name for name, _ in model.named_modules()}
+    return replace(opening, tried=opening.tried | (there.intersection(profile.opened) - opening.names))
 
 
 def more_to_open(
