@@ -145,11 +145,12 @@ def _profiles(target: str | None, files: Sequence[Path]) -> list[Profile]:
         from penstock.pipe.profiling import profile as measured
 
         cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
-        whole = measured(given.model, given.args, given.kwargs, microbatches=1, **cutting)
+        example = given.model, given.args, given.kwargs
+        whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
         pieces = min(8, rows_of(whole))
         if pieces == 1:
             return [whole]
-        return [whole, measured(given.model, given.args, given.kwargs, microbatches=pieces, **cutting)]
+        return [whole, measured(*example, microbatches=pieces, budget_seconds=1.0, **cutting)]
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -260,8 +261,12 @@ def _why(lost: Lost, best: Plan) -> str:
     slower = f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
     if lost.bubble is None:
         return f"at least {slower}: its busiest rank's work alone takes that long"
-    again = f", and {counted(lost.recomputed, 'stage')} recomputed" if lost.recomputed else ""
-    return f"{slower}: ranks idle {lost.bubble:.1%} of the time{again}"
+    why = [f"ranks idle {lost.bubble:.1%} of the time"] if lost.bubble else []
+    if lost.recomputed:
+        why.append(f"{counted(lost.recomputed, 'stage')} recomputed")
+    if lost.reduce_seconds:
+        why.append(f"{lost.reduce_seconds / lost.step_seconds:.1%} of the step for sums of gradients")
+    return f"{slower}: {', '.join(why)}" if why else slower
 
 
 def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
