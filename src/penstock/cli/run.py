@@ -91,7 +91,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
 
     planned = read_plan(plan).choice.devices
     if given not in (None, planned):
-        raise ArgumentError(f"--ranks {given}, but {plan} is for {counted(planned, 'process')}; leave --ranks out")
+        raise ArgumentError(f"--ranks {given}, but {plan} is for {f'{planned} processes'}; leave --ranks out")
     os.environ[VARIABLE] = str(plan.resolve())
     return planned
 
