@@ -37,7 +37,7 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     asked = list(schedules)
     found = sum(actions(generator, numbers) for generator, numbers in asked)
     if found > MOST:
-        given = asked[0][1]
+        given = max(asked, key=lambda one: actions(*one))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
             f"{MOST:,} can be timed; give fewer ranks, microbatches, chunks or slices"
