@@ -68,7 +68,7 @@ def pipeline(
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    balance: Balance = "flops",
+    balance: Balance = "time",
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -121,7 +121,11 @@ def pipeline(
         cuts: the name of each module that begins a new stage; None: balanced.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
-        balance: what automatic cuts even out: "flops" (the work of forward and backward), "parameters" or "layers".
+        balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,
+            for up to a second (a model of little work is cut by "flops"); "flops" (the work of forward and backward, by
+            its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
+            path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
+            `balance(name, module)`, what a module costs.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:

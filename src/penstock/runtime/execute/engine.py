@@ -357,7 +357,7 @@ class Engine:
         atexit.unregister(self.close)
         self.streams.close()
         if not self.control.failed:
-            self.control.end_sums()
+            self.control.end_losses()
             with self.control.waiting("close"):
                 for transport in self.transports.values():
                     transport.close()
