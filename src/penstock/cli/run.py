@@ -16,7 +16,6 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._spread import spread
 from penstock.errors import ArgumentError, FabricError
 from penstock.launch.processes import check, launch
-from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
@@ -91,7 +90,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
 
     planned = read_plan(plan).choice.devices
     if given not in (None, planned):
-        raise ArgumentError(f"--ranks {given}, but {plan} is for {f'{planned} processes'}; leave --ranks out")
+        raise ArgumentError(f"--ranks {given}, but {plan} is for {planned} processes; leave --ranks out")
     os.environ[VARIABLE] = str(plan.resolve())
     return planned
 
