@@ -262,3 +262,26 @@ def test_stages_begin_before_modules_of_a_class() -> None:
     assert weighed(model, 4, "type:^Linear$").cuts == ("3", "6", "9")
     with pytest.raises(ArgumentError, match=r"'type:Conv'.* there are LayerNorm, Linear, Tanh"):
         weighed(model, 2, "type:Conv")
+
+
+def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
+    class Kept(Partitioner):
+        """Says how many recordings it still holds."""
+
+        @property
+        def count(self) -> int:
+            return len(self._weighable)
+
+    partitioner = Kept(waiting([]), 2, streams=Silent())
+    partitioner((X,))
+    partitioner((X[:3],))
+    assert partitioner.count == 2
+    partitioner.weigh((X,))
+    partitioner((X[:2],))
+    assert partitioner.count == 0
+
+
+def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> None:
+    (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
+    assert note.startswith("stage 0 does 1.")
+    assert note.endswith("leave cuts= out, or move them")

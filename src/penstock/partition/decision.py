@@ -110,6 +110,24 @@ def uneven(loads: Sequence[float], names: Sequence[str], starts: Sequence[int], 
     return (f"{text}; {remedy}",)
 
 
+def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tuple[str, ...]:
+    """What the user should know of a split: what was decided, or that it is uneven by its stages' work.
+
+    `chosen_here`: whether the user left the choice of cuts to us.
+    """
+    if decision.notes or decision.seconds or sum(work) < LEAST_WORK:
+        return decision.notes
+    mean = sum(work) / len(work)
+    slowest = max(range(len(work)), key=work.__getitem__)
+    if work[slowest] <= UNEVEN * mean:
+        return ()
+    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else "leave cuts= out, or move them"
+    return (
+        f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
+        f"wait for it; {remedy}",
+    )
+
+
 def _by_profile(
     recording: Recording, model: nn.Module, stages: int, profile: Profile, units: Sequence[Candidate] | None
 ) -> Decision:

@@ -17,7 +17,7 @@ from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
-from penstock.partition.decision import Decision, decide, measured
+from penstock.partition.decision import Decision, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
@@ -36,8 +36,8 @@ from penstock.partition.values.objects import input_path
 from penstock.partition.watch.unseen import UnwatchableError
 from penstock.trees import flatten
 
-Division = tuple[tuple[str, ...], Opening, tuple[str, ...]]
-"""Where a model is cut, which modules are opened for it, and what there is to say about it."""
+Division = tuple[Decision, Opening]
+"""Where a model is cut, and which modules are opened for it."""
 
 VARIANTS = 32
 """How many recordings one signature may have, if the forward branches on the values of its integer inputs."""
@@ -75,7 +75,7 @@ class Partitioner:
         *,
         opens: Sequence[str] | None = None,
         streams: RandomSource,
-        balance: Balance | Choice = "flops",
+        balance: Balance | Choice = "time",
         sees_saved: bool = False,
     ) -> None:
         if stages < 1:
@@ -93,8 +93,9 @@ class Partitioner:
         self._leaves, self._streams = tuple(leaves or ()), streams
         self._sees_saved = sees_saved
         self._partitions: dict[Hashable, list[Partition]] = {}
-        self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and cut elsewhere
-        self._decided_notes: tuple[str, ...] = ()
+        self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
+        self._is_settled = not (self._choice.measures and self._chooses)  # whether neither will come any more
+        self._decision = Decision(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
@@ -128,7 +129,7 @@ class Partitioner:
         recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, key)
         partition = self._partition(args, kwargs, recording, split)
         key = (*signature, self._state())  # recording may have opened blocks
-        if self._choice.measures and self._chooses:
+        if not self._is_settled:
             self._weighable[key] = recording
         self._partitions.setdefault(key, []).append(partition)
         # The key contains ids, which no other object may reuse.
@@ -144,16 +145,18 @@ class Partitioner:
         self._partitions.clear()
         self._keep_alive.clear()
         self._weighable.clear()
+        self._is_settled = True
 
     @property
     def division(self) -> Division:
         """What the first call, and `weigh`, decided."""
-        return self.cuts or (), self._opening, self._decided_notes
+        return self._decision, self._opening
 
     def divide(self, division: Division) -> None:
         """Replaces this decision, and forgets what was made of it."""
         recordings = dict(self._weighable) if division[1] == self._opening else {}
-        self.cuts, self._opening, self._decided_notes = division
+        self._decision, self._opening = division
+        self.cuts = self._decision.cuts
         self._look_around()
         self.forget()
         self._weighable = recordings
@@ -169,9 +172,12 @@ class Partitioner:
         try:
             self._cut_at(recording, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
-            return
-        if (decision.cuts, decision.notes) != (self.cuts, self._decided_notes):
-            self.divide((decision.cuts, self._opening, decision.notes))
+            decision = self._decision
+        if decision != self._decision:
+            self.divide((decision, self._opening))
+        else:
+            self._weighable.clear()
+            self._is_settled = True
 
     def profile(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, budget_seconds: float = BUDGET_SECONDS
@@ -245,7 +251,7 @@ class Partitioner:
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
-        self.cuts = tuple(split.cuts)
+        self.cuts, work = tuple(split.cuts), _work(recording, split)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
@@ -255,9 +261,9 @@ class Partitioner:
             drawing_modules=recording.drawing,
             draw_offsets=_draw_offsets(recording, split.starts),
             cuts=self.cuts,
-            work=_work(recording, split),
+            work=work,
             saved=_saved(recording, split) if self._sees_saved else (),
-            notes=(*recording.notes, *unused_note(recording, stages), *self._decided_notes),
+            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
             origins=_origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
@@ -315,7 +321,7 @@ class Partitioner:
 
     def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
         split = self._cut_at(recording, decision.cuts)
-        self._decided_notes = decision.notes
+        self._decision = decision
         return split
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:

@@ -1,7 +1,7 @@
 """What a split of a model would look like: its stages, what crosses between them, what they share.
 
 The split is made as `penstock.pipeline` makes it, so problems show without a step. Nothing runs but the loss, once, on
-a made-up output.
+a made-up output, and what is measured for `balance="time"`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def inspect(
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    balance: Balance = "flops",
+    balance: Balance = "time",
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,

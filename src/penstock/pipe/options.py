@@ -48,7 +48,7 @@ class Options:
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
-    balance: Balance = "flops"
+    balance: Balance = "time"
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
     transport: TransportChoice = "auto"

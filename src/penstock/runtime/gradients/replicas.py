@@ -22,7 +22,7 @@ from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.distributed import all_reduce, broadcast_first
+from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.protocol import Pending
 from penstock.runtime.transport.staging import Staging
 
@@ -185,7 +185,7 @@ _ALIKE = (
 
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None) -> None:
     """Gives every process of the group the first one's values, in place."""
-    broadcast = partial(broadcast_first, group=group)
+    broadcast = partial(broadcast_from, (0,), group=group)
     copy = broadcast if staging is None else staging.around(broadcast)
     with torch.no_grad():
         for tensor in tensors:
