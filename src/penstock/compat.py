@@ -53,8 +53,11 @@ UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, Not
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in.
+
+    `export`: the fake of a real number has no value either. Torch 2.15 would give it one, as if it were a constant.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True, export=True)
 
 
 @contextmanager
