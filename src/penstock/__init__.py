@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from penstock.lazy import face
 
 if TYPE_CHECKING:
+    from penstock.balance.profile import Profile as Profile
     from penstock.errors import ArgumentError as ArgumentError
     from penstock.errors import CheckpointError as CheckpointError
     from penstock.errors import ClosedError as ClosedError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.pipe.inspection import Inspection as Inspection
     from penstock.pipe.inspection import inspect as inspect
     from penstock.pipe.pipeline import Pipeline as Pipeline
+    from penstock.pipe.profiling import profile as profile
     from penstock.pipe.result import StepResult as StepResult
     from penstock.pipe.scaler import GradScaler as GradScaler
     from penstock.proof.comparison import Report as Report
@@ -64,11 +66,16 @@ _HOMES = {
     "Report": "proof.comparison",
     "Inspection": "pipe.inspection",
     "inspect": "pipe.inspection",
+    "Profile": "balance.profile",
+    "profile": "pipe.profiling",
     "verify": "proof.verify",
 }
 
 _SUBPACKAGES = frozenset(
-    ("checkpoint", "errors", "fabric", "integrations", "report", "schedule", "search", "simulate", "testing")
+    (
+        *("balance", "checkpoint", "errors", "fabric", "integrations"),
+        *("plan", "report", "schedule", "search", "simulate", "testing"),
+    )
 )
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)

@@ -15,6 +15,15 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}"
 
 
+def sized(size: float) -> str:
+    """`512 B`, `1.5 MB`: bytes, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
 def a(what: str) -> str:
     """`a Tensor`, `an int`."""
     return f"{'an' if what[:1] in tuple('aeioAEIO') else 'a'} {what}"

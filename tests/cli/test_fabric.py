@@ -569,6 +569,17 @@ def test_a_models_gradients_are_as_large_whatever_the_batch() -> None:
     assert made.name == f"{TARGET}, gradients of Sequential, 4 x 1 hosts"
 
 
+@pytest.mark.usefixtures("folder")
+def test_gradients_of_a_model_in_low_precision_take_twice_the_bytes_if_they_accumulate_in_float32(folder: Path) -> None:
+    (folder / "low.py").write_text(
+        LIKE_LAYERS.replace("range(30)))", "range(3))).bfloat16()").replace("8),)", "8).bfloat16(),)")
+    )
+    asked = ("fabric", "--model", "low.py:make", "--dry-run")
+    low, high = (as_json(*asked, *more) for more in ((), ("--gradient-dtype", "float32")))
+    assert sum(t["bytes"] for t in high["transfers"]) == 2 * sum(t["bytes"] for t in low["transfers"])
+    assert "--gradient-dtype belongs to --model" in refusal("fabric", *SIZES, "--gradient-dtype", "float32")
+
+
 def test_the_two_kinds_of_a_pipelines_traffic_are_labelled() -> None:
     made = TrafficOptions(model=TARGET, ranks=2).workload(4)
     assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 8 microbatches"

@@ -10,9 +10,11 @@ from command_line import as_json, output, refusal
 from torch import nn
 
 import penstock
+from penstock import ArgumentError
 from scaffolding import models
 
 TARGETS = """
+import torch
 from scaffolding import models
 from torch import nn
 
@@ -51,6 +53,10 @@ class Around(nn.Module):
 
 def branches_inside():
     return Around(), *of(models.mlp())[1:]
+
+def low():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    return model.bfloat16(), (torch.ones(2, 4).bfloat16(),), None, lambda output: output.sum()
 
 def broken():
     return nn.Linear(3, 3), *of(models.mlp())[1:]
@@ -97,6 +103,25 @@ def test_bytes_are_those_of_each_parameters_dtype() -> None:
     found = penstock.inspect(model, (torch.ones(2, 4, dtype=torch.float64),), stages=3, microbatches=2)
     assert [stage.parameter_bytes for stage in found.stages] == [8 * 20] * 3
     assert found.parameter_bytes == 3 * 8 * 20
+
+
+def test_gradients_have_the_bytes_of_the_dtype_in_which_they_accumulate() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(3)))
+    model[0].weight.requires_grad_(False)
+    model[1].bias.grad_dtype = torch.float64
+    for asked, size in ((None, 2), (torch.float32, 4)):
+        found = penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), stages=3, microbatches=2, gradient_dtype=asked)
+        assert [stage.gradient_bytes for stage in found.stages] == [size * 4, size * 16 + 8 * 4, size * 20]
+    assert model[2].weight.grad_dtype == torch.bfloat16, "only a pipeline sets it"
+    with pytest.raises(ArgumentError, match=r"gradient_dtype=torch\.float16"):
+        penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), gradient_dtype=torch.float16)
+
+
+def test_inspect_takes_it_by_name(targets: str) -> None:
+    low, high = (as_json("inspect", f"{targets}:low", *more) for more in ((), ("--gradient-dtype", "float32")))
+    for one, other in zip(low["stages"], high["stages"], strict=True):
+        assert other["gradient_bytes"] == 2 * one["gradient_bytes"]
+        assert one["gradient_bytes"] == one["parameter_bytes"] == other["parameter_bytes"]
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.partition import Partitioner
+from penstock.balance import Profile, UnitCost
+from penstock.partition import Partitioner, decision
+from penstock.partition.measure.measuring import identity
+from penstock.partition.recording.recording import Recording
 from scaffolding.small import batch
 
 
@@ -44,6 +50,23 @@ def cuts(rank: int) -> tuple[tuple[str, ...], tuple[str, ...], float]:
     with penstock.pipeline(model(rank), (x,), microbatches=2, loss=F.mse_loss) as pipe:
         loss = pipe.step(x, target=y).loss
         return own, pipe.cuts, float(loss)
+
+
+def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
+    """Where this rank cuts, how often it measured, and the loss. Each rank would find another half slow."""
+    slow = {str(index) for index in (range(4, 6) if rank == 0 else range(4))}
+    calls = []
+
+    def measured(recording: Recording, model: nn.Module, *_: Any) -> Profile:
+        calls.append(rank)
+        of = identity(model)
+        units = tuple(UnitCost(name, 2.0 if name in slow else 1.0, 0.0, 0.0) for name in map(str, range(6)))
+        return Profile(units, "cpu", of.dtype, of.parameters)
+
+    x, y = batch(4)
+    with patch.multiple(decision, LEAST_WORK=0, measure=measured):
+        with penstock.pipeline(model(0), (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
+            return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
 def overlap(rank: int) -> str:

@@ -59,11 +59,16 @@ def device_groups() -> Iterator[list[str]]:
             yield moved
 
 
-def run(rank: int, shape: tuple[int, int], devices: str, steps: int) -> list[str]:
-    """Makes a pipeline over (dp, pp) ranks, of a model built on the CPU. Returns which calls moved tensors."""
+def own_device(rank: int) -> None:
+    """Gives each rank a stand-in device of its own."""
     stand_in.install()
     module: Any = torch.get_device_module(DEVICE)
     module.get_device_properties = lambda device: SimpleNamespace(uuid=f"accelerator {rank}")
+
+
+def run(rank: int, shape: tuple[int, int], devices: str, steps: int) -> list[str]:
+    """Makes a pipeline over (dp, pp) ranks, of a model built on the CPU. Returns which calls moved tensors."""
+    own_device(rank)
     mesh = DeviceMesh("cpu", torch.arange(2).view(shape), mesh_dim_names=("dp", "pp"))
     x, y = batch()
     with device_groups() as moved:

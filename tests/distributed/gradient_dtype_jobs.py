@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from mesh_jobs import mesh_of, part
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import penstock
 from penstock.runtime.gradients.distribution import local_gradient
+from penstock.runtime.gradients.sums import GradientSum
 from scaffolding.low_precision import MICROBATCHES, Gradients, Net, batch, loss
 from scaffolding.models import squared_error
 
@@ -89,3 +91,28 @@ def refusal(rank: int, case: str) -> str:
     except penstock.ArgumentError as error:
         return str(error)
     return "not refused"
+
+
+class Bytes(NamedTuple):
+    """What a process sums of gradients in a step, each sum by itself, and the gradients that it holds afterwards."""
+
+    summed: list[int]
+    held: int
+
+
+def count_bytes(rank: int, options: dict[str, Any]) -> Bytes:
+    """The bytes of a step of two replicas."""
+    mesh = mesh_of((2, torch.distributed.get_world_size() // 2), ("dp", "pp"))
+    x, y = part(batch(), mesh.get_local_rank("dp"), 2)
+    summed: list[int] = []
+    start = GradientSum.start
+
+    def counted(self: GradientSum) -> None:
+        start(self)
+        summed.extend(buffer.nbytes for buffer in self._buffers)
+
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "mesh": mesh, "transport": "distributed"} | options
+    with penstock.pipeline(Net(), (x,), **options) as pipe, mock.patch.object(GradientSum, "start", counted):
+        pipe.step(x, target=y)
+        held = sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None)
+    return Bytes(sorted(summed), held)

@@ -5,6 +5,7 @@ Usage: raising.py FOLDER RANKS CASE... Writes FOLDER/CASE.RANK.log, and prints a
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 import penstock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scaffolding import warm
+from device_group_jobs import device_groups, own_device
+
+from scaffolding import stand_in, warm
 from scaffolding.forked import forked
+from scaffolding.stand_in import DEVICE
 
 LIMIT_SECONDS = 60.0
 
@@ -32,6 +36,10 @@ class Changing(nn.Linear):
         return y.double() if self.double else y
 
 
+def illegal(event: stand_in.Event) -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
 def train(rank: int, ranks: int, case: str, store: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -46,7 +54,8 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
             raise ValueError("the loss is\nnot a number")
         return (output - target).square().mean()
 
-    pipe = penstock.pipeline(model, (x,), microbatches=3, loss=loss, check_finite=case == "finite")
+    options = {"check_finite": case == "finite", "devices": DEVICE if case == "device" else None}
+    pipe = penstock.pipeline(model, (x,), microbatches=3, loss=loss, **options)
     pipe.step(x, target=y)
     first, last = rank == 0, rank == ranks - 1
     try:
@@ -56,8 +65,10 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
             model[1].nan = True
         if case == "user" and rank == 1:
             raise ZeroDivisionError("in the caller's own code")
+        if case == "device" and last:  # as the loss leaves it
+            stand_in.Event.synchronize = illegal  # type: ignore[method-assign]
         pipe.step(x[:5] if case == "rows" and first else x, target=None if case == "target" and last else y)
-        pipe.step(x, target=y)
+        float(pipe.step(x, target=y).loss)
     except Exception as error:
         print(f"raised {type(error).__name__}: {error} {getattr(error, '__notes__', [])}", flush=True)
         again = None
@@ -75,7 +86,10 @@ def main() -> None:
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 
     def run(case: str, rank: int) -> None:
-        train(rank, ranks, case, f"{folder}/{case}.store")
+        if case == "device":
+            own_device(rank)
+        with device_groups() if case == "device" else nullcontext():
+            train(rank, ranks, case, f"{folder}/{case}.store")
 
     ends = forked(folder, dict.fromkeys(cases, ranks), run, LIMIT_SECONDS)
     print(json.dumps({case: [ends[case][rank].status for rank in range(ranks)] for case in cases}))

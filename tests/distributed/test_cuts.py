@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.cuts_jobs import borrow, borrower, cuts, model, overlap
+from distributed.cuts_jobs import borrow, borrower, cuts, cuts_by_time, model, overlap
 from penstock import pipeline
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch
@@ -20,6 +20,13 @@ def test_all_ranks_cut_where_the_first_one_does(ranks2: Ranks) -> None:
     assert here == there == first
     x, y = batch(4)
     assert loss == other_loss == pytest.approx(F.mse_loss(model(0)(x), y).item())
+
+
+def test_the_first_rank_alone_measures_and_all_cut_there(ranks2: Ranks) -> None:
+    (first, measured, loss), (second, also_measured, other_loss) = ranks2.run(cuts_by_time)
+    assert first == second == ("4",)
+    assert (measured, also_measured) == (1, 0)
+    assert loss == other_loss
 
 
 def test_two_parameters_in_the_same_memory_are_refused_where_processes_would_update_each_alone(ranks2: Ranks) -> None:

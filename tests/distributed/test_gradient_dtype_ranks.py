@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import gradient_dtype_jobs as jobs
 import pytest
 import torch
 
-from scaffolding.low_precision import TIED, assert_sums, by_hand
+import penstock
+from penstock.traffic import from_model
+from scaffolding.low_precision import MICROBATCHES, TIED, Net, assert_sums, batch, by_hand
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +60,21 @@ def test_activations_divided_by_a_plan(ranks4: Ranks, schedule: str) -> None:
     for away in ranks4.run(jobs.tensor_parallel, "by_sequence", schedule):
         assert len(away) == 4
         assert all("norm" in name and distance < 2**-7 for name, distance in away.items())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.long)])
+def test_a_run_sums_and_holds_as_many_bytes_as_predicted(
+    ranks4: Ranks, schedule: str, dtype: torch.dtype | None
+) -> None:
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "gradient_dtype": dtype}
+    rows = batch()[0].chunk(2)[0]
+    seen = penstock.inspect(Net(), (rows,), stages=2, **options)
+    sent = from_model(Net(), (rows.chunk(MICROBATCHES)[0],), hosts=4, ranks=2, traffic="pipeline", **options)
+    for host, mine in enumerate(ranks4.run(jobs.count_bytes, options)):
+        summed = [each.bytes for each in sent.transfers if "gradients" in each.name and host in each.ranks]
+        assert mine.summed == sorted(summed)
+        assert mine.held == seen.stages[host % 2].gradient_bytes
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,9 @@ CASES = {
         "NonFiniteError: rank 1, action 1F0, microbatch 0: value",
         "rank 1 failed at 1F0: NonFiniteError: rank 1, action 1F0",
     ),
+    "device": Raised(
+        2, "RuntimeError: an illegal memory access", "rank 2 failed at the loss: RuntimeError: an illegal memory access"
+    ),
     "user": Raised(1, "ZeroDivisionError", "rank 1"),
 }
 

@@ -14,6 +14,7 @@ import penstock
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
+from scaffolding.stand_in_streams import APART
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +88,7 @@ def test_conformance(pair: Ranks, neighbours: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}], ids=str)
 def test_a_steady_step_waits_for_copies_alone(pair: Ranks, options: dict[str, Any]) -> None:
     """Four messages each way."""
-    assert pair.run(jobs.waits_in_a_steady_step, options) == [{"event": 4}] * 2
+    assert pair.run(jobs.waits_in_a_steady_step, options) == [{"event" + APART: 4}] * 2
 
 
 @pytest.mark.parametrize(

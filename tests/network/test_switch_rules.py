@@ -21,10 +21,10 @@ pytest.importorskip("numba")
 
 from switch_by_hand import Given, Network, Taken
 
+from penstock.compiled import folder
 from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, heap, loop
-from penstock.network.switch.compiled import folder
 from penstock.network.switch.filling import Decided, tables, told
 from penstock.network.topology import Topology
 

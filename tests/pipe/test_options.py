@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
+from penstock.plan import Choice, Plan
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
@@ -50,10 +51,15 @@ def shows_kwargs() -> None:
     assert loss == step(model=mlp(1), ranks=1).loss
 
 
+PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
+
+
 def shows_balance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
     assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-    refused(ArgumentError, "balance='time': expected one of 'flops', 'parameters', 'layers'", balance="time")
+    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'parameters', 'layers'", balance="size")
+    assert made(model=model, balance=lambda name, module: name in "01").cuts == ("1",)
+    assert made(model=model, balance="type:Linear").cuts == made(model=model, balance="layers").cuts
 
 
 def shows_leaves() -> None:
@@ -246,6 +252,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "leaves": shows_leaves,
     "opens": shows_opens,
     "balance": shows_balance,
+    "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
     "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only
@@ -468,7 +475,7 @@ def test_a_step_that_raised_can_be_repeated() -> None:
             ],
         ),
         ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"balance": "time"}, ArgumentError, ["balance='time'", "'layers'"]),
+        ({"balance": "size"}, ArgumentError, ["balance='size'", "'layers'"]),
         ({"devices": ["cpu"], "ranks": 2}, ArgumentError, ["devices has 1 entry;", "2 ranks"]),
         ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
         ({"devices": ["cpu", "cup"], "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'"]),

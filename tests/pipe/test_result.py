@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.pipe.result import SharedLoss, StepResult
+from penstock.pipe.result import StepResult
+from penstock.runtime.step.shared_loss import SharedLoss
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 

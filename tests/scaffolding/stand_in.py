@@ -1,7 +1,8 @@
 """A stand-in for a device other than the CPU, for machines that have none: its tensors keep their values in CPU memory,
 refuse to mix with CPU tensors, and compute the same bits as the CPU. `install` is permanent: use separate ranks.
 
-It counts whatever makes the host wait for a device: values that are read, tensors that are copied to the host, events.
+It counts whatever makes the host wait for a device: values that are read, tensors that are copied to the host or from
+it, unless that does not block, events.
 
 Operators compute at once. Copies that do not block are made as late as possible, and the device may hang: see
 `scaffolding.stand_in_streams`.
@@ -95,8 +96,8 @@ class StandIn(Tensor):
         target = torch.device(kwargs.get("device") or DEVICE)
         here = {**kwargs, "device": "cpu"} if kwargs.get("device") is not None else kwargs
         plain_args, plain_kwargs = tree_map_only(StandIn, lambda t: t.values, (args, here))
-        if func is aten.copy_.default and not isinstance(args[0], StandIn):
-            wait("to host")
+        if func is aten.copy_.default and strangers:
+            _wait_for_copy(*args, **kwargs)
         made = func(*plain_args, **plain_kwargs)
         if target.type != DEVICE:
             wait("to host")
@@ -132,13 +133,15 @@ def install() -> None:
     for name in RESIZED:
         library.impl(name, partial(_made, getattr(aten, name.partition(".")[0])), "PrivateUse1")
     library.impl("linear", _linear, "AutocastPrivateUse1")
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     streams.install_pinned_memory()
     on_memory_of = rules.on_memory_of
     rules.on_memory_of = lambda memory, *place: (
         StandIn(on_memory_of(memory.values, *place)) if isinstance(memory, StandIn) else on_memory_of(memory, *place)
     )
     torch.__future__.set_swap_module_params_on_conversion(True)  # `Module.to` keeps parameters, as it does for CUDA
-    _kept.append(library)
+    _kept.extend([library, others])
 
 
 def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
@@ -146,6 +149,13 @@ def on_the_device(rank: int, job: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(1)
     install()
     return job(*args)
+
+
+def _wait_for_copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    if not isinstance(target, StandIn):
+        wait("to host")
+    elif not non_blocking:
+        wait("from host")
 
 
 def _without_values(tensor: StandIn) -> Tensor:

@@ -26,6 +26,9 @@ from torch import Tensor
 waits: Counter[str] = Counter()
 """How often the host has waited for the device, by what for."""
 
+APART = " in a thread"
+"""Ends the name of what a thread of Penstock's waited for, while the main thread went on."""
+
 calls: Counter[str] = Counter()
 """How often events were made and used."""
 
@@ -106,7 +109,7 @@ def go_on() -> None:
 
 def wait(what: str) -> None:
     """The host waits for the device."""
-    waits[what] += 1
+    waits[what + APART * threading.current_thread().name.startswith("penstock")] += 1
     Stream.going.wait()
 
 

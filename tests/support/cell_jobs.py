@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
+from penstock.gradients import gradient_dtype
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from support.features import BY_NAME, FAMILIES, Cell
@@ -63,13 +64,15 @@ def _run(cell: Cell, layers: int, meshes: Mapping[frozenset[str], DeviceMesh]) -
     options |= {"mesh": mesh, "parallelize": parallelize if shards else None, "loss": squared_error}
     try:
         with penstock.pipeline(model, (x,), schedule=family.make(mesh["pp"].size()), **options) as pipe:
-            wrong = _train(pipe, x, y, expected)
+            wrong = _train(pipe, x, y, expected, options.get("gradient_dtype"))
             return Seen(wrong, waits=max(pipe.split_share.values(), default=0.0))
     except penstock.ArgumentError as error:
         return Seen(refused=str(error))
 
 
-def _train(pipe: penstock.Pipeline, x: Tensor, y: Tensor, expected: list[dict[str, Tensor]]) -> str:
+def _train(
+    pipe: penstock.Pipeline, x: Tensor, y: Tensor, expected: list[dict[str, Tensor]], asked: torch.dtype | None
+) -> str:
     optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
     for step, wanted in enumerate(expected):
         optimizer.zero_grad()
@@ -77,6 +80,8 @@ def _train(pipe: penstock.Pipeline, x: Tensor, y: Tensor, expected: list[dict[st
         for name, parameter in pipe.named_parameters():
             if parameter.grad is None:
                 return f"step {step}: {name} has no gradient"
+            if parameter.grad.dtype != gradient_dtype(parameter, asked):
+                return f"step {step}: the gradient of {name} is in {parameter.grad.dtype}"
             difference = float((whole(parameter.grad) - wanted[name]).abs().max())
             if difference > 10 * TOLERANCE * float(wanted[name].abs().max()):
                 return f"step {step}: the gradient of {name} is off by {difference}"

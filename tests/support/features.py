@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from penstock.schedule import Schedule, generate, split_backward
 
 MICROBATCHES = 4
@@ -63,6 +65,7 @@ FEATURES = (
     Feature("offload", {"offload": True}),
     Feature("compile", {"compile": {"backend": "eager"}}),
     Feature("check_finite", {"check_finite": True}),
+    Feature("gradient_dtype", {"gradient_dtype": torch.float64}),
 )
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -103,6 +106,7 @@ def splits_nothing(cell: Cell) -> bool:
 _COPIES = "parallelize= works on one copy of each stage"
 _COMPILED_FRAME = "compile the blocks within parallelize instead"
 _LOOKED_AT = "check_finite=True looks at every call of a stage"
+_SUMMED = "adds up its gradient itself"
 _LOST = "runs layers again within the stage's code"
 
 
@@ -113,6 +117,8 @@ def refusal(cell: Cell) -> str:
     sharded = asked & {"FSDP2", "TP"}
     if sharded and "chimera" in family:
         return _COPIES
+    if {"FSDP2", "gradient_dtype"} <= asked:
+        return _SUMMED
     if {"compile", "check_finite"} <= asked:
         return _LOOKED_AT
     if {"compile", "recompute layers"} <= asked:

@@ -8,6 +8,7 @@ REASONS = {
     "parallelize= works": "refused: `parallelize` is applied to a stage once; these schedules have two copies of it",
     "compile the blocks": "refused: compile blocks within `parallelize` (`block.compile()` after `fully_shard(block)`)",
     "check_finite=True looks": "refused: compiled code has no calls to look at",
+    "adds up its": "refused: `fully_shard` sums gradients itself (`MixedPrecisionPolicy(reduce_dtype=torch.float32)`)",
     "runs layers again": "refused: torch's compiler loses what is around a layer that runs again; recompute stages",
 }
 
@@ -47,6 +48,7 @@ Two at once, under {" and ".join(PAIRED)}:
   stage is whole; the guide says what that costs. With TP,
   weights that are divided do not wait for W.
 - *recompute stages* is `"always"` (so is `"except_last"`), *recompute layers* a number.
+- *gradient_dtype* is float64 for a model in float32, as float32 would be for one in bfloat16.
 - Batch norm with deferred statistics, `GradScaler`, autocast and checkpoints have tests of their own.
 """
 

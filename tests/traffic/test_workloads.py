@@ -124,6 +124,20 @@ def test_mixed_types_of_a_layer_go_apart():
     assert {(t.name, t.bytes) for t in workload.transfers} == {("0 (float32)", 64), ("0 (float64)", 32)}
 
 
+def test_gradients_are_sent_in_the_dtype_in_which_they_accumulate():
+    small = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)).bfloat16()
+    small.append(nn.Linear(4, 4, dtype=torch.float64))
+    small.forward = lambda x: small[2](small[1](small[0](x)).double())
+    given = {"args": (torch.randn(2, 4).bfloat16(),), "hosts": 2}
+    asked = from_model(small, **given, gradient_dtype=torch.float32)
+    assert [t.bytes for t in asked.transfers] == [8 * 20, 4 * 20, 4 * 20]
+    assert asked.element_bytes == 4
+    small[1].weight.grad_dtype = torch.float64  # by hand
+    by_hand = from_model(small, **given, bucket_bytes=1)
+    assert sorted(t.bytes for t in by_hand.transfers) == sorted([8 * 16, 8 * 4, 8 * 16, 2 * 4, 2 * 16, 2 * 4])
+    assert small[0].weight.grad_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 100_000, DDP_BUCKET_BYTES])
 def test_buckets_are_those_of_distributed_data_parallel(bucket_bytes):
     widths = [300, 7, 1200, 900, 300, 3000, 2500]
@@ -202,8 +216,8 @@ def test_a_tied_gpt_by_hand():
     case = models.gpt()  # two rows of five tokens, width 8, 19 words, wte tied to the head
     workload = of(case, hosts=8, ranks=4, traffic="pipeline", microbatches=m)
     rows = 2 * 5 * 8 * 4
-    tie = 19 * 8 * 4
-    whole = sum(p.numel() * 4 for p in case.model.parameters())
+    tie = 4 + 19 * 8 * 4  # what is summed says of each gradient, in a number, whether it is there
+    whole = sum(4 + p.numel() * 4 for p in case.model.parameters())
     assert by_kind(workload) == {
         "activation": 2 * m * 3 * rows,  # replicas, microbatches, cuts; the mask is made on each stage
         "activation gradient": 2 * m * 3 * rows,
@@ -239,7 +253,7 @@ def test_sharded_stages():
             ("all_gather", size, "parameters", (index, index + 2, index + 4)),
             ("reduce_scatter", size, "gradient", (index, index + 2, index + 4)),
         ]
-    assert sum(t.bytes for t in workload.transfers if "tied parameters" in t.name) == 2 * tie.numel() * 4
+    assert sum(t.bytes for t in workload.transfers if "tied parameters" in t.name) == 2 * (4 + tie.numel() * 4)
 
 
 def test_a_frozen_stage_sends_no_gradients():
@@ -254,7 +268,7 @@ def test_stages_are_averaged_in_buckets():
     case = models.mlp()
     workload = of(case, hosts=4, ranks=2, traffic="pipeline", microbatches=1, cuts=["4"], bucket_bytes=250)
     sizes = [t.bytes for t in workload.transfers if t.name.startswith("gradients of stage 0")]
-    assert sizes == [4 * 56, 4 * 56]  # a weight of 196 bytes and its bias of 28, twice
+    assert sizes == [4 * (56 + 2), 4 * (56 + 2)]  # a weight of 196 bytes and its bias of 28, twice, and are they there
 
 
 @pytest.mark.parametrize(("name", "microbatches", "replicas"), representatives(3, SCHEDULES, [4, 6], [1, 2]))
@@ -379,6 +393,9 @@ def test_measured_layers_take_their_own_time():
         ({"hosts": 2, "schedule": "1f2b"}, "1f2b"),
         ({"hosts": 2, "ranks": 2, "schedule": "seq1f1b"}, "slices"),
         ({"hosts": 2, "schedule": generate("1f1b", 2, 4)}, "is for 2 ranks"),
+        ({"hosts": 2, "gradient_dtype": torch.float16}, r"gradient_dtype=torch.float16: expected torch\.float32"),
+        ({"hosts": 2, "gradient_dtype": torch.float64, "sharded": True}, "sums the gradient of '0.weight' itself"),
+        ({"hosts": 2, "gradient_dtype": torch.float32, "traffic": "tensor"}, "sends no gradients of parameters"),
     ],
 )
 def test_bad_input(options, text):

@@ -21,12 +21,14 @@ VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
     "demo": {},
     "inspect": {},
+    "profile": {},
     "verify": {},
     "export": {},
     "schedules": {},
     "simulate": {},
     "search": {},
     "show": {},
+    "plan": {},
     "fabric": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""

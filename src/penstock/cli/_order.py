@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -41,8 +42,13 @@ class OrderOptions:
     schedule: Annotated[
         str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
     ] = None
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", help="How many ranks.", rich_help_panel=_PANEL)] = None
-    microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)] = None
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", "-n", metavar="INTEGER", help="How many ranks.", rich_help_panel=_PANEL),
+    ] = None
+    microbatches: Annotated[
+        str | None, typer.Option(metavar="INTEGER", help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)
+    ] = None
     chunks: Annotated[
         int | None,
         typer.Option(help="Stages per rank; default: the schedule's usual number.", rich_help_panel=_PANEL),
@@ -88,37 +94,65 @@ class OrderOptions:
             announce(sum(map(len, schedule.rows)))
             return schedule
         name = self._name()
-        if name == ALL:
-            raise ArgumentError(f"--schedule {ALL}: this command takes one schedule; `penstock schedules` lists them")
+        if self.is_many:
+            raise ArgumentError(f"--schedule {name}: this command takes one schedule; `penstock schedules` lists them")
         entry = generator(name)
         ranks, microbatches = self._numbers()
-        weigh([(entry, self._numbers_of(entry))])
+        weigh([(entry, self.numbers_of(entry))])
         return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
 
     def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
-        """Every schedule that the numbers allow and, by name, what the others require.
+        """Every schedule that was asked for and that the numbers allow and, by name, what the others require.
 
         Raises:
             ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them.
         """
-        ranks, microbatches = self._numbers()
-        asked = [(entry, self._numbers_of(entry)) for entry in generators()]
-        broken = {entry.name: rule for entry, numbers in asked if (rule := entry.broken(numbers)) is not None}
-        refused = {name: f"works with {rule.text}" for name, rule in broken.items()}
-        allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in broken]
+        asked = [(entry, self.numbers_of(entry)) for entry in self.entries()]
+        refused = {entry.name: reason for entry, numbers in asked if (reason := not_allowed(entry, numbers))}
+        allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in refused]
         weigh(allowed)
-        if not allowed:
+        if not allowed and self._name() == ALL:
             raise ArgumentError(
                 f"--slices {self.slices} --chunks {self.chunks}: no schedule works with both; leave one out"
             )
+        if not allowed:
+            reasons = "; ".join(f"{name} {reason}" for name, reason in refused.items())
+            raise ArgumentError(f"--schedule {self.schedule}: no schedule works with these numbers: {reasons}")
         made = []
         for entry, numbers in allowed:
-            schedule = generate(entry.name, ranks, microbatches, numbers.chunks, numbers.slices)
             try:
-                made.append(self._windowed(schedule))
+                made.append(self.made(entry, numbers))
             except ArgumentError as error:
                 refused[entry.name] = in_options(str(error), ("--unshard-window",))
         return made, refused
+
+    def made(self, entry: Generator, numbers: Numbers) -> Schedule:
+        """A schedule that the numbers allow. Raises ArgumentError if --unshard-window leaves it no room."""
+        return self._windowed(generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices))
+
+    def entries(self) -> list[Generator]:
+        """The schedules that were asked for by name. Raises ArgumentError if one is unknown."""
+        name = self._name()
+        return list(generators()) if name == ALL else [generator(one.strip()) for one in name.split(",")]
+
+    def each(self) -> list[OrderOptions]:
+        """The same options for each combination of the numbers of ranks and microbatches.
+
+        Raises:
+            ArgumentError: there is nothing between two commas.
+        """
+        columns = []
+        for option in ("ranks", "microbatches"):
+            text = getattr(self, option)
+            columns.append([None] if text is None else [one.strip() for one in text.split(",")])
+            if "" in columns[-1]:
+                raise ArgumentError(f"--{option} {text}: expected whole numbers with commas between them, as in 1,2,4")
+        return [replace(self, ranks=ranks, microbatches=microbatches) for ranks, microbatches in product(*columns)]
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether there are several numbers of ranks or microbatches."""
+        return len(self.each()) > 1
 
     def _windowed(self, schedule: Schedule) -> Schedule:
         """The schedule with the gathers that --unshard-window asks for. Raises ArgumentError if there is no room."""
@@ -127,8 +161,9 @@ class OrderOptions:
         return add_sharding(schedule, set(range(schedule.stages)), self.unshard_window)
 
     @property
-    def is_all(self) -> bool:
-        return self.csv is None and self._name() == ALL
+    def is_many(self) -> bool:
+        """Whether several schedules were asked for."""
+        return self.csv is None and (self._name() == ALL or "," in self._name())
 
     def _name(self) -> str:
         if self.schedule is None:
@@ -140,18 +175,42 @@ class OrderOptions:
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
-        for option in (*_NUMBERS, "unshard_window"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
+        found = {"ranks": _whole("--ranks", self.ranks), "microbatches": MICROBATCHES}
+        if self.microbatches is not None:
+            found["microbatches"] = _whole("--microbatches", self.microbatches)
+        for option in ("chunks", "slices", "unshard_window"):
+            if (value := getattr(self, option)) is not None:
+                found[option] = value
+        for option, value in found.items():
+            if value < 1:
                 name = option.replace("_", "-")
                 raise ArgumentError(f"--{name} {value}: expected a whole number of at least 1")
-        return self.ranks, MICROBATCHES if self.microbatches is None else self.microbatches
+        return found["ranks"], found["microbatches"]
 
-    def _numbers_of(self, entry: Generator) -> Numbers:
-        """The numbers for which to generate a schedule: from the options, or its own defaults."""
+    def numbers_of(self, entry: Generator) -> Numbers:
+        """The numbers for which to generate a schedule: from the options, or its own defaults.
+
+        Raises:
+            ArgumentError: a number is missing or less than 1, or there are several.
+        """
         chunks = entry.chunks if self.chunks is None else self.chunks
         slices = entry.slices if self.slices is None else self.slices
         return Numbers(*self._numbers(), chunks, slices)
+
+
+def not_allowed(entry: Generator, numbers: Numbers) -> str:
+    """What a schedule requires that the numbers do not have; empty if they are fine."""
+    rule = entry.broken(numbers)
+    return "" if rule is None else f"works with {rule.text}"
+
+
+def _whole(option: str, text: str) -> int:
+    if "," in text:
+        raise ArgumentError(f"{option} {text}: this command takes one number; `penstock simulate` takes several")
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentError(f"{option} {text}: expected a whole number, such as 4") from None
 
 
 _NUMBERS = ("ranks", "microbatches", "chunks", "slices")

@@ -17,8 +17,9 @@ from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, Memory, critical_path, idle, memory, simulate
-from penstock.simulate.costs import StageCost
+from penstock.simulate import Cause, CriticalPath, peaks, simulate
+from penstock.simulate.costs import OfStage, StageCost, each_of
+from penstock.simulate.waits import Waits
 from penstock.words import counted
 
 HEADS = {
@@ -50,7 +51,7 @@ class Outcome:
     def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
         """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
         by_stage = costs.of(schedule)
-        if any(cost.unsharded_bytes for cost in by_stage) and not _gathers(schedule):
+        if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _gathers(schedule):
             raise ArgumentError(
                 f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; give "
                 "--unshard-window, which adds them"
@@ -58,12 +59,8 @@ class Outcome:
         return cls(schedule, costs, simulate(schedule, by_stage, costs.links, contended=costs.contended))
 
     @cached_property
-    def by_stage(self) -> list[StageCost]:
+    def by_stage(self) -> list[OfStage]:
         return self.costs.of(self.schedule)
-
-    @cached_property
-    def memory(self) -> list[Memory]:
-        return memory(self.schedule, self.by_stage, self.timeline)
 
     @property
     def memory_by_kind(self) -> list[dict[str, float]]:
@@ -74,11 +71,11 @@ class Outcome:
                 "parameters": held.parameters,
                 "gradients": held.gradients,
                 "optimizer": held.optimizer,
-                "activations": held.peak_activations,
-                **({"unsharded": held.peak_unsharded} if sharded else {}),
-                "peak": held.peak,
+                "activations": held.activations,
+                **({"unsharded": held.unsharded} if sharded else {}),
+                "peak": held.at_once,
             }
-            for held in self.memory
+            for held in peaks(self.schedule, self.by_stage, self.timeline)
         ]
 
     @cached_property
@@ -86,17 +83,25 @@ class Outcome:
         """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
         placement, slices = self.schedule.placement, self.schedule.slices
         costs = with_activations(placement, self.by_stage, slices)
-        held = memory(self.schedule, costs, self.timeline)
+        held = peaks(self.schedule, costs, self.timeline)
         units = units_of_memory(placement, costs, slices)
-        return [one.peak_activations / unit for one, unit in zip(held, units, strict=True)]
+        return [one.activations / unit for one, unit in zip(held, units, strict=True)]
+
+    @cached_property
+    def _waits(self) -> Waits:
+        return Waits.of(self.schedule, self.timeline)
 
     @cached_property
     def idle(self) -> list[dict[Cause, float]]:
-        return idle(self.schedule, self.timeline)
+        return self._waits.idle()
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        return self._waits.critical_path()
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        path = critical_path(self.schedule, self.timeline)
+        path = self.path
         on_path = {op.value: path.seconds(op) for op in _OPS if path.seconds(op)}
         found = {
             "name": self.schedule.name,
@@ -123,7 +128,7 @@ _OPS = (Op.F, Op.B, Op.I, Op.W)
 
 def _gathers(schedule: Schedule) -> bool:
     """Whether the schedule gathers the parameters of sharded stages."""
-    return any(Op.UNSHARD.code in row.op for row in schedule.rows)
+    return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
 
 
 def chunks(schedule: Schedule) -> int:
@@ -141,20 +146,31 @@ def title(schedule: Schedule) -> str:
     return f"{schedule.name}: {text} a rank{slices}{copies}"
 
 
-def with_activations(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[StageCost]:
+def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:
     """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
-    known = {rank for rank, cost in zip(placement.rank_of, costs, strict=True) if cost.activation_bytes}
+    known = {
+        rank
+        for rank, stage in zip(placement.rank_of, costs, strict=True)
+        if any(cost.activation_bytes for cost in each_of(stage))
+    }
+
+    def counted_ones(stage: OfStage) -> OfStage:
+        made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
+        return made[0] if isinstance(stage, StageCost) else made
+
     return [
-        cost if rank in known else replace(cost, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices)
-        for rank, cost in zip(placement.rank_of, costs, strict=True)
+        stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
     ]
 
 
-def units_of_memory(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[float]:
-    """For each rank, what one microbatch keeps on all its stages. A microbatch goes through one copy of the model."""
+def units_of_memory(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[float]:
+    """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
+    model.
+    """
     held = [0.0] * placement.ranks
-    for rank, cost in zip(placement.rank_of, costs, strict=True):
-        held[rank] += cost.activation_bytes * slices / placement.pipelines
+    for rank, stage in zip(placement.rank_of, costs, strict=True):
+        sizes = [cost.activation_bytes for cost in each_of(stage)]
+        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) * slices / placement.pipelines
     return held
 
 
@@ -203,9 +219,10 @@ def table(*columns: str, left: int = 1) -> Table:
 def print_unbroken(console: Console, made: Table) -> None:
     """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
     unlimited = console.options.update(max_width=10_000)
-    if Measurement.get(console, unlimited, made).maximum > console.width:
-        made.padding = (0, 1, 0, 0)
     needed = Measurement.get(console, unlimited, made).maximum
+    if needed > console.width:
+        made.padding = (0, 1, 0, 0)
+        needed = Measurement.get(console, unlimited, made).maximum
     roomy = Console(file=console.file, highlight=False, width=max(needed, console.width))
     roomy.print(made)
 
@@ -266,7 +283,7 @@ def _memory(outcome: Outcome) -> Table:
 
 
 def _path(outcome: Outcome) -> str:
-    path = critical_path(outcome.schedule, outcome.timeline)
+    path = outcome.path
     makespan = outcome.timeline.makespan_seconds
     if not makespan:
         return "nothing takes any time"

@@ -12,6 +12,8 @@ import typer
 from penstock.errors import ArgumentError, PenstockError
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.launch.target import Target
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
@@ -26,11 +28,43 @@ Leaves = Annotated[
     str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")
 ]
 
-BalanceName = Literal["flops", "parameters", "layers"]
-BalanceOption = Annotated[BalanceName, typer.Option("--balance", help="What to divide evenly among the stages.")]
+BALANCES = ("time", "flops", "parameters", "layers")
+
+
+def _balance(text: str) -> str:
+    if text not in BALANCES and not text.startswith("type:") and not text.endswith(".json"):
+        names = ", ".join(BALANCES)
+        raise ArgumentError(
+            f"--balance {text}: expected one of {names}, type:CLASSES, or the path of a profile (.json)"
+        )
+    return text
+
+
+BalanceOption = Annotated[
+    str,
+    typer.Option(
+        "--balance",
+        callback=_balance,
+        help="What to divide evenly among the stages: time (measured), flops, parameters, layers, what a profile says "
+        "(its path), or modules of some classes (type:PATTERN).",
+    ),
+]
 Recompute = Annotated[
     str, typer.Option(help="What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
 ]
+
+GradientDtypeName = Literal["float32", "float64"]
+"""The dtype in which gradients accumulate, by torch's name."""
+
+GRADIENT_DTYPE = "What gradients of parameters in lower precision accumulate in; default: in the same."
+GradientDtype = Annotated[GradientDtypeName | None, typer.Option(help=GRADIENT_DTYPE)]
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """Torch's dtype of that name."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
 
 
 def recomputed(text: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._target import loaded, names
+from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.dtypes import BYTES, dtype_of, op_of
 from penstock.fabric.presets import preset, trials_of
@@ -74,6 +74,7 @@ class TrafficOptions:
         ),
     ] = None
     sharded: Annotated[bool, _of_model("Replicas are sharded: all-gathers and reduce-scatters (FSDP2).")] = False
+    gradient_dtype: Annotated[GradientDtypeName | None, _of_model(GRADIENT_DTYPE)] = None
     compute: Annotated[
         str | None,
         _of_model("The compute before each transfer: none, measure (here), or the seconds of a stage's forward."),
@@ -125,7 +126,10 @@ class TrafficOptions:
         belongs = {
             "--sizes": ("collective", "dtype", "op", "uneven"),
             "--from and --to": ("factor", "collective", "dtype", "op", "uneven", "first", "last"),
-            "--model": ("cuts", "opens", "ranks", "schedule", "microbatches", "traffic", "sharded", "compute"),
+            "--model": (
+                *("cuts", "opens", "ranks", "schedule", "microbatches"),
+                *("traffic", "sharded", "gradient_dtype", "compute"),
+            ),
             "--preset": ("preset_name",),
             "--like": ("like",),
         }
@@ -134,7 +138,7 @@ class TrafficOptions:
             value = getattr(self, field.name)
             given = value is not None and value is not False  # a 0 counts as given
             if given and owners and way not in owners:
-                flag = {"first": "from", "last": "to"}.get(field.name, field.name)
+                flag = {"first": "from", "last": "to"}.get(field.name, field.name.replace("_", "-"))
                 raise ArgumentError(f"--{flag} belongs to {' or '.join(owners)}, and {way} was given: leave it out")
 
     def _of_model(self, target: str, hosts: int) -> Workload:
@@ -167,6 +171,7 @@ class TrafficOptions:
                 traffic=traffic,
                 sharded=self.sharded,
                 compute=compute,
+                gradient_dtype=dtype_named(self.gradient_dtype),
             )
         uneven = "" if sizes[0] == sizes[-1] else f"; the batch's {sum(sizes)} rows do not divide evenly"
         pieces = f"{counted(len(sizes), 'microbatch')} of {counted(sizes[0], 'row')}"

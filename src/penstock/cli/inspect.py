@@ -14,9 +14,21 @@ from rich.text import Text
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._spread import Json
-from penstock.cli._target import BalanceOption, Cuts, Leaves, Opens, Recompute, TargetName, loaded, names, recomputed
+from penstock.cli._target import (
+    BalanceOption,
+    Cuts,
+    GradientDtype,
+    Leaves,
+    Opens,
+    Recompute,
+    TargetName,
+    dtype_named,
+    loaded,
+    names,
+    recomputed,
+)
 from penstock.schedule import generator
-from penstock.words import counted, in_ranges
+from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
     from penstock.pipe.inspection import Crossing, Inspection, StageFound
@@ -35,16 +47,18 @@ def inspect(
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
-    balance: BalanceOption = "flops",
+    balance: BalanceOption = "time",
+    gradient_dtype: GradientDtype = None,
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
 
     TARGET is a function that returns (model, args, target, loss), as for
-    `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors, and the loss is tried on a made-up output. What `verify` would refuse
-    with the same options is refused here too, with the module, the source line
-    and the remedy, unless only real values reveal it.
+    `penstock verify`. The forward is recorded with fake tensors, and the loss is
+    tried on a made-up output; only `--balance time` runs parts of a large model, to
+    see how long they take. What `verify` would refuse with the same options is
+    refused here too, with the module, the source line and the remedy, unless only
+    real values reveal it.
     """
     generator(schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
@@ -65,6 +79,7 @@ def inspect(
             leaves=names(leaves),
             opens=names(opens),
             balance=balance,
+            gradient_dtype=dtype_named(gradient_dtype),
             **given.cutting,
         )
     if as_json:
@@ -75,7 +90,7 @@ def inspect(
 
 def show(found: Inspection, console: Console) -> None:
     """Prints the tables."""
-    size = f"{found.parameters:,} parameters, {_size(found.parameter_bytes)}"
+    size = f"{found.parameters:,} parameters, {sized(found.parameter_bytes)}"
     console.print(Text(f"{found.model}: {size}, {counted(len(found.stages), 'stage')}", "bold"))
     whole = found.microbatches == 1
     console.print(
@@ -95,7 +110,7 @@ def show(found: Inspection, console: Console) -> None:
 def _stages(found: Inspection) -> Table:
     table = _table(
         *(("stage", False), ("begins at", False), ("work", True)),
-        *(("parameters", True), ("share", True), ("size", True), ("activations", True)),
+        *(("parameters", True), ("share", True), ("size", True), ("gradients", True), ("activations", True)),
     )
     for stage in found.stages:
         table.add_row(
@@ -104,8 +119,9 @@ def _stages(found: Inspection) -> Table:
             f"{stage.work_share:.1%}",
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
-            _size(stage.parameter_bytes),
-            "unknown" if stage.activation_bytes is None else _size(stage.activation_bytes),
+            sized(stage.parameter_bytes),
+            sized(stage.gradient_bytes),
+            "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes),
         )
     return table
 
@@ -124,7 +140,7 @@ def _crossings(found: Inspection) -> Table:
             Text(_maker(crossing)),
             shape,
             ", ".join(remarks),
-            _size(crossing.bytes),
+            sized(crossing.bytes),
         )
     return table
 
@@ -163,11 +179,3 @@ def _maker(crossing: Crossing) -> str:
 def _listed(things: tuple[object, ...]) -> str:
     some = [str(thing) for thing in things[:6]]
     return ", ".join(some) + (f" and {len(things) - 6} more" if len(things) > 6 else "")
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -27,6 +27,7 @@ from penstock.cli._outcome import (
     table,
 )
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.cli._sweep import Sweep, show_sweep
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.schedule import Schedule
@@ -35,7 +36,7 @@ from penstock.words import counted
 EPILOG = f"""\
 Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \
 chunks (messages keep their size); costs from a file are added up over neighbouring stages for a schedule that has \
-fewer. So every schedule trains the same model.
+fewer. So every schedule trains the same model. With several numbers of ranks they are for the whole model.
 
 {FILE_EPILOG}"""
 """Printed below the options."""
@@ -60,12 +61,21 @@ def simulate(
 ) -> None:
     """Time a schedule without running it: makespan, bubbles by cause, and memory.
 
-    With --schedule all, prints one row per schedule, shortest span first.
+    With --schedule all, or several names with commas between them, prints one row per schedule, shortest span first.
+    With several numbers of --ranks or --microbatches (1,2,4,8), prints how much faster than one device each is.
     """
     known = costs.read()
-    if order.is_all:
-        if perfetto is not None:
-            raise ArgumentError("--perfetto: a trace shows one schedule; give --schedule a name other than all")
+    if perfetto is not None and (order.is_many or order.sweeps):
+        several = "give --schedule one name" if order.is_many else "give one number of ranks and microbatches"
+        raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
+    if order.csv is None and order.sweeps:
+        swept = Sweep.of(order, known)
+        if as_json:
+            print(json.dumps(swept.to_dict()))
+        else:
+            show_sweep(swept, known, Console(highlight=False))
+        return
+    if order.is_many:
         compare(order, known, as_json=as_json)
         return
     outcome = Outcome.of(order.one(), known)

@@ -23,10 +23,12 @@ from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import (
     BalanceOption,
     Cuts,
+    GradientDtype,
     Leaves,
     Opens,
     Recompute,
     TargetName,
+    dtype_named,
     loaded,
     names,
     recomputed,
@@ -47,10 +49,6 @@ ReductionName = Literal["mean", "sum"]
 """How the loss is reduced over the batch."""
 
 
-GradientDtype = Literal["float32", "float64"]
-"""The dtype in which gradients accumulate, by torch's name."""
-
-
 @dataclass(frozen=True, slots=True)
 class Case:
     """What to verify."""
@@ -68,12 +66,9 @@ class Case:
     cuts: Cuts = None
     leaves: Leaves = None
     opens: Opens = None
-    balance: BalanceOption = "flops"
+    balance: BalanceOption = "time"
     recompute: Recompute = "never"
-    gradient_dtype: Annotated[
-        GradientDtype | None,
-        typer.Option(help="What gradients of parameters in lower precision accumulate in; default: in the same."),
-    ] = None
+    gradient_dtype: GradientDtype = None
     replicas: Annotated[
         int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1
@@ -154,7 +149,6 @@ def prove(case: Case) -> dict[str, Any]:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised an error.
     """
-    import torch
 
     from penstock.proof.verify import verify as compare
     from penstock.runtime.batch.cutting import Microbatch
@@ -186,7 +180,7 @@ def prove(case: Case) -> dict[str, Any]:
             opens=names(case.opens),
             balance=case.balance,
             recompute=recomputed(case.recompute),
-            gradient_dtype=case.gradient_dtype and getattr(torch, case.gradient_dtype),
+            gradient_dtype=dtype_named(case.gradient_dtype),
             leaves=names(case.leaves),
             whole_batch=case.whole_batch,
             transport=_choice(case.transport),

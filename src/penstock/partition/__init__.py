@@ -1,23 +1,31 @@
 """Turns any model, unedited, into a list of stages."""
 
 from penstock.partition.chance.gate import gates_of
-from penstock.partition.cut.balance import Balance, TooFewLayersError
-from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner, default_kwargs
+from penstock.partition.cut.balance import TooFewLayersError
+from penstock.partition.cut.choice import BALANCES, Balance, Choice
+from penstock.partition.measure.measuring import BUDGET_SECONDS, UnmeasurableError
+from penstock.partition.measure.running import NoStreams
+from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
 from penstock.partition.stages.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage, Surroundings, retarget
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
+from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.leaves import leaves_of
 from penstock.partition.values.objects import tensors_in
 
 __all__ = [
+    "BALANCES",
+    "BUDGET_SECONDS",
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
     "OVERWRITTEN_BY",
     "Balance",
+    "Choice",
     "Left",
+    "NoStreams",
     "Origin",
     "Partition",
     "Partitioner",
@@ -27,6 +35,7 @@ __all__ = [
     "Surroundings",
     "TooFewLayersError",
     "Trace",
+    "UnmeasurableError",
     "default_kwargs",
     "gates_of",
     "leaves_of",

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition.cut.balance import Balance, balanced_cuts, candidates, cut_positions
-from penstock.partition.cut.hierarchy import more_to_open, opening_for
+from penstock.partition.cut.balance import candidates, cut_positions
+from penstock.partition.cut.choice import Balance, Choice
+from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
+from penstock.partition.decision import Decision, decide, measured, notes_on
+from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
@@ -28,11 +31,12 @@ from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, refuse_compiled, refuse_lazy
+from penstock.partition.values.defaults import default_kwargs, other_way
 from penstock.partition.values.objects import input_path
 from penstock.partition.watch.unseen import UnwatchableError
 from penstock.trees import flatten
 
-Division = tuple[tuple[str, ...], Opening]
+Division = tuple[Decision, Opening]
 """Where a model is cut, and which modules are opened for it."""
 
 VARIANTS = 32
@@ -55,8 +59,8 @@ class Partitioner:
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
-        balance: what to spread evenly over the stages: `"flops"` (see `work_of`), `"parameters"` or (repeated)
-            `"layers"`.
+        balance: what to spread evenly over the stages; see `Choice`. Times are measured by `weigh`; until then, cuts
+            even out the work.
 
     Raises ArgumentError for invalid arguments, PartitionError (also when called) for a model that cannot be recorded
     or cut as asked.
@@ -71,13 +75,12 @@ class Partitioner:
         *,
         opens: Sequence[str] | None = None,
         streams: RandomSource,
-        balance: Balance = "flops",
+        balance: Balance | Choice = "time",
         sees_saved: bool = False,
     ) -> None:
         if stages < 1:
             raise ArgumentError(f"stages={stages}: expected at least 1")
-        if balance not in get_args(Balance):
-            raise ArgumentError(f"balance={balance!r}: expected one of {', '.join(map(repr, get_args(Balance)))}")
+        self._choice = Choice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(
                 f"{len(cuts)} cuts make {len(cuts) + 1} stages, but stages={stages}. Name the first module of each "
@@ -87,12 +90,17 @@ class Partitioner:
         self.stages = stages
         self.cuts = None if cuts is None else tuple(cuts)
         self._chooses = cuts is None
-        self._leaves, self._streams, self._balance = tuple(leaves or ()), streams, balance
+        self._leaves, self._streams = tuple(leaves or ()), streams
         self._sees_saved = sees_saved
         self._partitions: dict[Hashable, list[Partition]] = {}
+        self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
+        self._is_settled = not (self._choice.measures and self._chooses)  # whether neither will come any more
+        self._decision = Decision(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
         self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
+        if self._choice.profile is not None and self._chooses:
+            self._opening = opening_of(self.model, self._opening, self._choice.profile)
         self._assumptions = Assumptions()
         self._look_around()
 
@@ -118,8 +126,11 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
-        partition = self._partition(args, kwargs)
+        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, key)
+        partition = self._partition(args, kwargs, recording, split)
         key = (*signature, self._state())  # recording may have opened blocks
+        if not self._is_settled:
+            self._weighable[key] = recording
         self._partitions.setdefault(key, []).append(partition)
         # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
@@ -133,17 +144,54 @@ class Partitioner:
         """Drops all recordings, and with them every reference to parameters that the model no longer holds."""
         self._partitions.clear()
         self._keep_alive.clear()
+        self._weighable.clear()
+        self._is_settled = True
 
     @property
     def division(self) -> Division:
-        """What the first call decided."""
-        return self.cuts or (), self._opening
+        """What the first call, and `weigh`, decided."""
+        return self._decision, self._opening
 
     def divide(self, division: Division) -> None:
-        """Replaces the first call's decision, and forgets what was recorded."""
-        self.cuts, self._opening = division
+        """Replaces this decision, and forgets what was made of it."""
+        recordings = dict(self._weighable) if division[1] == self._opening else {}
+        self._decision, self._opening = division
+        self.cuts = self._decision.cuts
         self._look_around()
         self.forget()
+        self._weighable = recordings
+
+    def weigh(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+        """If times are to be even: measures the units of what these inputs, or others before, were recorded as, and
+        cuts there. Changes nothing of the model. Other processes `divide` like this one."""
+        self(args, kwargs)
+        recording = next(iter(self._weighable.values()), None)
+        if recording is None or self.stages == 1:
+            return
+        decision = measured(recording, self.model, self.cuts or (), args, kwargs or {})
+        try:
+            self._cut_at(recording, decision.cuts)
+        except PartitionError:  # each cut is possible, but not all of them together
+            decision = self._decision
+        if decision != self._decision:
+            self.divide((decision, self._opening))
+        else:
+            self._weighable.clear()
+            self._is_settled = True
+
+    def profile(
+        self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, budget_seconds: float = BUDGET_SECONDS
+    ) -> Profile:
+        """What each unit costs, with modules opened for as many stages as there are repeated blocks.
+
+        Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
+        """
+        kwargs = dict(kwargs or {})
+        asked, blocks = tuple(sorted(self._opening.asked)), max(2, blocks_in(self.model))
+        opening = opening_for(self.model, self._leaves, asked, None, blocks)
+        recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
+        units = candidates(recording, self.model, "flops")
+        return measure(recording, self.model, units, args, kwargs, budget_seconds)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
@@ -196,14 +244,14 @@ class Partitioner:
             text = explained(obstacle, again, self.model, self._leaves, kwargs, self.stages)
             raise PartitionError(text) from obstacle
 
-    def _partition(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Partition:
+    def _partition(
+        self, args: Sequence[Any], kwargs: dict[str, Any], recording: Recording, split: CutRecording
+    ) -> Partition:
         model = self.model
-        defaults = default_kwargs(model, args, kwargs)
-        recording, split = self._divide(args, {**kwargs, **defaults})
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
-        self.cuts = tuple(split.cuts)
+        self.cuts, work = tuple(split.cuts), _work(recording, split)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
@@ -213,9 +261,9 @@ class Partitioner:
             drawing_modules=recording.drawing,
             draw_offsets=_draw_offsets(recording, split.starts),
             cuts=self.cuts,
-            work=_work(recording, split),
+            work=work,
             saved=_saved(recording, split) if self._sees_saved else (),
-            notes=(*recording.notes, *unused_note(recording, stages)),
+            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
             origins=_origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
@@ -229,16 +277,18 @@ class Partitioner:
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
-            other_way=_other_way(model),
+            other_way=other_way(model),
         )
 
-    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Recording, CutRecording]:
+    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any], key: Hashable) -> tuple[Recording, CutRecording]:
         """The recording, and where to cut it. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
+        if (known := self._weighable.pop(key, None)) is not None:
+            return known, self._cut(known)
         while True:
             recording = self._record(args, kwargs, opening)
             if self.cuts is None:
-                more = more_to_open(recording, self.model, self._leaves, self.stages, self._balance)
+                more = more_to_open(recording, self.model, self._leaves, self.stages, self._choice.by)
                 if more.names != recording.opening.names:
                     opening = more
                     continue
@@ -258,16 +308,21 @@ class Partitioner:
                     raise _not_as_before(error, self.cuts) from error
                 raise
         try:
-            return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance))
+            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice))
         except PartitionError as error:
-            every = candidates(recording, self.model, self._balance)
+            every = candidates(recording, self.model, self._choice.by)
             kept = spans(recording, self.model)
             units = joined(every, kept)
             if len(units) == len(every):
                 raise
             if len(units) < self.stages <= len(every):
                 raise too_few(error, self.stages, units, kept) from error
-            return self._cut_at(recording, balanced_cuts(recording, self.model, self.stages, self._balance, units))
+            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, units))
+
+    def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
+        split = self._cut_at(recording, decision.cuts)
+        self._decision = decision
+        return split
 
     def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
@@ -311,42 +366,6 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
         if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
             fact = recording.facts[made]
     return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
-
-
-def default_kwargs(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Keyword arguments that a pipeline adds to the caller's: `use_cache=False` for `transformers` models.
-
-    A key-value cache is useless in training, and everything that a block writes into it would cross every later cut.
-    Pass the same to the unsplit model when comparing.
-    """
-    if "use_cache" in (kwargs or {}) or not hasattr(model, "config") or not _keeps_a_cache(model):
-        return {}
-    signature = _signature(model)
-    if "use_cache" in signature.parameters:
-        given = "use_cache" in signature.bind_partial(*args, **(kwargs or {})).arguments
-        return {} if given else {"use_cache": False}
-    # A wrapper, such as that of `peft` or of a vision-language model, passes keyword arguments on to the model inside.
-    hands_on = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return {"use_cache": False} if hands_on else {}
-
-
-def _other_way(model: nn.Module) -> str:
-    """The setting that keeps a `transformers` model from branching on masks; empty if it is set or does not apply."""
-    found = (getattr(getattr(m, "config", None), "_attn_implementation", None) for m in model.modules())
-    return " (attn_implementation='eager')" if any(name not in (None, "eager") for name in found) else ""
-
-
-def _keeps_a_cache(model: nn.Module) -> bool:
-    """Whether the model, or one inside it, makes a key-value cache unless told not to."""
-    configured = (m for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False))
-    return any("use_cache" in _signature(m).parameters for m in configured)
-
-
-def _signature(module: nn.Module) -> inspect.Signature:
-    forward: Callable[..., Any] = module.forward
-    return inspect.signature(forward)
 
 
 def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:

@@ -1,7 +1,7 @@
 """What a split of a model would look like: its stages, what crosses between them, what they share.
 
 The split is made as `penstock.pipeline` makes it, so problems show without a step. Nothing runs but the loss, once, on
-a made-up output.
+a made-up output, and what is measured for `balance="time"`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockError
+from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import as_module
@@ -47,6 +48,7 @@ class StageFound:
         parameter_share: its fraction of the model's parameters; a tied one counts on the first of its stages.
         parameter_bytes: their size.
         trained: how many of them require a gradient.
+        gradient_bytes: the size of these gradients, in the dtype in which they accumulate.
         buffers: the names of the buffers that it holds.
         updated: the buffers that the forward updates.
         draws: the names of the modules on it that draw random numbers.
@@ -63,6 +65,7 @@ class StageFound:
     parameter_share: float
     parameter_bytes: int
     trained: int
+    gradient_bytes: int
     buffers: tuple[str, ...]
     updated: tuple[str, ...]
     draws: tuple[str, ...]
@@ -157,10 +160,11 @@ def inspect(
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    balance: Balance = "flops",
+    balance: Balance = "time",
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
+    gradient_dtype: torch.dtype | None = None,
 ) -> Inspection:
     """Records a model's forward for one batch and cuts it as `penstock.pipeline` would. Raises what that and its first
     step would raise, except what depends on values. A model on the meta device stays there.
@@ -174,8 +178,8 @@ def inspect(
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm:
-            as for `penstock.pipeline`.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm,
+            gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.
@@ -185,6 +189,7 @@ def inspect(
     """
     example = checked_inputs(args, kwargs)
     order = _order(schedule, stages, chunks, microbatches, example, Cutting.of(batch_dims, split, merge))
+    asked = checked_dtype(gradient_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
     options = Options(
         loss_fn=None if loss_fn is ... else loss_fn,
@@ -207,7 +212,7 @@ def inspect(
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = _one_copy(recorded, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
-        found = _described(model, pipe, partition, order.microbatches)
+        found = _described(model, pipe, partition, order.microbatches, asked)
         return replace(found, notes=(*found.notes, *notes))
 
 
@@ -259,7 +264,11 @@ def _one_copy(partition: Partition, order: Schedule) -> Partition:
 
 
 def _described(
-    model: nn.Module | Sequence[nn.Module], pipe: Pipeline, partition: Partition, microbatches: int
+    model: nn.Module | Sequence[nn.Module],
+    pipe: Pipeline,
+    partition: Partition,
+    microbatches: int,
+    asked: torch.dtype | None,
 ) -> Inspection:
     every = list(pipe.model.parameters())
     parameters = sum(p.numel() for p in every)
@@ -268,7 +277,7 @@ def _described(
         parameters=parameters,
         parameter_bytes=sum(p.numel() * p.element_size() for p in every),
         microbatches=microbatches,
-        stages=tuple(_stage(partition, index, parameters) for index in range(len(partition.stages))),
+        stages=tuple(_stage(partition, index, parameters, asked) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
         branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
@@ -276,7 +285,7 @@ def _described(
     )
 
 
-def _stage(partition: Partition, index: int, parameters: int) -> StageFound:
+def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype | None) -> StageFound:
     stage = partition.stages[index]
     own = list(stage.parameters.values())
     earlier = {name for before in partition.stages[:index] for name in before.parameters}
@@ -290,6 +299,7 @@ def _stage(partition: Partition, index: int, parameters: int) -> StageFound:
         parameter_share=first / (parameters or 1),
         parameter_bytes=sum(p.numel() * p.element_size() for p in own),
         trained=sum(p.numel() for p in own if p.requires_grad),
+        gradient_bytes=gradient_bytes([p for p in own if p.requires_grad], asked),
         buffers=stage.meta.buffers,
         updated=stage.meta.updated,
         draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError
-from penstock.partition import Balance
+from penstock.gradients import checked_dtype
+from penstock.partition import Balance, Choice
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
 from penstock.runtime.features.compiled import Compile, arguments_of
 from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
-from penstock.runtime.gradients.dtypes import checked_dtype
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
@@ -33,6 +33,7 @@ class Options:
 
     Attributes:
         loss: `loss_fn` as a function of output and target.
+        choice: what `balance` says.
         cutting: what batch_dims, split and merge say.
 
     Raises:
@@ -47,7 +48,7 @@ class Options:
     cuts: Sequence[str] | None = None
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
-    balance: Balance = "flops"
+    balance: Balance = "time"
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
     transport: TransportChoice = "auto"
@@ -65,10 +66,12 @@ class Options:
     lost_after: float | None = None
     group_timeout: float | None = None
     pg_options: Any = None
+    choice: Choice = field(init=False)
     loss: Loss | None = field(init=False)
     cutting: Cutting = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", Choice.of(self.balance))
         object.__setattr__(self, "loss", checked_loss(self.loss_fn))
         object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
         self._check_kinds()

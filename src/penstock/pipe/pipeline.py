@@ -276,7 +276,7 @@ class Pipeline:
         total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for _, grad in held:
-            local(grad).mul_(factor.to(grad.device))
+            local(grad).mul_(factor)  # a scalar on the CPU goes along with the call; a copy would wait for the device
         return total
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

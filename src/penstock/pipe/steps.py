@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
-from penstock.pipe.result import SharedLoss, StepResult
+from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
 from penstock.runtime.batch.cutting import Cutting, Microbatch
@@ -34,6 +34,7 @@ from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
+from penstock.runtime.step.shared_loss import share_loss
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
 from penstock.schedule.timeline import Timeline
@@ -135,7 +136,7 @@ class Steps:
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.accepting_own_changes():
+            with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
             return self._result(prepared, call, moments)
 
@@ -285,7 +286,10 @@ class Steps:
             return []
         devices = self._devices(cached, self._order.placement.is_first)
         given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
-        return [dict(zip(places, batches.on(tensors, device), strict=True)) for places, tensors, device in given]
+        return [
+            {position: batches.on(tensor, device) for position, tensor in zip(positions, tensors, strict=True)}
+            for positions, tensors, device in given
+        ]
 
     def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
         """Moves each target to the device that computes its loss."""
@@ -335,7 +339,7 @@ class Steps:
     def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
         cached, feed = prepared
         bound = cached.bound
-        shared = self._shared_loss(bound)
+        shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = None
         if call.timeline:
@@ -347,34 +351,6 @@ class Steps:
         if call.outputs:
             outputs = bring(self._engine, bound.schedule, outputs, call.outputs)
         return StepResult(losses, timeline, cached.sizes, shared, outputs)
-
-    def _shared_loss(self, bound: BoundSchedule) -> SharedLoss:
-        """The loss on its way to every rank: each pipeline's last stage sends the terms of its microbatches."""
-        if self.world.data_parallel > 1 and self._options.share_loss:
-            return self._summed_loss(bound)
-        placement, head = bound.schedule.placement, bound.head
-        sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
-        if len(sources) == 1 or self.world.is_local:
-            parts = {placement.rank_of[-1]: [head.total()] if self.has_outputs else [None]}
-        else:
-            parts = {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
-        shared = SharedLoss(list(parts.values()))
-        if self._options.share_loss and not self.world.is_local:
-            for rank, buffer in zip(parts, shared.buffers, strict=True):
-                shared.waits.append(self._engine.broadcast(buffer, rank))
-        return shared
-
-    def _summed_loss(self, bound: BoundSchedule) -> SharedLoss:
-        """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
-        placement, first = bound.schedule.placement, self.world.replica * self._order.microbatches
-        terms: list[Tensor | None] = [None] * (self._order.microbatches * self.world.data_parallel)
-        for stage in range(placement.stages):
-            if placement.is_last(stage) and placement.rank_of[stage] in self._engine.ranks and self.world.tp_rank == 0:
-                numbers = bound.schedule.numbers_on(stage)
-                terms[first + numbers.start : first + numbers.stop] = bound.head.terms(numbers)
-        shared = SharedLoss([terms], self.world.data_parallel)
-        shared.waits.append(self._engine.control.broadcast_sum(shared.buffers[0]))
-        return shared
 
 
 def _sharded(split: SplitModel, options: Options) -> Sharded:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from penstock.schedule.action import OPS, Action, Op
-from penstock.schedule.row import Row
+from penstock.schedule.row import COLUMNS, Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -121,8 +121,7 @@ Nodes = Mapping[int, int]
 def stages_with_backward(schedule: Schedule) -> frozenset[int]:
     """The stages that have a B, I or W in the schedule."""
     codes = {op.code for op in Op if op.is_backward}
-    found = {pair for row in schedule.rows for pair in set(zip(row.stage, row.op, strict=True))}
-    return frozenset(stage for stage, code in found if code in codes)
+    return frozenset(stage for row in schedule.rows for stage, code in row.kinds if code in codes)
 
 
 class Dependencies:
@@ -226,7 +225,7 @@ def _joined(rows: Sequence[Row]) -> tuple[Row, array[int], list[int]]:
     """All rows as one, the rank of each action in it, and where each rank's actions begin."""
     actions, rank_of, first = Row(), array("i"), [0]
     for rank, row in enumerate(rows):
-        for name in Row.__slots__:
+        for name in COLUMNS:
             getattr(actions, name).extend(getattr(row, name))
         rank_of.extend(array("i", [rank]) * len(row))
         first.append(len(actions))

@@ -90,7 +90,10 @@ class Placement:
     @property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages of every rank: `stages_on` for each."""
-        return tuple(map(self.stages_on, range(self.ranks)))
+        found: list[list[int]] = [[] for _ in range(self.ranks)]
+        for stage, owner in enumerate(self.rank_of):
+            found[owner].append(stage)
+        return tuple(map(tuple, found))
 
     def microbatches_of(self, stage: int, microbatches: int) -> range:
         """The microbatches that go through a stage: its pipeline's contiguous share."""

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import overload
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import OPS, Action, Op, Overlap, parse_item
 
 _NONE = -1
+
+COLUMNS = ("stage", "op", "microbatch", "peer", "joined")
+"""The names of a row's columns."""
 
 
 class Row(Sequence[Action]):
@@ -26,11 +30,12 @@ class Row(Sequence[Action]):
         ArgumentError: something is not an action.
     """
 
-    __slots__ = ("joined", "microbatch", "op", "peer", "stage")
+    __slots__ = ("_kinds", "joined", "microbatch", "op", "peer", "stage")
 
     def __init__(self, items: Iterable[Action | Overlap] = ()) -> None:
         self.stage, self.op = array("i"), array("b")
         self.microbatch, self.peer, self.joined = array("i"), array("i"), array("b")
+        self._kinds: frozenset[tuple[int, int]] | None = None
         if not is_list(items):
             raise _not_a("row", items, "actions")
         for item in items:
@@ -70,15 +75,25 @@ class Row(Sequence[Action]):
         """Compute actions, given as columns of equal length, which the row keeps."""
         row = cls()
         row.stage, row.op, row.microbatch = stage, op, microbatch
-        row.peer = array("i", [_NONE]) * len(stage)
-        row.joined = array("b", bytes(len(stage))) if joined is None else joined
+        row.peer = _constant("i", _NONE, len(stage))
+        row.joined = _constant("b", 0, len(stage)) if joined is None else joined
         return row
+
+    @property
+    def kinds(self) -> frozenset[tuple[int, int]]:
+        """The stage and `Op.code` of each kind of action in the row."""
+        if self._kinds is None:
+            if len(self) and self.stage.count(self.stage[0]) == len(self):  # quick, and the rule without chunks
+                self._kinds = frozenset((self.stage[0], code) for code in set(self.op))
+            else:
+                self._kinds = frozenset(zip(self.stage, self.op, strict=True))
+        return self._kinds
 
     @classmethod
     def alternate(cls, *rows: Row) -> Row:
         """The first action of each row, then the second of each, and so on. All rows have the same length."""
         made = cls()
-        for name in cls.__slots__:
+        for name in COLUMNS:
             columns = [getattr(row, name) for row in rows]
             column = array(columns[0].typecode, bytes(columns[0].itemsize * sum(map(len, columns))))
             for place, part in enumerate(columns):
@@ -89,13 +104,13 @@ class Row(Sequence[Action]):
     def part(self, start: int | None, stop: int | None) -> Row:
         """The actions from `start` up to but excluding `stop`: a slice that is again a row."""
         made = Row()
-        for name in self.__slots__:
+        for name in COLUMNS:
             setattr(made, name, getattr(self, name)[start:stop])
         return made
 
     def __add__(self, other: Row) -> Row:
         made = Row()
-        for name in self.__slots__:
+        for name in COLUMNS:
             setattr(made, name, getattr(self, name) + getattr(other, name))
         return made
 
@@ -115,7 +130,7 @@ class Row(Sequence[Action]):
         )
 
     def _columns(self) -> tuple[array[int], ...]:
-        return (self.stage, self.op, self.microbatch, self.peer, self.joined)
+        return tuple(getattr(self, name) for name in COLUMNS)
 
     def __eq__(self, other: object) -> bool:
         return self._columns() == other._columns() if isinstance(other, Row) else NotImplemented
@@ -133,6 +148,12 @@ class Row(Sequence[Action]):
     def parse(cls, text: str) -> Row:
         """The row that `str` wrote: items separated by spaces. Raises ScheduleError."""
         return cls(map(parse_item, text.split()))
+
+
+@lru_cache(maxsize=8)
+def _constant(typecode: str, value: int, length: int) -> array[int]:
+    """A column of one value, shared by all rows that have it: rows never change, and there may be thousands."""
+    return array(typecode, [value]) * length
 
 
 def is_list(given: object) -> bool:

@@ -9,6 +9,9 @@ import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from operator import sub
 from typing import Any
 
 from penstock.errors import ArgumentError
@@ -44,7 +47,7 @@ class Track:
         return len(self.start)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Timeline:
     """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
 
@@ -146,38 +149,33 @@ class Timeline:
         for action, start, end, waited in zip(track.actions, track.start, track.end, track.waited, strict=True):
             yield Span(rank, action, start, end, waited)
 
-    @property
+    @cached_property
     def makespan_seconds(self) -> float:
         """The end of the last span, counted from 0."""
-        return max((max(track.end) for track in self.tracks if len(track)), default=0.0)
+        return max((end for end in self._last_ends if end is not None), default=0.0)
 
-    @property
+    @cached_property
     def span_seconds(self) -> float:
         """The maximum over ranks of the rank's last end minus the start of its first F.
 
         The figure that zero-bubble papers report: it leaves out how late a rank starts.
         """
         spans = []
-        for track in self.tracks:
+        for track, last in zip(self.tracks, self._last_ends, strict=True):
             first = next((i for i, code in enumerate(track.actions.op) if code == Op.F.code), None)
-            if first is not None:
-                spans.append(max(track.end) - track.start[first])
+            if first is not None and last is not None:
+                spans.append(last - track.start[first])
         return max(spans, default=0.0)
 
     def busy_seconds(self, rank: int) -> float:
         """How long a rank computed: F, B, I and W, excluding waits."""
-        track = self.tracks[rank]
-        return sum(
-            end - start
-            for code, start, end in zip(track.actions.op, track.start, track.end, strict=True)
-            if code in _COMPUTE_CODES
-        )
+        return self._busy[rank]
 
     def waited_seconds(self, rank: int) -> float:
         """How long a rank was blocked in total, waiting for messages before its actions."""
         return sum(self.tracks[rank].waited)
 
-    @property
+    @cached_property
     def bubble_rate(self) -> float:
         """The share of `span_seconds` in which ranks do not compute, averaged over ranks; 0 if nothing ran, NaN if
         ranks took turns in one process.
@@ -185,12 +183,29 @@ class Timeline:
         if self.in_turns:
             return math.nan
         available = self.ranks * self.span_seconds
-        return 1 - sum(map(self.busy_seconds, range(self.ranks))) / available if available else 0.0
+        return 1 - sum(self._busy) / available if available else 0.0
+
+    @cached_property
+    def _last_ends(self) -> list[float | None]:
+        """When each rank's last span ends; None if it has none."""
+        return [max(track.end, default=None) for track in self.tracks]
+
+    @cached_property
+    def _busy(self) -> list[float]:
+        """`busy_seconds` of each rank."""
+        return list(map(_busy_seconds, self.tracks))
 
     def __repr__(self) -> str:
         size = f"{counted(self.ranks, 'rank')}, {counted(len(self), 'span')}"
         turns = ", ranks took turns in one process" if self.in_turns else ""
         return f"Timeline({size}, makespan {self.makespan_seconds:g} s{turns})"
+
+
+def _busy_seconds(track: Track) -> float:
+    durations: Iterable[float] = map(sub, track.end, track.start)
+    if any(code not in _COMPUTE_CODES for _, code in track.actions.kinds):
+        durations = compress(durations, map(_COMPUTE_CODES.__contains__, track.actions.op))
+    return sum(durations)
 
 
 def _track(actions: Sequence[Action], times: Iterable[tuple[float, float, float]]) -> Track:

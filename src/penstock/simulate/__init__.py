@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from penstock.simulate.costs import Links as Links
     from penstock.simulate.costs import StageCost as StageCost
     from penstock.simulate.memory_use import Memory as Memory
+    from penstock.simulate.memory_use import Peaks as Peaks
     from penstock.simulate.memory_use import memory as memory
+    from penstock.simulate.memory_use import peaks as peaks
     from penstock.simulate.simulator import simulate as simulate
     from penstock.simulate.waits import Cause as Cause
     from penstock.simulate.waits import CriticalPath as CriticalPath
@@ -33,7 +35,9 @@ _HOMES = {
     "critical_path": "waits",
     "idle": "waits",
     "Memory": "memory_use",
+    "Peaks": "memory_use",
     "memory": "memory_use",
+    "peaks": "memory_use",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)

@@ -1,12 +1,15 @@
 """A schedule's computations as numpy columns, one entry per action: what the simulation and its analyses run on.
 
-What an action waits for comes from the table `penstock.schedule.dependencies.NEEDS`, looked up for whole columns.
+What an action waits for comes from the table `penstock.schedule.dependencies.NEEDS`, looked up for whole columns. They
+are made rank by rank and in 32 bits: a schedule of 17 million actions has to fit into memory, with its times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +19,12 @@ from penstock.schedule import Dependencies, Op, Row, Schedule
 from penstock.schedule.dependencies import NEEDS, Neighbours, Where
 from penstock.schedule.order import runnable_order
 
-Ints = NDArray[np.int64]
+Ints = NDArray[Any]
 Floats = NDArray[np.float64]
 
 COMPUTE = tuple(op for op in Op if op.is_compute)
-COMPUTE_CODES = np.array([op.code for op in COMPUTE])
+IS_COMPUTE = np.array([op.is_compute for op in Op])
+"""By `Op.code`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +34,21 @@ class Columns:
     Attributes:
         rows: the actions of each rank, without messages and reductions.
         first: the first node of each rank, then the number of nodes.
-        rank, op, stage: of each node; `op` holds `Op.code`.
-        joined: whether a node overlaps with the next one.
+        rank_of: the rank of each stage.
+        op: `Op.code` of each node.
+        joined: the nodes that overlap with the next one, ascending.
         need: the node on another rank that each node waits for; -1 if there is none. There is never more than one, and
             no two ranks wait for the same node: a forward feeds one stage, and so does a gradient.
+        source: for each kind of node (see `kinds`), the stage whose actions it waits for on another rank; -1 if none.
     """
 
     rows: tuple[Row, ...]
     first: Ints
-    rank: Ints
+    rank_of: Ints
     op: Ints
-    stage: Ints
-    joined: NDArray[np.bool_]
+    joined: Ints
     need: Ints
+    source: Ints
 
     @classmethod
     def of(cls, schedule: Schedule) -> Columns:
@@ -50,79 +56,155 @@ class Columns:
         an action is out of range or on a rank that does not own its stage.
         """
         rows = tuple(map(_compute_only, schedule.rows))
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        first = np.concatenate([[0], np.cumsum(lengths)])
-        rank = np.repeat(np.arange(len(rows)), lengths)
-        op, stage, number, joined = (
-            np.concatenate([np.frombuffer(getattr(row, name), dtype=getattr(row, name).typecode) for row in rows])
-            for name in ("op", "stage", "microbatch", "joined")
-        )
-        stage, number = stage.astype(np.int64), number.astype(np.int64)
-        placed = bool(((stage < schedule.stages) & (number < schedule.numbers)).all())
-        placed = placed and bool((np.array(schedule.placement.rank_of)[stage] == rank).all())
-        need = _needs(schedule, rank, op, stage, number) if placed else None
-        if need is None:
+        first = np.cumsum([0, *map(len, rows)])
+        rank_of = np.array(schedule.placement.rank_of)
+        found = _needs(schedule, rows, first, rank_of)
+        if found is None:
             runnable_order(Dependencies(schedule.with_rows(rows)))  # reports what is missing, or waits for itself
             raise ScheduleError(
                 f"schedule {schedule.name!r} has actions out of range or on a rank that does not own their stage; "
                 "penstock.schedule.check says which"
             )
-        return cls(rows, first, rank, op.astype(np.int64), stage, joined.astype(bool), need)
+        return cls(rows, first, rank_of, *found)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    def nodes(self, rank: int) -> slice:
+        """The nodes of a rank."""
+        return slice(int(self.first[rank]), int(self.first[rank + 1]))
+
+    def kinds(self) -> Ints:
+        """The kind of each node: `Op.code` * stages + stage."""
+        kinds = np.empty(self.first[-1], np.int32)
+        for part in _parts(self.rows, self.first):
+            kinds[part.begin : part.begin + len(part.op)] = part.op.astype(np.int32) * self.stages + part.stage
+        return kinds
+
+    def numbers(self) -> Ints:
+        """The microbatch (or slice) of each node."""
+        return np.concatenate([column(row.microbatch) for row in self.rows])
+
+
+def column(of_row: array[Any]) -> NDArray[Any]:
+    """A view of a row's or a track's column."""
+    return np.frombuffer(of_row, dtype=of_row.typecode)
 
 
 def _compute_only(row: Row) -> Row:
     """The row without messages and reductions; the row itself if it has none."""
-    if not len(row):
-        return row
-    op = np.frombuffer(row.op, dtype=row.op.typecode)
-    keep = np.isin(op, COMPUTE_CODES)
+    keep = IS_COMPUTE[column(row.op)]
     if keep.all():
         return row
-    return Row(item for item in row.items() if item.parts[0].op.is_compute)
+    columns = (row.stage, row.op, row.microbatch, row.joined)
+    return Row.from_columns(*(array(c.typecode, column(c)[keep].tobytes()) for c in columns))
 
 
-def _needs(schedule: Schedule, rank: Ints, op: Ints, stage: Ints, number: Ints) -> Ints | None:
-    """For each node, the one that it waits for on another rank, or -1. None if a need is missing or comes too late."""
-    place = stage * schedule.numbers + number
-    nodes = {kind: np.flatnonzero(op == kind.code) for kind in COMPUTE}
-    table = {}
-    for kind, chosen in nodes.items():
-        if len(chosen):
-            table[kind] = np.full(schedule.stages * schedule.numbers, -1)
-            table[kind][place[chosen[::-1]]] = chosen[::-1]  # if an action occurs twice, the first counts
-    remote = np.full(len(op), -1)
-    for kind in table:
-        for where, ops in _found(schedule, stage[nodes[kind]], number[nodes[kind]], kind):
-            there = where >= 0
-            waiting, wanted = (nodes[kind], where) if there.all() else (nodes[kind][there], where[there])
-            needed = np.full(len(waiting), -1)
-            for other in (other for other in ops if other in table):
-                needed = np.where(needed < 0, table[other][wanted], needed)
-            if len(needed) and needed.min() < 0:
-                return None
-            here = rank[needed] == rank[waiting]
-            if (here & (needed >= waiting)).any():
-                return None
-            remote[waiting[~here]] = needed[~here]
-    return remote
+_TOGETHER = 500_000
+"""How many nodes are worked on at once: enough to be quick, and few enough that their memory does not count."""
 
 
-def _found(schedule: Schedule, stage: Ints, number: Ints, kind: Op) -> Iterator[tuple[Ints, tuple[Op, ...]]]:
-    """For each need of `kind`: the place (stage * numbers + number, or -1) that it looks at, and the ops."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The columns of some consecutive ranks, one rank after the other, and their first node."""
+
+    begin: int
+    rank: Ints
+    op: Ints
+    stage: Ints
+    number: Ints
+    joined: Ints
+
+
+def _parts(rows: Sequence[Row], first: Ints) -> Iterator[_Part]:
+    """All ranks, in parts of about `_TOGETHER` nodes."""
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if first[end] - first[start] >= _TOGETHER or end == len(rows):
+            columns = (
+                np.concatenate([column(getattr(row, name)) for row in rows[start:end]])
+                for name in ("op", "stage", "microbatch", "joined")
+            )
+            rank = np.repeat(np.arange(start, end), np.diff(first[start : end + 1]))
+            yield _Part(int(first[start]), rank, *columns)
+            start = end
+
+
+def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) -> tuple[Ints, Ints, Ints, Ints] | None:
+    """`Columns.op`, `joined`, `need` and `source`. None if an action is out of place, or a need missing or too late."""
+    ops, joined = np.empty(first[-1], np.int8), []
+    tables: dict[Op, Ints] = {}
+    for part in _parts(rows, first):
+        if not ((part.stage < schedule.stages) & (part.number < schedule.numbers)).all():
+            return None
+        if (rank_of[part.stage] != part.rank).any():
+            return None
+        ops[part.begin : part.begin + len(part.op)] = part.op
+        joined.append(part.begin + np.flatnonzero(part.joined))
+        _enter(tables, schedule, part)
+    need, source = np.full(first[-1], -1, np.int32), np.full(len(Op) * schedule.stages, -1)
     neighbours = Neighbours(schedule)
-    below, above = np.array(neighbours.below), np.array(neighbours.above)
-    slices, numbers = schedule.slices, schedule.numbers
-    none = np.int64(-1)
-    for need in NEEDS[kind]:
-        match need.where:
-            case Where.SAME:
-                yield stage * numbers + number, need.ops
-            case Where.BELOW | Where.ABOVE:
-                other = (below if need.where is Where.BELOW else above)[stage]
-                yield np.where(other >= 0, other * numbers + number, none), need.ops
-            case Where.EARLIER:
-                if slices > 1:
-                    yield np.where(number % slices > 0, stage * numbers + number - 1, none), need.ops
-            case Where.LATER:
-                if slices > 1:
-                    yield np.where((number + 1) % slices > 0, stage * numbers + number + 1, none), need.ops
+    for part in _parts(rows, first):
+        for op, nodes, stage, place, makers in _wanted(schedule, neighbours, part, tables):
+            needed, other = _looked_up(tables, makers, place), place // schedule.numbers
+            remote = rank_of[other] != rank_of[stage]
+            if (needed < 0).any() or (needed >= nodes)[~remote].any():
+                return None
+            need[nodes[remote]] = needed[remote]
+            source[op.code * schedule.stages + stage[remote]] = other[remote]
+    return ops, np.concatenate(joined), need, source
+
+
+def _enter(tables: dict[Op, Ints], schedule: Schedule, part: _Part) -> None:
+    """Writes a part's nodes into the tables of their ops, each at its place: stage * numbers + number."""
+    place = part.stage.astype(np.int64) * schedule.numbers + part.number
+    for op in COMPUTE:
+        chosen = np.flatnonzero(part.op == op.code)[::-1]  # if an action occurs twice, the first counts
+        if len(chosen):
+            if op not in tables:
+                tables[op] = np.full(schedule.stages * schedule.numbers, -1, np.int32)
+            tables[op][place[chosen]] = chosen + part.begin
+
+
+def _looked_up(tables: dict[Op, Ints], ops: tuple[Op, ...], place: Ints) -> Ints:
+    """The node of the first of `ops` that is at each place; -1 if none is."""
+    known = [tables[op] for op in ops if op in tables]
+    if not known:
+        return np.full(len(place), -1)
+    needed = known[0][place]
+    for table in known[1:]:
+        needed = np.where(needed < 0, table[place], needed)
+    return np.asarray(needed)
+
+
+def _wanted(
+    schedule: Schedule, neighbours: Neighbours, part: _Part, occurring: Iterable[Op]
+) -> Iterator[tuple[Op, Ints, Ints, Ints, tuple[Op, ...]]]:
+    """For each need of each op: the op, the nodes that have the need, their stages, the places that they look at, and
+    which ops can fill it there.
+    """
+    slices = schedule.slices
+    for op in occurring:
+        chosen = np.flatnonzero(part.op == op.code)
+        nodes, stage, number = part.begin + chosen, part.stage[chosen], part.number[chosen]
+        for need in NEEDS[op]:
+            other, number_there = stage, number
+            match need.where:
+                case Where.BELOW:
+                    other = np.array(neighbours.below)[stage]
+                case Where.ABOVE:
+                    other = np.array(neighbours.above)[stage]
+                case Where.EARLIER:
+                    number_there = np.where(number % slices > 0, number - 1, -1)
+                case Where.LATER:
+                    number_there = np.where((number + 1) % slices > 0, number + 1, -1)
+            place = np.where((other < 0) | (number_there < 0), -1, other * np.int64(schedule.numbers) + number_there)
+            if (there := place >= 0).all():
+                yield op, nodes, stage, place, need.ops
+            elif there.any():
+                yield op, nodes[there], stage[there], place[there], need.ops

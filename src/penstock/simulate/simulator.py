@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Dependencies, Op, Schedule
+from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import Columns, Floats, Ints
-from penstock.simulate.costs import NO_COST, LinkCost, Links, StageCost, cost_between, costs_by_stage
-
-_NOT_RUN = -1.0
-"""Instead of the time when a node's output left: it has not run. Anything lower: the same, and a rank sleeps on it."""
+from penstock.simulate.columns import Columns, Floats, column
+from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
+from penstock.simulate.earliest import NOT_RUN, loop, run
+from penstock.simulate.work import Work
 
 
 def simulate(
     schedule: Schedule,
-    costs: StageCost | Sequence[StageCost],
+    costs: StageCost | Sequence[OfStage],
     links: Links = NO_COST,
     *,
     contended: bool = False,
@@ -47,174 +45,63 @@ def simulate(
 
     Args:
         schedule: with or without messages.
-        costs: one for every stage, or one each. With several pipelines, for the stages of one, or of all.
+        costs: one for every stage, or one each; a stage's may be a sequence, with one for each microbatch. With several
+            pipelines, for the stages of one, or of all.
         links: one cost between any two ranks, or costs by (sending rank, receiving rank).
         contended: a link carries one message at a time, in the order in which they were produced; otherwise any number.
             Only the time that bandwidth takes is exclusive: the latencies of messages overlap.
 
     Raises:
-        ArgumentError: not one cost for each stage, or a link in use has no cost.
+        ArgumentError: not one cost for each stage (or microbatch), or a link in use has no cost.
         ScheduleError: the schedule cannot be run.
     """
-    by_stage = costs_by_stage(schedule.placement, costs)
+    by_stage = costs_of_actions(schedule, costs)
     columns = Columns.of(schedule)
-    wire, latency = _link_seconds(columns, by_stage, links)
-    ran = _run(columns, _durations(columns, by_stage), wire, latency, contended=contended)
-    if ran is None:
+    starts, ends = _run(columns, Work.of_columns(columns, by_stage, links), contended=contended) or (None, None)
+    if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
             f"schedule {schedule.name!r} has a deadlock: the backward of an overlap waits for what its own "
             "forward must come before; write the two as separate actions"
         )
-    starts, ends = ran
-    tracks = []
-    for rank, row in enumerate(columns.rows):
-        part = slice(columns.first[rank], columns.first[rank + 1])
-        start, end = starts[part], ends[part]
-        waited = start - np.concatenate([[0.0], end[:-1]])[: len(start)]
-        tracks.append(Track(row, *(array("d", column.tobytes()) for column in (start, end, waited))))
-    return Timeline(tuple(tracks))
+    rows, ranks = columns.rows, [columns.nodes(rank) for rank in range(columns.ranks)]
+    del columns
+    # One column after the other, so that no more than one of them is in memory twice.
+    start = [_array(starts[nodes]) for nodes in ranks]
+    del starts
+    end = [_array(ends[nodes]) for nodes in ranks]
+    del ends
+    waited = [_waited(*times) for times in zip(start, end, strict=True)]
+    return Timeline(tuple(map(Track, rows, start, end, waited)))
 
 
-def _durations(columns: Columns, costs: Sequence[StageCost]) -> Floats:
-    """The duration of each node. For two that overlap, each one's share of the time that both take."""
-    table = np.zeros((len(Op), len(costs)))
-    for stage, cost in enumerate(costs):
-        table[Op.F.code, stage] = cost.forward_seconds
-        table[Op.B.code, stage] = cost.backward_seconds
-        table[Op.I.code, stage] = cost.backward_input_seconds
-        table[Op.W.code, stage] = cost.backward_weight_seconds
-    seconds = table[columns.op, columns.stage]
-    fused = np.array([-1.0 if c.overlapped_seconds is None else c.overlapped_seconds for c in costs])
-    pairs = np.flatnonzero(columns.joined)
-    pairs = pairs[fused[columns.stage[pairs]] >= 0]
-    both = seconds[pairs] + seconds[pairs + 1]
-    share = np.divide(seconds[pairs], both, out=np.full(len(pairs), 0.5), where=both > 0)
-    total = fused[columns.stage[pairs]]
-    seconds[pairs] = total * share
-    seconds[pairs + 1] = total - seconds[pairs]  # so that their end does not depend on how the share was rounded
-    return np.asarray(seconds)
+def _run(columns: Columns, work: Work, *, contended: bool) -> tuple[Floats, Floats] | None:
+    """When each node starts and ends; None if the ranks wait for each other in a circle."""
+    nodes = int(columns.first[-1])
+    lag = work.latency if contended else work.lag
+    given = (columns.first, columns.need, work.of, work.seconds, lag, work.paired, work.hold, work.wire, work.link)
+    compiled = loop(nodes)
+    room = [np.zeros(size, kind) for size, kind in ((columns.ranks, int), (columns.ranks, int), (work.links, float))]
+    starts, left = np.empty(nodes), np.full(nodes, NOT_RUN)
+    ends = np.empty(nodes) if contended else left
+    if compiled is not None:
+        return (starts, ends) if not compiled(*given, contended, *room, left, starts, ends) else None
+    # Python reads and writes lists faster than numpy's arrays.
+    sent, begun = left.tolist(), starts.tolist()
+    ended = ends.tolist() if contended else sent
+    lists: list[Any] = [column.tolist() for column in given]
+    lists += [contended, *(one.tolist() for one in room), sent, begun, ended]
+    return (np.array(begun), np.array(ended)) if not run(*lists) else None
 
 
-def _link_seconds(columns: Columns, costs: Sequence[StageCost], links: Links) -> tuple[Floats, Floats]:
-    """For each node that another rank waits for: how long its message occupies the wire, and its latency."""
-    wire, latency = np.zeros(len(columns.need)), np.zeros(len(columns.need))
-    used = np.flatnonzero(columns.need >= 0)
-    made = columns.need[used]
-    # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
-    sizes = np.array([cost.output_bytes for cost in costs], dtype=float)
-    size = sizes[np.minimum(columns.stage[used], columns.stage[made])]
-    pairs = columns.rank[made] * len(columns.rows) + columns.rank[used]
-    for pair in np.unique(pairs).tolist():
-        ends = divmod(pair, len(columns.rows))
-        link = cost_between(links, *ends)
-        on = pairs == pair if len(pairs) and not isinstance(links, LinkCost) else slice(None)
-        latency[made[on]] = link.latency_seconds
-        wire[made[on]] = size[on] / link.bytes_per_second
-        if isinstance(links, LinkCost):
-            break
-    return wire, latency
+def _array(times: Floats) -> array[float]:
+    made = array("d")
+    made.frombytes(times.tobytes())
+    return made
 
 
-def _run(
-    columns: Columns, durations: Floats, wire: Floats, latency: Floats, *, contended: bool
-) -> tuple[Floats, Floats] | None:
-    """When each node starts and ends; None if the ranks wait for each other in a circle.
-
-    Each rank is a coroutine that runs ahead until it reaches an action whose need has not run, and is resumed by the
-    rank that runs it. Everything that it reads and writes for a node is in arrays: lists of millions of numbers would
-    be scattered over memory, and the processor would wait for them most of the time.
-    """
-    first = columns.first.tolist()
-    second, hold = _overlaps(columns, durations)
-    crossing = columns.need >= 0
-    lag = np.zeros(first[-1])  # from the time in `left` to the message's arrival
-    lag[crossing] = (latency if contended else latency + wire + hold)[columns.need[crossing]]
-    needs, lags, seconds = (_array(column) for column in (columns.need, lag, durations))
-    left = array("d", [_NOT_RUN]) * first[-1]
-    ends = array("d", left) if contended else left
-    send = _contended(columns, wire, hold) if contended else None
-    turns: list[Iterator[None]] = []
-    unfinished = set(range(len(first) - 1))
-
-    def run_rank(rank: int) -> Iterator[None]:
-        here, node, now = slice(first[rank], first[rank + 1]), first[rank], 0.0
-        sleeper = _NOT_RUN - 1 - rank
-        for need, delay, duration in zip(needs[here], lags[here], seconds[here], strict=True):
-            if need >= 0:
-                while (sent := left[need]) < 0:
-                    left[need] = sleeper
-                    yield
-                if (sent := sent + delay) > now:
-                    now = sent
-            if second and (need := second.get(node, -1)) >= 0:
-                while (sent := left[need]) < 0:
-                    left[need] = sleeper
-                    yield
-                now = max(now, sent + lags[node + 1])
-            now += duration
-            if (woken := left[node]) != _NOT_RUN:
-                turns.append(ranks[int(_NOT_RUN - 1 - woken)])
-            ends[node] = now
-            if send is not None:
-                left[node] = send(node, now)
-            node += 1
-        unfinished.discard(rank)
-
-    ranks = [run_rank(rank) for rank in range(len(first) - 1)]
-    turns += ranks
-    while turns:
-        next(turns.pop(), None)
-    if unfinished:
-        return None
-    end = np.array(ends)
-    return _starts(columns, end, np.array(left), lag), end
-
-
-def _array(column: Ints | Floats) -> array[Any]:
-    """The same numbers as a Python array, from which Python reads single ones faster than from numpy's."""
-    return array(column.dtype.char, column.tobytes())
-
-
-def _starts(columns: Columns, ends: Floats, left: Floats, lag: Floats) -> Floats:
-    """When each node started: its rank was free, and everything that it and its overlap wait for was there."""
-    ready = np.where(columns.need >= 0, left[columns.need] + lag, 0.0)
-    pairs = np.flatnonzero(columns.joined)
-    ready[pairs] = np.maximum(ready[pairs], ready[pairs + 1])
-    before = np.concatenate([[0.0], ends[:-1]])
-    before[columns.first[:-1][np.diff(columns.first) > 0]] = 0.0
-    return np.asarray(np.maximum(before, ready))
-
-
-def _contended(columns: Columns, wire: Floats, hold: Floats) -> Callable[[int, float], float]:
-    """Returns a function that tells when the message of a node that has just ended leaves: once its link is free."""
-    channel, wires, held = (_array(column) for column in (_channels(columns), wire, hold))
-    free: defaultdict[int, float] = defaultdict(float)
-
-    def send(node: int, now: float) -> float:
-        now += held[node]
-        if (link := channel[node]) >= 0:
-            free[link] = now = max(now, free[link]) + wires[node]
-        return now
-
-    return send
-
-
-def _overlaps(columns: Columns, durations: Floats) -> tuple[dict[int, int], Floats]:
-    """For the first of two overlapping nodes: what the second waits for, and how much longer the second takes.
-
-    Both start when both can, and the first one's output leaves when both end.
-    """
-    pairs = np.flatnonzero(columns.joined)
-    hold = np.zeros(len(durations))
-    hold[pairs] = durations[pairs + 1]
-    return dict(zip(pairs.tolist(), columns.need[pairs + 1].tolist(), strict=True)), hold
-
-
-def _channels(columns: Columns) -> Ints:
-    """The number of the link that carries each node's message; -1 if no other rank waits for it."""
-    used = np.flatnonzero(columns.need >= 0)
-    made = columns.need[used]
-    channel = np.full(len(columns.need), -1)
-    channel[made] = columns.rank[made] * len(columns.rows) + columns.rank[used]
-    return channel
+def _waited(start: array[float], end: array[float]) -> array[float]:
+    """How long a rank waited before each of its actions."""
+    waited = np.array(start)
+    waited[1:] -= column(end)[:-1]
+    return _array(waited)

@@ -5,15 +5,16 @@ Both use only the timeline and the dependencies of its actions, so they explain 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Op, Row, Schedule
 from penstock.schedule.timeline import Span, Timeline
-from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.columns import IS_COMPUTE, Columns, Floats, Ints, column
 
 
 class Cause(Enum):
@@ -42,33 +43,7 @@ def idle(schedule: Schedule, timeline: Timeline) -> list[dict[Cause, float]]:
         ScheduleError: the schedule cannot be run.
         ArgumentError: ranks took turns in one process, so none waited for another.
     """
-    columns, starts, ends = _columns(schedule, timeline)
-    before = _ends_before(columns, ends)
-    gap = np.maximum(starts - before, 0.0)
-    need = _binding(columns, ends)
-    reached = np.clip(np.where(need >= 0, _leaving(columns, ends)[need], before), before, starts)
-    until, rest = reached - before, gap - (reached - before)
-    forward = np.isin(columns.op[need], [Op.F.code])
-    makespan = timeline.makespan_seconds
-    report = []
-    for rank in range(timeline.ranks):
-        part = slice(int(columns.first[rank]), int(columns.first[rank + 1]))
-        if part.start == part.stop:
-            report.append(dict.fromkeys(Cause, 0.0) | {Cause.WARM_UP: makespan})
-            continue
-        later = slice(part.start + 1, part.stop)
-        needs = need[later] >= 0
-        report.append(
-            {
-                Cause.WARM_UP: float(starts[part.start]),
-                Cause.FORWARD: float(until[later][needs & forward[later]].sum()),
-                Cause.BACKWARD: float(until[later][needs & ~forward[later]].sum()),
-                Cause.LINK: float(rest[later][needs].sum()),
-                Cause.OTHER: float(gap[later][~needs].sum()),
-                Cause.COOL_DOWN: float(makespan - ends[part.stop - 1]),
-            }
-        )
-    return report
+    return Waits.of(schedule, timeline).idle()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,68 +68,116 @@ def critical_path(schedule: Schedule, timeline: Timeline) -> CriticalPath:
 
     Args and errors as for `idle`.
     """
-    columns, starts, ends = _columns(schedule, timeline)
-    before = _ends_before(columns, ends)
-    need = _binding(columns, ends)
-    first = set(columns.first.tolist())
-    path: list[int] = []
-    node = int(np.argmax(ends)) if len(ends) else -1
-    link = 0.0
-    while node >= 0:
-        path.append(node)
-        other = int(need[node])
-        # Either the rank was busy with the previous action until this one could start, or it waited for the other
-        # rank's.
-        waited = other >= 0 and starts[node] > before[node]
-        previous = other if waited else node - 1 if node not in first else -1
-        if waited and columns.joined[other]:
-            previous += 1  # the output of two overlapping actions left when both had ended
-        link += float(starts[node] - (ends[previous] if previous >= 0 else 0.0))
-        node = previous
-    spans = []
-    for node in reversed(path):
-        rank = int(columns.rank[node])
-        action = columns.rows[rank][node - int(columns.first[rank])]
-        spans.append(Span(rank, action, float(starts[node]), float(ends[node]), float(starts[node] - before[node])))
-    return CriticalPath(tuple(spans), link)
+    return Waits.of(schedule, timeline).critical_path()
 
 
-def _columns(schedule: Schedule, timeline: Timeline) -> tuple[Columns, Floats, Floats]:
-    """The schedule as it was run, with the start and end of each node."""
-    if timeline.in_turns:
-        raise ArgumentError(
-            "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; give "
-            "one of a run with a process for each rank, or a simulated one"
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What ranks wait for in a schedule as it was run: `idle` and `critical_path` by one look at it.
+
+    Attributes:
+        starts, ends: of each rank's nodes.
+        need: what each node waited for on another rank: for the first of two that overlap, the later of their needs.
+    """
+
+    columns: Columns
+    makespan_seconds: float
+    starts: list[Floats]
+    ends: list[Floats]
+    need: Ints
+
+    @classmethod
+    def of(cls, schedule: Schedule, timeline: Timeline) -> Waits:
+        if timeline.in_turns:
+            raise ArgumentError(
+                "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; "
+                "give one of a run with a process for each rank, or a simulated one"
+            )
+        tracks = timeline.tracks
+        columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
+        starts, ends = (
+            [_of_computations(track.actions, getattr(track, name)) for track in tracks] for name in ("start", "end")
         )
-    tracks = timeline.tracks
-    columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
-    codes = [op.code for op in Op if op.is_compute]
-    keep = np.concatenate([np.isin(np.frombuffer(t.actions.op, dtype=t.actions.op.typecode), codes) for t in tracks])
-    starts = np.concatenate([np.frombuffer(track.start) for track in tracks])[keep]
-    ends = np.concatenate([np.frombuffer(track.end) for track in tracks])[keep]
-    return columns, starts, ends
+        need = columns.need
+        if len(columns.joined):
+            one, two = need[columns.joined], need[columns.joined + 1]
+            end = np.concatenate(ends)
+            need = need.copy()
+            need[columns.joined] = np.where((two >= 0) & ((one < 0) | (end[two] > end[one])), two, one)
+        return cls(columns, timeline.makespan_seconds, starts, ends, need)
+
+    def idle(self) -> list[dict[Cause, float]]:
+        """See `idle`."""
+        columns, leaving, makespan = self.columns, self._leaving(), self.makespan_seconds
+        report = []
+        for rank, (start, end) in enumerate(zip(self.starts, self.ends, strict=True)):
+            if not len(start):
+                report.append(dict.fromkeys(Cause, 0.0) | {Cause.WARM_UP: makespan})
+                continue
+            need, before = self.need[columns.nodes(rank)][1:], end[:-1]
+            gap = np.maximum(start[1:] - before, 0.0)
+            reached = np.clip(np.where(need >= 0, leaving[need], before), before, start[1:])
+            until, rest = reached - before, gap - (reached - before)
+            needs, forward = need >= 0, columns.op[need] == Op.F.code
+            report.append(
+                {
+                    Cause.WARM_UP: float(start[0]),
+                    Cause.FORWARD: float(until[needs & forward].sum()),
+                    Cause.BACKWARD: float(until[needs & ~forward].sum()),
+                    Cause.LINK: float(rest[needs].sum()),
+                    Cause.OTHER: float(gap[~needs].sum()),
+                    Cause.COOL_DOWN: float(makespan - end[-1]),
+                }
+            )
+        return report
+
+    def critical_path(self) -> CriticalPath:
+        """See `critical_path`."""
+        joined = set(self.columns.joined.tolist())
+        spans: list[Span] = []
+        node, link = self._last(), 0.0
+        while node >= 0:
+            rank, place = self._place(node)
+            start, end = float(self.starts[rank][place]), float(self.ends[rank][place])
+            before = float(self.ends[rank][place - 1]) if place else 0.0
+            action = self.columns.rows[rank][place]
+            spans.append(Span(rank, action, start, end, start - before))
+            # Either the rank was busy with the previous action until this one could start, or it waited for the other
+            # rank's.
+            other = int(self.need[node])
+            waited = other >= 0 and start > before
+            node = other if waited else node - 1 if place else -1
+            if waited and other in joined:
+                node += 1  # the output of two overlapping actions left when both had ended
+            link += start - (self._end(node) if node >= 0 else 0.0)
+        return CriticalPath(tuple(reversed(spans)), link)
+
+    def _place(self, node: int) -> tuple[int, int]:
+        """A node's rank, and its place among the rank's nodes."""
+        rank = int(np.searchsorted(self.columns.first, node, side="right")) - 1
+        return rank, node - int(self.columns.first[rank])
+
+    def _end(self, node: int) -> float:
+        rank, place = self._place(node)
+        return float(self.ends[rank][place])
+
+    def _last(self) -> int:
+        """The first of the nodes that end last; -1 if there are none."""
+        latest, found = -1.0, -1
+        for rank, ends in enumerate(self.ends):
+            place = int(np.argmax(ends)) if len(ends) else -1
+            if place >= 0 and ends[place] > latest:
+                latest, found = float(ends[place]), int(self.columns.first[rank]) + place
+        return found
+
+    def _leaving(self) -> Floats:
+        """When the output of each node leaves: at its end, or when the node that overlaps with it has ended too."""
+        leaving = np.concatenate(self.ends)
+        leaving[self.columns.joined] = leaving[self.columns.joined + 1]
+        return leaving
 
 
-def _ends_before(columns: Columns, ends: Floats) -> Floats:
-    """When the previous action on each node's rank ended; 0 for the first."""
-    before = np.concatenate([[0.0], ends[:-1]])[: len(ends)]
-    before[columns.first[:-1][np.diff(columns.first) > 0]] = 0.0
-    return np.asarray(before)
-
-
-def _leaving(columns: Columns, ends: Floats) -> Floats:
-    """When the output of each node leaves: at its end, or when the node that overlaps with it has ended too."""
-    pairs = np.flatnonzero(columns.joined)
-    leaving = ends.copy()
-    leaving[pairs] = ends[pairs + 1]
-    return leaving
-
-
-def _binding(columns: Columns, ends: Floats) -> Ints:
-    """What each node waited for on another rank: for two overlapping nodes, the later of their needs."""
-    need = columns.need.copy()
-    for node in np.flatnonzero(columns.joined).tolist():
-        one, two = need[node], need[node + 1]
-        if two >= 0 and (one < 0 or ends[two] > ends[one]):
-            need[node] = two
-    return need
+def _of_computations(actions: Row, times: array[float]) -> Floats:
+    """The times of a track's computations: a view, if it has nothing else."""
+    computes = IS_COMPUTE[column(actions.op)]
+    return column(times) if computes.all() else column(times)[computes]

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+import torch
 from torch import nn
 
 from penstock.errors import ArgumentError
 from penstock.fabric.workload import Transfer, Workload
+from penstock.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
 from penstock.partition import Balance
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
@@ -55,6 +57,7 @@ def from_model(
     sharded: bool = False,
     bucket_bytes: int | None = None,
     compute: Compute = "none",
+    gradient_dtype: torch.dtype | None = None,
 ) -> Workload:
     """The transfers of one training step of a model, in order. Nothing is computed, except for measuring.
 
@@ -84,6 +87,7 @@ def from_model(
         bucket_bytes: the most that is summed over replicas in one go. "gradients": None sends layer by layer,
             `DDP_BUCKET_BYTES` like DistributedDataParallel. "pipeline": None is 25 MiB.
         compute: what is put in front of the transfers; see `Compute`.
+        gradient_dtype: as for `penstock.pipeline`: gradients of parameters in lower precision are summed in this dtype.
 
     Raises:
         ArgumentError: an argument is invalid, or nothing would be sent.
@@ -100,20 +104,23 @@ def from_model(
     _check(hosts, ranks, replicas, sharded, bucket_bytes)
     _check_compute(compute)
     whole = as_module(model)
+    _check_dtype(gradient_dtype, whole, traffic, sharded)
     if traffic == "tensor":
         return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute, leaves)
     order = order_of(schedule, ranks, microbatches, chunks)
     options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
     if traffic == "pipeline":
-        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, bucket_bytes or DDP_BUCKET_BYTES)
+        size = bucket_bytes or DDP_BUCKET_BYTES
+        pipelines = pipeline.Pipelines(recorded.partition, order, hosts, sharded, size, gradient_dtype)
         seconds = _stage_seconds(compute, whole, args, kwargs or {}, order.placement.depth, options)
         made, after = pipeline.transfers(pipelines, seconds)
     else:
-        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes)
+        replicated = gradients.Replicated(recorded, order.placement, hosts, sharded, bucket_bytes, gradient_dtype)
         made, after = _timed(replicated, compute, whole, args, kwargs or {}, microbatches or 1), 0.0
     what = f"parameters and {traffic}" if sharded and traffic == "gradients" else traffic
-    return _workload(whole, recorded, order, hosts, traffic, what, made, after)
+    element_bytes = _element_bytes(recorded, traffic, sharded, gradient_dtype)
+    return _workload(whole, recorded, order, hosts, traffic, what, made, after, element_bytes)
 
 
 def _check_tensor(hosts: int, ranks: int, sharded: bool, compute: Compute) -> None:
@@ -157,6 +164,19 @@ def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_b
     if bucket_bytes is not None and (bucket_bytes < 1 or sharded):
         raise ArgumentError(
             f"bucket_bytes={bucket_bytes}: give 1 or more; and none with sharded=True, which sends by layer or stage"
+        )
+
+
+def _check_dtype(dtype: torch.dtype | None, model: nn.Module, traffic: Traffic, sharded: bool) -> None:
+    if checked_dtype(dtype) is None:
+        return
+    if traffic == "tensor":
+        raise ArgumentError(f"gradient_dtype={dtype}: traffic='tensor' sends no gradients of parameters; leave it out")
+    lifted = [name for name, p in model.named_parameters() if gradient_dtype(p, dtype) != gradient_dtype(p)]
+    if sharded and lifted:
+        raise ArgumentError(
+            f"gradient_dtype={dtype}: fully_shard, which sharded=True stands for, sums the gradient of {lifted[0]!r} "
+            "itself; leave gradient_dtype out"
         )
 
 
@@ -210,6 +230,7 @@ def _workload(
     what: str,
     transfers: Sequence[Transfer],
     after: float,
+    element_bytes: int,
 ) -> Workload:
     if not transfers:
         raise ArgumentError(
@@ -224,9 +245,16 @@ def _workload(
         notes.append(f"without gradients, since the forward does not use them: {', '.join(recorded.unused)}")
     if traffic == "gradients" and order.ranks > 1:
         notes.append("gradients between replicas alone: what the stages of a pipeline send each other is left out")
+    return Workload(made, tuple(transfers), hosts, element_bytes, after, tuple(notes))
+
+
+def _element_bytes(recorded: Recorded, traffic: Traffic, sharded: bool, gradient_dtype: torch.dtype | None) -> int:
+    """The size of the smallest number that is sent."""
     used = [parameter for _, parameter in recorded.used]
-    crossing = [i.meta for stage in recorded.partition.stages for i in stage.meta.inputs if i.source != MODEL_INPUT]
-    sizes = [parameter.element_size() for parameter in used]
+    sizes = [dtype.itemsize for dtype in by_gradient_dtype(used, gradient_dtype)]
+    if sharded:
+        sizes += [parameter.element_size() for parameter in used]
     if traffic == "pipeline":
-        sizes += [pipeline.element_bytes(meta) for meta in crossing]
-    return Workload(made, tuple(transfers), hosts, min(sizes), after, tuple(notes))
+        inputs = (i for stage in recorded.partition.stages for i in stage.meta.inputs)
+        sizes += [pipeline.element_bytes(i.meta) for i in inputs if i.source != MODEL_INPUT]
+    return min(sizes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from penstock.fabric.workload import Transfer
+from penstock.gradients import gradient_bytes
 from penstock.schedule import Placement
 from penstock.traffic.layers import Layer, Recorded, buckets, bytes_of, sharded_bytes
 
@@ -22,6 +24,7 @@ class Replicated:
         hosts: how many, for all replicas: replica d has the hosts d * ranks to (d + 1) * ranks - 1.
         sharded: the replicas divide the parameters among themselves.
         bucket_bytes: as in DistributedDataParallel; None: layer by layer.
+        gradient_dtype: as for `penstock.pipeline`.
     """
 
     recorded: Recorded
@@ -29,6 +32,7 @@ class Replicated:
     hosts: int
     sharded: bool
     bucket_bytes: int | None
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def backward(self) -> tuple[Layer, ...]:
@@ -106,14 +110,17 @@ def _summed(job: Replicated) -> Iterator[Ready]:
             arriving.setdefault(rank, []).extend((parameter, place) for parameter in trained)
             if trained and job.bucket_bytes is None:
                 name = layer.name + suffix
-                yield Ready(Transfer(name, bytes_of(trained), "all_reduce", _group(job, rank)), place)
+                size = gradient_bytes(trained, job.gradient_dtype)
+                yield Ready(Transfer(name, size, "all_reduce", _group(job, rank)), place)
     for rank, parameters in arriving.items() if job.bucket_bytes is not None else ():
         places = {id(parameter): place for parameter, place in parameters}
         suffix = f" of rank {rank}" if job.placement.ranks > 1 else ""
-        for number, bucket in enumerate(buckets([parameter for parameter, _ in parameters], job.bucket_bytes or 0)):
+        sent = buckets([parameter for parameter, _ in parameters], job.bucket_bytes or 0, job.gradient_dtype)
+        for number, bucket in enumerate(sent):
             ready = max(places[id(parameter)] for parameter in bucket)
             name = f"bucket {number}{suffix}"
-            yield Ready(Transfer(name, bytes_of(bucket), "all_reduce", _group(job, rank)), ready)
+            size = gradient_bytes(bucket, job.gradient_dtype)
+            yield Ready(Transfer(name, size, "all_reduce", _group(job, rank)), ready)
 
 
 def _sharded(job: Replicated) -> list[Ready]:

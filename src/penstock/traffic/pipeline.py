@@ -18,12 +18,13 @@ from torch import nn
 
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer
+from penstock.gradients import buckets, by_gradient_dtype, summed_bytes
 from penstock.partition import Partition
 from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.lowering import UNSHARDED, Sharded, lower_training
 from penstock.schedule.order import earliest_times, runnable_order
 from penstock.stages import Link, StageMeta, TensorMeta, backward_links, forward_links, shifted, ties, ties_across_ranks
-from penstock.traffic.layers import bytes_of, sharded_bytes, type_name
+from penstock.traffic.layers import sharded_bytes, type_name
 
 Seconds = tuple[float, float]
 """The times of a stage's forward and whole backward for one microbatch."""
@@ -39,6 +40,7 @@ class Pipelines:
         hosts: how many: replicas times ranks per pipeline. Replica d has the hosts d * ranks to (d + 1) * ranks - 1.
         sharded: the replicas divide the parameters among themselves.
         bucket_bytes: the most that replicas average in one go.
+        gradient_dtype: as for `penstock.pipeline`.
     """
 
     partition: Partition
@@ -46,6 +48,7 @@ class Pipelines:
     hosts: int
     sharded: bool
     bucket_bytes: int
+    gradient_dtype: torch.dtype | None = None
 
     @property
     def ranks(self) -> int:
@@ -168,22 +171,20 @@ class _Walk:
 
     def _scatter(self, stage: int) -> None:
         trained = [parameter for parameter in self._divided(stage) if parameter.requires_grad]
-        for suffix, some in _by_dtype(trained):
+        for suffix, some in self._by_dtype(trained):
             size = sharded_bytes(some, self._pipelines.replicas)
             sent = _Sent(f"gradients of stage {stage}{suffix}", size, "reduce_scatter", "gradient")
             self._add_all(sent, self._rank_of[stage])
 
     def _average(self, rank: int, parameters: Sequence[nn.Parameter], what: str) -> None:
         """Averages parameters' gradients over replicas, in buckets."""
-        pieces = [
-            (suffix, bucket)
-            for suffix, some in _by_dtype(parameters)
-            for bucket in _pieces(some, self._pipelines.bucket_bytes)
-        ]
-        for number, (suffix, bucket) in enumerate(pieces):
-            place = f", bucket {number}" if len(pieces) > 1 else ""
-            name = f"gradients of {what}{place}{suffix}"
-            self._add_all(_Sent(name, bytes_of(bucket), "all_reduce", "gradient"), rank)
+        for suffix, some in self._by_dtype(parameters):
+            pieces = list(buckets(some, self._pipelines.bucket_bytes, self._pipelines.gradient_dtype))
+            for number, bucket in enumerate(pieces):
+                place = f", bucket {number}" if len(pieces) > 1 else ""
+                self._add_all(
+                    _Sent(f"gradients of {what}{place}{suffix}", self._summed(bucket), "all_reduce", "gradient"), rank
+                )
 
     def _sum_tied(self, action: Action, rank: int) -> None:
         """Sums the gradients of tied parameters when the last of a group's ranks gets there."""
@@ -197,8 +198,8 @@ class _Walk:
         held = self._pipelines.parameters(stages[0])
         tied = [held[name] for name, on in self._tied.items() if on == stages and held[name].requires_grad]
         of = f"stages {', '.join(map(str, stages))}"
-        for suffix, some in _by_dtype(tied):
-            sent = _Sent(f"tied gradients of {of}{suffix}", bytes_of(some), "all_reduce", "tied gradient")
+        for suffix, some in self._by_dtype(tied):
+            sent = _Sent(f"tied gradients of {of}{suffix}", self._summed(some), "all_reduce", "tied gradient")
             self._add_each(sent, tuple(sorted(members)))
 
     def _average_tied(self) -> None:
@@ -222,6 +223,15 @@ class _Walk:
     def _divided(self, stage: int) -> list[nn.Parameter]:
         """The parameters that replicas divide; tied ones stay whole."""
         return [one for name, one in self._pipelines.parameters(stage).items() if name not in self._tied]
+
+    def _by_dtype(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
+        """The parameters by their gradients' dtype, with a suffix for names: empty if there is only one dtype."""
+        found = by_gradient_dtype(parameters, self._pipelines.gradient_dtype)
+        for dtype, some in found.items():
+            yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
+
+    def _summed(self, parameters: Iterable[nn.Parameter]) -> int:
+        return summed_bytes(parameters, self._pipelines.gradient_dtype)
 
     def _add_each(self, sent: _Sent, ranks: tuple[int, ...]) -> None:
         """Adds one transfer for each replica, among some of its ranks."""
@@ -270,24 +280,3 @@ def element_bytes(meta: TensorMeta) -> int:
     """The size of one number of a value."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return dtype.itemsize
-
-
-def _by_dtype(parameters: Iterable[nn.Parameter]) -> Iterator[tuple[str, list[nn.Parameter]]]:
-    """The parameters of each dtype, with a suffix for names: empty if there is only one dtype."""
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(parameter.dtype, []).append(parameter)
-    for dtype, some in found.items():
-        yield f" ({type_name(dtype)})" if len(found) > 1 else "", some
-
-
-def _pieces(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Pieces of at most this many bytes, or of one parameter, as a pipeline's replicas average them."""
-    piece: list[nn.Parameter] = []
-    for parameter in parameters:
-        if piece and bytes_of([*piece, parameter]) > most_bytes:
-            yield piece
-            piece = []
-        piece.append(parameter)
-    if piece:
-        yield piece

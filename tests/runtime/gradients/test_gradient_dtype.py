@@ -296,9 +296,9 @@ class Older:
 
 
 def test_a_torch_without_grad_dtype_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.runtime.gradients import dtypes
+    from penstock import gradients
 
-    monkeypatch.setattr(dtypes, "Tensor", Older)
+    monkeypatch.setattr(gradients, "Tensor", Older)
     with pytest.raises(ArgumentError, match=r"torch .* has no Tensor\.grad_dtype"):
         pipeline()
     with pipeline(gradient_dtype=None) as pipe:

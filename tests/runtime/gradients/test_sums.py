@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.runtime.gradients.sums import GradientSum
 from scaffolding import stand_in
 from scaffolding.ranks import Ranks
 from scaffolding.stand_in import on_the_device
+
+aten = torch.ops.aten
 
 
 class Others:
@@ -24,14 +29,21 @@ class Others:
     def __call__(self, tensors: Sequence[Tensor]) -> Others:
         (buffer,) = tensors
         self.buffers.append(buffer)
-        buffer += self._theirs.to(buffer.device)
+        buffer += self._theirs.to(buffer.device, non_blocking=True)
+        return self
+
+    def adding_nothing(self, tensors: Sequence[Tensor]) -> Others:
+        self.buffers.extend(tensors)
         return self
 
     def wait(self) -> None: ...
 
 
+SHAPES = (2, 3), (4,)
+
+
 def parameters() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
+    return [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
 
 
 def step(sums: GradientSum, held: Sequence[nn.Parameter], values: Sequence[float | None]) -> None:
@@ -40,6 +52,32 @@ def step(sums: GradientSum, held: Sequence[nn.Parameter], values: Sequence[float
         parameter.grad = None if value is None else torch.full_like(parameter, value)
     sums.start()
     sums.finish()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the gradients that are copied: all but the flags of presence, and single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.cat, aten.copy_, aten.clone, aten._to_copy) and made.numel() > len(SHAPES):
+            self.elements += made.numel()
+        return made
+
+
+def backwards(sums: GradientSum, held: Sequence[nn.Parameter], terms: Sequence[Sequence[Tensor | None]]) -> int:
+    """One step in which autograd adds a term for each microbatch. Returns how many elements were copied."""
+    with Copies() as copies:
+        sums.set_aside()
+        for microbatch in terms:
+            used = [(p * term).sum().real for p, term in zip(held, microbatch, strict=True) if term is not None]
+            torch.autograd.backward(used)
+        sums.start()
+        sums.finish()
+    return copies.elements
 
 
 def waits_of_steps() -> list[int]:
@@ -91,3 +129,52 @@ def test_a_gradient_may_be_taken_away_between_steps() -> None:
     sums.finish()
     assert kept is held[0].grad
     assert [parameter.grad is not None and parameter.grad.unique().tolist() for parameter in held] == [[8], [7]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_gradients_accumulate_where_they_are_summed(dtype: torch.dtype) -> None:
+    """From the second step on nothing is copied, and the bits are those of gradients outside: signs of zero, too."""
+    held = [nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters()]
+    alone = [nn.Parameter(parameter.detach().clone()) for parameter in held]
+    sums = GradientSum(held, Others([6, 4], [False, False]).adding_nothing)
+    copied = []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        terms = [[torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES] for _ in range(3)]
+        for microbatch in terms:
+            microbatch[0][0] = -0.0
+        for parameter in (*held, *alone):
+            parameter.grad = None
+        copied.append(backwards(sums, held, terms))
+        for microbatch in terms:
+            torch.autograd.backward([(p * term).sum().real for p, term in zip(alone, microbatch, strict=True)])
+        for one, other in zip(held, alone, strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert one.grad.view(torch.uint8).tolist() == other.grad.view(torch.uint8).tolist()
+    assert copied[0] >= sum(parameter.numel() for parameter in held)
+    assert copied[1:] == [0, 0] or dtype.is_complex  # whose products autograd conjugates
+
+
+def test_gradients_that_come_and_go() -> None:
+    held = parameters()
+    ones = [torch.ones(shape) for shape in SHAPES]
+    sums = GradientSum(held, Others([6, 4], [False, False]).adding_nothing)
+    for here in ([1, 0], [1, 1], [0, 1], [1, 0], [0, 0]):
+        for parameter in held:
+            parameter.grad = None
+        backwards(sums, held, [[one if had else None for one, had in zip(ones, here, strict=True)]] * 2)
+        assert [0 if p.grad is None else int(p.grad.flatten()[0]) for p in held] == [2 * had for had in here]
+
+
+def test_a_kept_gradient_is_not_written_to() -> None:
+    """Those of earlier steps stay as they were, wherever the next ones accumulate."""
+    held = parameters()
+    sums = GradientSum(held, Others([6, 4], [False, False]).adding_nothing)
+    kept = []
+    for value in (1.0, 2.0, 3.0):
+        for parameter in held:
+            parameter.grad = None
+        backwards(sums, held, [[torch.full(shape, value) for shape in SHAPES]])
+        kept.append(held[0].grad)
+    assert [grad is not None and grad.unique().tolist() for grad in kept] == [[1], [2], [3]]

@@ -57,8 +57,10 @@ def step(made: list[TieReducer], held: list[list[nn.Parameter]], grads: list[lis
         reducer.begin_step()
     for mine, new in zip(held, grads, strict=True):
         for parameter, grad in zip(mine, new, strict=True):
-            assert parameter.grad is None  # what was there before is set aside
-            parameter.grad = None if grad is None else grad.clone()
+            there = parameter.grad  # a place in the buffer, once there was a gradient
+            assert there is None or not there.any(), "what was there before is set aside"
+            if grad is not None:
+                parameter.grad = grad.clone() if there is None else there.add_(grad)
     for reducer in made:
         reducer.start()
     for reducer in made:

@@ -15,7 +15,8 @@ from penstock.partition.recording.recording import Recording
 from penstock.partition.units.units import resolve
 from penstock.words import counted
 
-Balance = Literal["flops", "parameters", "layers"]
+Weighed = Literal["flops", "parameters", "layers"]
+"""What a recording says of each module by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Candidate:
     weight: int
 
 
-def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list[Candidate]:
+def candidates(recording: Recording, model: nn.Module, balance: Weighed) -> list[Candidate]:
     """Every unit in the order of first calls, and opened modules with nothing inside.
 
     For "layers", only repeated blocks, if there are any.
@@ -55,7 +56,7 @@ def candidates(recording: Recording, model: nn.Module, balance: Balance) -> list
     return found
 
 
-def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Balance) -> int:
+def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weighed) -> int:
     """A node's weight: its work, the number of elements in its parameters, or whether it calls a repeated block."""
     fact = recording.facts[node]
     if balance == "flops":
@@ -68,7 +69,7 @@ def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Bala
 
 
 def balanced_cuts(
-    recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate] | None = None
+    recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate] | None = None
 ) -> tuple[str, ...]:
     """Names of the modules at which stages 1.. begin so that the largest stage is as small as possible.
 
@@ -85,7 +86,7 @@ class TooFewLayersError(PartitionError):
     """There are more stages than layers."""
 
 
-def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Balance, units: Sequence[Candidate]) -> str:
+def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Weighed, units: Sequence[Candidate]) -> str:
     if not units:
         return (
             f"stages={stages}, but this {type(model).__name__} calls no module that a stage could begin with. "

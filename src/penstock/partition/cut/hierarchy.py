@@ -9,8 +9,9 @@ from itertools import accumulate
 
 from torch import nn
 
+from penstock.balance import Profile
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Balance, candidates, linear_partition
+from penstock.partition.cut.balance import Weighed, candidates, linear_partition
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
@@ -53,8 +54,14 @@ def opening_for(
     return found
 
 
+def opening_of(model: nn.Module, opening: Opening, profile: Profile) -> Opening:
+    """The opening, and what was opened when the profile was made, so that the same units are there."""
+    there = {name for name, _ in model.named_modules()}
+    return replace(opening, tried=opening.tried | (there.intersection(profile.opened) - opening.names))
+
+
 def more_to_open(
-    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Balance
+    recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int, balance: Weighed
 ) -> Opening:
     """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
     opening = recording.opening

@@ -53,7 +53,7 @@ class CutRecording:
     def plans(self) -> tuple[StagePlan, ...]:
         """The stages. Raises PartitionError as described for the class."""
         for stage in range(self.count if self.count > 1 else 0):
-            if not self._own(stage):
+            if not self.own[stage]:
                 raise PartitionError(
                     f"cuts: stage {stage} ({self._extent(stage)}) would run nothing of its own, only what any stage "
                     "can compute for itself. Move or remove a cut"
@@ -64,13 +64,14 @@ class CutRecording:
         self._check_views()
         self._check_saved(run)
         self._check_remembered(run)
+        later: list[set[fx.Node]] = [set() for _ in range(self.count)]
+        for stage in range(1, self.count):
+            for node in received[stage]:
+                later[self.source(node, stage)].add(node)
         plans = []
         for stage in range(self.count):
             mine, nodes = self._ordered(received[stage]), self._ordered(run[stage])
-            returned = list(self.recording.outputs)
-            if stage < self.count - 1:
-                later = {n for t in range(stage + 1, self.count) for n in received[t] if self.source(n, t) == stage}
-                returned = self._ordered(later)
+            returned = self._ordered(later[stage]) if stage < self.count - 1 else list(self.recording.outputs)
             inputs = tuple(self._input(n, stage, nodes) for n in mine)
             outputs = tuple(Output(n.name, self._meta(n, self._end(stage))) for n in returned)
             plans.append(StagePlan(tuple(mine), tuple(nodes), tuple(returned), inputs, outputs))
@@ -137,16 +138,14 @@ class CutRecording:
         fact = self.facts[node]
         return node in found or (fact.kind in ("input", "buffer", "constant") and not fact.storages & self.written)
 
-    def _own(self, stage: int) -> list[fx.Node]:
-        """The calls that only this stage makes."""
-        return [
-            node
-            for node, fact in self.facts.items()
-            if fact.kind in ("call", "unit")
-            and self.stage_of(fact.index) == stage
-            and node in self.live
-            and node not in self.remade
-        ]
+    @cached_property
+    def own(self) -> list[list[fx.Node]]:
+        """For each stage, the calls that only it makes."""
+        found: list[list[fx.Node]] = [[] for _ in range(self.count)]
+        for node, fact in self.facts.items():
+            if fact.kind in ("call", "unit") and node in self.live and node not in self.remade:
+                found[self.stage_of(fact.index)].append(node)
+        return found
 
     def _extent(self, stage: int) -> str:
         begin = f"from {self.cuts[stage - 1]!r}" if stage else "from the beginning"
@@ -156,7 +155,7 @@ class CutRecording:
         """What a stage receives and what it runs."""
         received: set[fx.Node] = set()
         run: set[fx.Node] = set()
-        stack = self._own(stage)
+        stack = [*self.own[stage]]
         if stage == self.count - 1:
             stack += self.recording.outputs
         while stack:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +26,8 @@ from penstock.runtime.processes.joining import place_of
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World, backend_of, check_backends, check_types, exchange, is_accelerator
 from penstock.runtime.transport.distributed import all_reduce
-from penstock.runtime.transport.protocol import Pending
-from penstock.runtime.transport.staging import Staging
+from penstock.runtime.transport.protocol import Message, Pending
+from penstock.runtime.transport.staging import Departed, Staging
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ class Control:
     Attributes:
         groups: the process groups; None if this process is alone.
         staging: where the device's tensors leave for the host, and come back from; None if their groups take them.
+        sends_late: whether losses leave from a device, by `send_late`.
         watchdog: the whole mesh's watchdog.
         line, others: the other processes of the pipeline, and of the mesh, by their numbers in messages.
     """
@@ -56,7 +58,8 @@ class Control:
         self.world = world
         self.groups: Groups | None = None
         self.staging: Staging | None = None
-        self._sums: deque[Pending] = deque()
+        self._departures: Staging | None = None
+        self._losses: deque[Callable[[], None]] = deque()
         self._agreed = False
         self.line = tuple(number for number in world.numbers if number != world.number)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
@@ -76,9 +79,10 @@ class Control:
                 check_backends([said[number][1] for number in world.numbers])
                 self.groups.check()
             with self.waiting_for("process groups", self.others):
-                self.groups.open()
-            if is_accelerator(device) and backend == "gloo":
-                self.staging = Staging(device)
+                self.groups.open(late=is_accelerator(device))
+            if is_accelerator(device):
+                self._departures = Staging(device)
+                self.staging = self._departures if backend == "gloo" else None
 
     def give_all(self, value: T) -> T:
         """Returns the first process's object on every process of the mesh."""
@@ -124,28 +128,47 @@ class Control:
                 for target in targets:
                     dist.send(buffer, group=group, group_dst=target)
 
+    @property
+    def sends_late(self) -> bool:
+        return self._departures is not None
+
     def broadcast_sum(self, value: Tensor) -> Callable[[], None]:
         """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
         assert self.groups is not None
-        while len(self._sums) >= BROADCASTS_IN_FLIGHT:
-            self._end_sum()  # finished long ago, but pending work must not be dropped
-        pending = all_reduce([value], self.groups.everyone)
-        self._sums.append(pending)
+        self._keep_few()
+        return self._kept(all_reduce([value], self.groups.everyone), self.others)
 
+    def send_late(
+        self, terms: Message, start: Callable[[Groups, Message], Pending], sources: tuple[int, ...]
+    ) -> Callable[[], None]:
+        """Sends a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
+        on the host. Returns a function that waits until the loss is here.
+
+        Args:
+            start: starts what all ranks do together in `Groups.losses`.
+            sources: the numbers of the others that the loss comes from.
+        """
+        assert self.groups is not None
+        assert self._departures is not None
+        self._keep_few()
+        return self._kept(Departed(self._departures, terms, partial(start, self.groups)), sources)
+
+    def end_losses(self) -> None:
+        """Waits for the losses that are under way."""
+        while self._losses:
+            self._losses.popleft()()
+
+    def _kept(self, pending: Pending, sources: tuple[int, ...]) -> Callable[[], None]:
         def wait() -> None:
-            with self.waiting_for("the loss", self.others):
+            with self.waiting_for("the loss", sources):
                 pending.wait()
 
+        self._losses.append(wait)
         return wait
 
-    def end_sums(self) -> None:
-        """Waits for the pending sums."""
-        while self._sums:
-            self._end_sum()
-
-    def _end_sum(self) -> None:
-        with self.waiting_for("the loss", self.others):
-            self._sums.popleft().wait()
+    def _keep_few(self) -> None:
+        while len(self._losses) >= BROADCASTS_IN_FLIGHT:
+            self._losses.popleft()()  # finished long ago, but pending work must not be dropped
 
     @contextmanager
     def agreed(self, kind: type[Exception] = Exception) -> Iterator[None]:
@@ -284,8 +307,8 @@ class Control:
         if self.groups is not None and not self.failed:
             with self.waiting("close"):  # NCCL may wait for the other ranks
                 self.groups.close()
-        if self.staging is not None:
-            self.staging.close()
+        if self._departures is not None:
+            self._departures.close()
         self.watchdog.close()
 
 

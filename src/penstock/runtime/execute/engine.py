@@ -60,6 +60,8 @@ class BoundSchedule:
     """This process's parameters that several stages hold and train."""
     schedule: Schedule
     training: bool
+    draws: bool
+    """Whether a forward or the loss may draw random numbers."""
 
 
 class Engine:
@@ -155,7 +157,8 @@ class Engine:
             tied = tied_among(stages, here, pipelines) if training else ()
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
-            programs = self._programs(binding, head, averages)
+            draws = any(each.drawing_modules or draws_in_glue(each) for each in distinct(partitions))
+            programs = self._programs(binding, head, averages, self.streams if draws else None)
         number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, binding.kinds)
         self._pair(schedule.placement, binding.kinds)
@@ -171,16 +174,17 @@ class Engine:
             tied=tied,
             schedule=schedule,
             training=training,
+            draws=draws or binding.others_draw,
         )
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._bound else self.control.agreed()
 
-    def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
+    def _programs(
+        self, binding: Binding, head: LossHead, averages: Mapping[int, Average], streams: Streams | None
+    ) -> dict[int, Program]:
         """The program of each of this process's ranks."""
-        partitions = binding.partitions
-        draws = any(each.drawing_modules or draws_in_glue(each) for each in distinct(partitions))
         return {
             rank: Program(
                 self._bound,
@@ -188,7 +192,7 @@ class Engine:
                 self.transports[rank],
                 head,
                 self._reducers[rank],
-                self.streams if draws else None,
+                streams,
                 self.devices[rank],
                 self.world.numbers,
                 self.world.partners,
@@ -304,7 +308,8 @@ class Engine:
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in bound.programs:
-            program.start(feed, reduces=self.replicas is None or self.replicas.active)
+            reduces = self.replicas is None or self.replicas.active
+            program.start(feed, reduces=reduces, draws=bound.draws or self.streams.strays)
         bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)
@@ -357,7 +362,7 @@ class Engine:
         atexit.unregister(self.close)
         self.streams.close()
         if not self.control.failed:
-            self.control.end_sums()
+            self.control.end_losses()
             with self.control.waiting("close"):
                 for transport in self.transports.values():
                     transport.close()

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from penstock.compat import reduction_dtype
 from penstock.errors import ArgumentError
+from penstock.gradients import gradient_dtype
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed
-from penstock.runtime.gradients.dtypes import gradient_dtype
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
 """Called with each stage of this process, to shard it in place."""

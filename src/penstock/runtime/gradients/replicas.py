@@ -7,7 +7,7 @@ still run. Losses are weighted over the whole batch, so replicas may have batche
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -15,20 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.gradients import buckets
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import mesh_dimensions
-from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.gradients.sums import GradientSum
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import World
-from penstock.runtime.transport.distributed import all_reduce, broadcast_first
+from penstock.runtime.transport.distributed import all_reduce, broadcast_from
 from penstock.runtime.transport.protocol import Pending
 from penstock.runtime.transport.staging import Staging
-
-BUCKET_BYTES = 25 * 2**20
-"""As in DistributedDataParallel: large enough to use a link's full rate, small enough to overlap with later buckets."""
-
 
 SHARED = -1
 """Used instead of a stage index: the parameters that several stages hold, averaged once their own sum is complete."""
@@ -187,28 +183,9 @@ _ALIKE = (
 )
 
 
-def buckets(parameters: Iterable[nn.Parameter], most_bytes: int = BUCKET_BYTES) -> Iterator[list[nn.Parameter]]:
-    """Groups parameters into buckets: their gradients have one dtype, and at most `most_bytes` unless there is one."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
-    for dtype, same in by_dtype.items():
-        bucket: list[nn.Parameter] = []
-        filled = 0
-        for parameter in same:
-            size = parameter.numel() * dtype.itemsize
-            if bucket and filled + size > most_bytes:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(parameter)
-            filled += size
-        if bucket:
-            yield bucket
-
-
 def copy_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup, staging: Staging | None) -> None:
     """Gives every process of the group the first one's values, in place."""
-    broadcast = partial(broadcast_first, group=group)
+    broadcast = partial(broadcast_from, (0,), group=group)
     copy = broadcast if staging is None else staging.around(broadcast)
     with torch.no_grad():
         for tensor in tensors:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.gradients import by_gradient_dtype, gradient_dtype
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
-from penstock.runtime.gradients.dtypes import gradient_dtype
 from penstock.runtime.transport.protocol import Pending
 
 Reduce = Callable[[Sequence[Tensor]], Pending]
@@ -21,8 +21,11 @@ class GradientSum:
 
     Only the step's own contribution is summed: what earlier steps accumulated is already the same everywhere. There is
     one buffer per dtype: the gradients, then for each gradient the number of processes that have it. These numbers are
-    read only if this process lacks a gradient, since reading them waits for the device. The sums stay in the buffer,
-    and `.grad` are views of it.
+    read only if this process lacks a gradient, since reading them waits for the device.
+
+    From the second step on, the gradients that the step before had accumulate in the buffer: `.grad` are views of it,
+    and nothing is copied before the sum, nor after it. A gradient that is new, or that someone replaced, is copied into
+    the buffer; one that does not come is told by its view, which was never written to.
 
     Args:
         parameters: the same parameters, in the same order, on each process.
@@ -36,6 +39,8 @@ class GradientSum:
         self._divisor = divisor
         self._before: list[Tensor | None] = []
         self._buffers: list[Tensor] = []
+        self._prepared: dict[torch.dtype, Tensor] = {}
+        self._views: dict[nn.Parameter, Tensor] = {}
         self._present: dict[torch.dtype, tuple[list[bool], Tensor]] = {}
         self._pending: Pending | None = None
 
@@ -44,10 +49,12 @@ class GradientSum:
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        for members in by_gradient_dtype(self._parameters).values():
+            self._prepare(members)
 
     def start(self) -> None:
         """Starts the sum."""
-        self._buffers = [self._flat(members) for members in self._by_dtype()]
+        self._buffers = [self._flat(members) for members in by_gradient_dtype(self._parameters).values()]
         self._pending = self._reduce(self._buffers)
 
     def finish(self) -> None:
@@ -59,8 +66,33 @@ class GradientSum:
                 parameter.grad = _add(before[parameter], total)
         elif self._before:  # nothing was added
             for parameter, grad in before.items():
-                parameter.grad = _add(grad, parameter.grad)
+                parameter.grad = _add(grad, self._own(parameter))
         self._before, self._buffers, self._pending = [], [], None
+        self._prepared.clear()
+        self._views.clear()
+
+    def _prepare(self, members: Sequence[nn.Parameter]) -> None:
+        """Makes the buffer of the coming step, in which the gradients that the last one had accumulate."""
+        had, _ = self._present.get(gradient_dtype(members[0]), ([], None))
+        if len(had) != len(members):
+            return
+        for parameter, here, place in zip(members, had, _places(self._empty(members), members), strict=False):
+            if here and _lies_flat(parameter):
+                view = place.view(parameter.shape).data  # counts its own writes
+                parameter.grad = self._views[parameter] = view
+
+    def _empty(self, members: Sequence[nn.Parameter]) -> Tensor:
+        """A buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
+        dtype, size = gradient_dtype(members[0]), sum(_sizes(members)) + len(members)
+        nothing = complex(-0.0, -0.0) if dtype.is_complex else -0.0
+        self._prepared[dtype] = torch.full((size,), nothing, dtype=dtype, device=members[0].device)
+        return self._prepared[dtype]
+
+    def _own(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of this step."""
+        grad = parameter.grad
+        is_untouched = grad is not None and grad is self._views.get(parameter) and grad._version == 0
+        return None if is_untouched else grad
 
     def _flat(self, members: Sequence[nn.Parameter]) -> Tensor:
         for parameter in members:
@@ -70,42 +102,60 @@ class GradientSum:
                     "sparse gradients cannot be summed over processes: make the embedding with sparse=False"
                 )
         dtype = gradient_dtype(members[0])
-        mine = [local(p.detach()) for p in members]
-        grads = [local_gradient(p) for p in members]
-        flat = [
-            (torch.zeros_like(m, dtype=dtype) if g is None else g).reshape(-1) for g, m in zip(grads, mine, strict=True)
-        ]
-        return torch.cat([*flat, self._flags(members, dtype, mine[0])])
+        flags = self._flags(members, dtype)
+        buffer = self._prepared.get(dtype)
+        if buffer is None:
+            buffer = self._empty(members)
+        *places, last = _places(buffer, members)
+        last.copy_(flags)
+        for parameter, place in zip(members, places, strict=True):
+            if parameter.grad is not self._views.get(parameter):
+                grad = local_gradient(parameter)
+                place.copy_(torch.zeros_like(place) if grad is None else grad.reshape(-1))
+        return buffer
 
-    def _flags(self, members: Sequence[nn.Parameter], dtype: torch.dtype, like: Tensor) -> Tensor:
+    def _flags(self, members: Sequence[nn.Parameter], dtype: torch.dtype) -> Tensor:
         """Which gradients are here, as numbers on the device: those of the last step if the same ones are."""
-        present = [p.grad is not None for p in members]
-        known = self._present.get(dtype)
+        present = [self._own(p) is not None for p in members]
+        known, like = self._present.get(dtype), local(members[0].detach())
         if known is None or known[0] != present or known[1].device != like.device:
             known = self._present[dtype] = present, like.new_tensor([float(here) for here in present], dtype=dtype)
         return known[1]
 
     def _totals(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter's sum; None if no process has a gradient."""
-        for members, buffer in zip(self._by_dtype(), self._buffers, strict=True):
-            *flat, held = torch.split(buffer, [*(local(p.detach()).numel() for p in members), len(members)])
+        for members, buffer in zip(by_gradient_dtype(self._parameters).values(), self._buffers, strict=True):
+            *flat, held = _places(buffer, members)
             here, _ = self._present[buffer.dtype]
             counts: Sequence[float] = here if all(here) else held.cpu().tolist()
             if self._divisor > 1:
                 buffer /= self._divisor
             for parameter, total, count in zip(members, flat, counts, strict=True):
-                yield parameter, _in_place(total, parameter) if count else None
+                yield parameter, self._view(parameter, total) if count else None
 
-    def _by_dtype(self) -> list[list[nn.Parameter]]:
-        groups: dict[torch.dtype, list[nn.Parameter]] = {}
-        for parameter in self._parameters:
-            groups.setdefault(gradient_dtype(parameter), []).append(parameter)
-        return list(groups.values())
+    def _view(self, parameter: nn.Parameter, total: Tensor) -> Tensor:
+        view = self._views.get(parameter)
+        return _in_place(total, parameter) if view is None else view
+
+
+def _sizes(members: Sequence[nn.Parameter]) -> list[int]:
+    """The elements of each parameter that are here."""
+    return [local(parameter.detach()).numel() for parameter in members]
+
+
+def _places(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
+    """Where each gradient is in a buffer, and then the numbers of processes that have them."""
+    return torch.split(buffer, [*_sizes(members), len(members)])
+
+
+def _lies_flat(parameter: nn.Parameter) -> bool:
+    """Whether a piece of a buffer can be the parameter's gradient."""
+    return parameter.is_contiguous() and not is_distributed(parameter)
 
 
 def _in_place(total: Tensor, parameter: nn.Parameter) -> Tensor:
     """A gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is here."""
-    if parameter.is_contiguous() and not is_distributed(parameter):
+    if _lies_flat(parameter):
         return total.view(parameter.shape).detach()
     grad = torch.empty_like(parameter.data, dtype=total.dtype)
     mine = local(grad)

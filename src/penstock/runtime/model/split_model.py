@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_kinds, autocast_state
+from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Outline, telling_rows
@@ -70,6 +71,7 @@ class SplitModel:
             move_together(self.model, engine)
             with engine.control.working("the recording of the model"):
                 self._record(training=True)
+        self._weigh()
         self._cut_alike()
         with engine.control.agreed():
             stages = all_uses(self._record(training=True))
@@ -119,9 +121,11 @@ class SplitModel:
     def signature(self) -> tuple[Any, ...]:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
         and the plain attributes of modules whose forwards were recorded call by call."""
+        with plain_tensors():  # those of other ranks would look at each call
+            trained = tuple(map(_requires_grad, self._originals.parameters))
         return (
-            tuple(module.training for module in self._modules),
-            tuple(parameter.requires_grad for parameter in self._originals.parameters),
+            tuple(map(_training, self._modules)),
+            trained,
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
@@ -136,16 +140,19 @@ class SplitModel:
         return self._touched.look()
 
     @contextmanager
-    def accepting_own_changes(self) -> Iterator[None]:
+    def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model."""
-        before = self._partitioner.attributes()
+        raises may have ended before anything was learned about the model.
+
+        Args:
+            signature: what `signature` returned before the step.
+        """
         try:
             yield
         except BaseException:
             self._touched.changes += 1
             raise
-        self._partitioner.settle(before)
+        self._partitioner.settle(signature[-1])
         self._touched.settle()
         self._originals.settle()
 
@@ -218,8 +225,20 @@ class SplitModel:
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
+    def _weigh(self) -> None:
+        """Lets the first process measure how long the model's units take, while the others wait: they share its cores.
+        A front end without `weigh` has no use for it."""
+        weigh: Callable[..., None] | None = getattr(self._partitioner, "weigh", None)
+        with self._engine.control.agreed():
+            if weigh is None or not self._engine.world.is_first:
+                return
+            with self._engine.control.working("the measuring of its units"), self._recording(training=True):
+                args, kwargs = self._example.fill(self._engine.recorded_for)[0]
+                weigh(args, kwargs)
+            self._copied.clear()
+
     def _cut_alike(self) -> None:
-        """Cuts where the first process does: the estimate of a block's work may differ between processes."""
+        """Cuts where the first process does: the work of a block, and how long it takes, differ between processes."""
         division = self._engine.control.give_all(self._partitioner.division)
         if division != self._partitioner.division:
             self._copied.clear()
@@ -235,10 +254,16 @@ class SplitModel:
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
 
-    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
+    @contextmanager
+    def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
+        """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
+        with torch.set_grad_enabled(training), plain, telling_rows((outline or self._example).sizes):
+            yield
+
+    def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
         given = outline or self._example
-        with torch.set_grad_enabled(training), plain, telling_rows(given.sizes):
+        with self._recording(training=training, outline=outline):
             examples = given.fill(self._engine.recorded_for)
             return [self._copy(self._partitioner(args, kwargs)) for args, kwargs in examples]
 
@@ -330,6 +355,9 @@ class SplitModel:
                     f"{sorted(devices)}; choose cuts that keep its uses on one device, or run one process per device "
                     "under torchrun, where copies are kept equal"
                 )
+
+
+_requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 def _refuse_uneven(used: Sequence[Stage], first: Sequence[Stage]) -> None:

@@ -108,10 +108,14 @@ class Groups:
         """Raises ArgumentError if groups of the backend cannot have the user's options."""
         self._options.check(self.backend)
 
-    def open(self) -> None:
+    def open(self, *, late: bool) -> None:
         """Creates the groups that carry tensors. Call it once the ranks have agreed on the backend: with another on one
-        of them, they would wait for each other."""
+        of them, they would wait for each other. `late`: losses are sent while the main threads exchange other values,
+        so they have a group of their own."""
         roles, world = self._roles, self._world
+        if late:
+            alone = len(world.replicas) == 1
+            roles["losses"] = self._one_of(world.lines if alone else [world.everyone], "gloo")
         roles["up"] = self._one_of(world.lines, self.backend)
         roles["down"] = self._one_of(world.lines, self.backend)
         if len(world.replicas) > 1:
@@ -138,6 +142,11 @@ class Groups:
     def weights(self) -> dist.ProcessGroup:
         """The same group, over gloo."""
         return self._role("weights")
+
+    @property
+    def losses(self) -> dist.ProcessGroup:
+        """The group of those that share a loss, over gloo, if ranks compute on accelerators."""
+        return self._role("losses")
 
     @property
     def column(self) -> dist.ProcessGroup:

@@ -229,9 +229,10 @@ def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
     return _Works([dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors])
 
 
-def broadcast_first(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
-    """Starts to copy each tensor, in place, from the first process of a group to the others."""
-    return _Works([dist.broadcast(tensor, group=group, group_src=0, async_op=True) for tensor in tensors])
+def broadcast_from(sources: Sequence[int], tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to copy each tensor, in place, from a process of the group, by its rank there, to the others."""
+    pairs = zip(tensors, sources, strict=True)
+    return _Works([dist.broadcast(tensor, group=group, group_src=rank, async_op=True) for tensor, rank in pairs])
 
 
 class _Works:

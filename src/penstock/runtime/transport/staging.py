@@ -38,8 +38,11 @@ class Staging:
     def leave(self, message: Message, then: Callable[[list[Tensor | None]], object]) -> Operation:
         """Starts to copy tensors to the host, and has `then` called with them, laid out alike, once they are there.
 
-        What was to leave earlier is done with by then: everything leaves in one order.
+        What was to leave earlier is done with by then: everything leaves in one order. If there is no tensor, nothing
+        waits for the device.
         """
+        if all(tensor is None for tensor in message):
+            return self._courier.issue(partial(then, list(message)))
         flats = [None if tensor is None else exact.pack(tensor) for tensor in message]
         buffers = [None if t is None else exact.allocate(Layout.of(t), HOST, pinned=True) for t in message]
         self._out.wait_stream(self._module.current_stream(self.device))
@@ -100,3 +103,16 @@ class _Away:
 
     def _start(self, host: Sequence[Any]) -> None:
         self._host, self._pending = host, self._reduce(host)
+
+
+class Departed:
+    """Tensors that were sent to the host, for what a thread starts with them there."""
+
+    def __init__(self, staging: Staging, tensors: Message, start: Callable[[Message], Pending]) -> None:
+        self._started: list[Pending] = []
+        self._left = staging.leave(tensors, lambda host: self._started.append(start(host)))
+
+    def wait(self) -> None:
+        self._left.wait()
+        while self._started:
+            self._started.pop().wait()

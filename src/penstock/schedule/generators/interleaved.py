@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -52,5 +53,5 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
         row = forwards[:warm_up]
         for i, backward in enumerate(backwards):
             row += [backward, *forwards[warm_up + i : warm_up + i + 1]]
-        rows.append(row)
+        rows.append(Row(row))
     return Schedule("interleaved-1f1b", placement, microbatches, rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
@@ -34,11 +36,12 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     ICML 2021, as scheduled by Megatron-LM: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters Using Megatron-LM", SC 2021.
     """
-    rows = []
+    rows, numbers = [], array("i", range(microbatches))
     for rank in range(ranks):
         warm_up = min(ranks - 1 - rank, microbatches)
-        forwards = Row.of(Op.F, rank, range(microbatches))
-        backwards = Row.of(Op.B, rank, range(microbatches))
+        forwards = Row.of(Op.F, rank, numbers)
+        backwards = Row.of(Op.B, rank, numbers)
         steady = Row.alternate(forwards.part(warm_up, None), backwards.part(0, microbatches - warm_up))
-        rows.append(forwards.part(0, warm_up) + steady + backwards.part(microbatches - warm_up, None))
+        row = forwards.part(0, warm_up) + steady + backwards.part(microbatches - warm_up, None)
+        rows.append(Row.from_columns(row.stage, row.op, row.microbatch))
     return Schedule("1f1b", Placement.loop(ranks), microbatches, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -72,5 +73,5 @@ def _split(ranks: int, microbatches: int, distance: int) -> Schedule:
             if warm_up + k < microbatches:
                 row.append(Action(rank, Op.F, warm_up + k))
         row += [Action(rank, Op.W, k) for k in range(max(microbatches - late, 0), microbatches)]
-        rows.append(row)
+        rows.append(Row(row))
     return Schedule(f"zb-h{distance}", Placement.loop(ranks), microbatches, rows)

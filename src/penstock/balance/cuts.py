@@ -1,0 +1,205 @@
+"""Where to cut a row of units into stages so that the dearest stage is as cheap as possible. Exact.
+
+What a stage costs may depend on what crosses its two cuts and on its position, so that no greedy rule would do. But the
+best row of s stages that ends before unit j is the best row of s - 1 stages that ends before some unit i < j, and a
+stage from i to j. Stages that cost more than some bound are left out, and if nothing is left the bound is doubled: so
+the tables are narrow, and 1,000 units in 64 stages take a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ArgumentError
+
+Floats = NDArray[np.float64]
+
+Table = Callable[[int], Floats]
+"""For each stage, what it costs if it has k units and ends before unit j, at [k, j]."""
+
+ROUNDING = 1 + 1e-12
+"""Sums in another order may exceed a bound by this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What to divide, and what a stage costs. All sequences but `in_flight` have an entry for each unit.
+
+    Attributes:
+        seconds: what a unit takes.
+        crossing_seconds: what it takes to send what crosses a cut before this unit, there and back; both stages pay.
+        held_bytes: what a unit takes all the time.
+        activation_bytes: what it keeps for each microbatch in flight.
+        in_flight: for each stage, how many microbatches are in flight at most; empty: one.
+        limit_bytes: what a stage may take.
+        balanced: what is to be even: seconds, or bytes.
+    """
+
+    seconds: Sequence[float]
+    crossing_seconds: Sequence[float] = ()
+    held_bytes: Sequence[float] = ()
+    activation_bytes: Sequence[float] = ()
+    in_flight: Sequence[int] = ()
+    limit_bytes: float = math.inf
+    balanced: Literal["seconds", "bytes"] = "seconds"
+
+    def bytes_before(self, stage: int) -> Floats:
+        """What all units before each one, and before the end, would take on this stage."""
+        return self._bytes_before(self.in_flight[stage] if self.in_flight else 1)
+
+    def costs_before(self, stage: int | None = None) -> Floats:
+        """The same for what is balanced, without what crosses; with no stage: where they cost least."""
+        if self.balanced == "seconds":
+            return _totals(_column(self.seconds, len(self.seconds))[:-1])
+        return self._bytes_before(min(self.in_flight, default=1)) if stage is None else self.bytes_before(stage)
+
+    def crossing(self) -> Floats:
+        """What a cut before each unit costs each of its two stages."""
+        if self.balanced == "bytes":
+            return np.zeros(len(self.seconds) + 1)
+        found = _column(self.crossing_seconds, len(self.seconds))
+        found[0] = found[-1] = 0.0
+        return found
+
+    def _bytes_before(self, microbatches: int) -> Floats:
+        units = len(self.seconds)
+        held, kept = _column(self.held_bytes, units), _column(self.activation_bytes, units)
+        return _totals((held + microbatches * kept)[:-1])
+
+
+def best_starts(problem: Problem, stages: int) -> list[int]:
+    """The unit with which each stage begins. The dearest stage is as cheap as can be, then the sum of squares.
+
+    Raises:
+        ArgumentError: there are fewer units than stages, or nothing fits; says what the least limit is.
+    """
+    units = len(problem.seconds)
+    if not 1 <= stages <= units:
+        raise ArgumentError(f"stages={stages}: expected from 1 to {units}, the number of units")
+    least = problem.costs_before()
+    bound = 2 * least[-1] / stages
+    while True:
+        longest = int(np.max(np.arange(units + 1) - np.searchsorted(least, least - bound * ROUNDING)))
+        table = _table(problem, longest)
+        dearest = _dearest(table, stages, units)
+        if dearest <= bound or (longest == units and math.isfinite(dearest)):
+            return _even(table, dearest * ROUNDING, stages, units)
+        if longest == units:
+            raise ArgumentError(_nothing_fits(problem, stages))
+        bound = max(2 * bound, float(np.diff(least).max()))
+
+
+def stage_loads(problem: Problem, starts: Sequence[int]) -> list[float]:
+    """What each of these stages costs, in what is balanced."""
+    crossing, found = problem.crossing(), []
+    for stage, (start, end) in enumerate(pairwise((*starts, len(problem.seconds)))):
+        before = problem.costs_before(stage)
+        found.append(float(before[end] - before[start] + crossing[start] + crossing[end]))
+    return found
+
+
+def stage_bytes(problem: Problem, starts: Sequence[int]) -> list[float]:
+    """What each of these stages takes of memory."""
+    runs = enumerate(pairwise((*starts, len(problem.seconds))))
+    return [
+        float(problem.bytes_before(stage)[end] - problem.bytes_before(stage)[start]) for stage, (start, end) in runs
+    ]
+
+
+def _nothing_fits(problem: Problem, stages: int) -> str:
+    freely = Problem(
+        problem.seconds,
+        held_bytes=problem.held_bytes,
+        activation_bytes=problem.activation_bytes,
+        in_flight=problem.in_flight,
+        balanced="bytes",
+    )
+    loads = stage_loads(freely, best_starts(freely, stages))
+    return (
+        f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The least that any needs is "
+        f"{max(loads):,.0f} bytes, on stage {int(np.argmax(loads))}. Give more memory, more stages, smaller "
+        "microbatches, or recompute="
+    )
+
+
+def _table(problem: Problem, longest: int) -> Table:
+    """The costs of stages of up to `longest` units; infinite for those that have none, or take too much memory."""
+    units = len(problem.seconds)
+    lengths, ends = np.arange(longest + 1)[:, None], np.arange(units + 1)[None, :]
+    begins = ends - lengths
+    exists = (begins >= 0) & (lengths > 0)
+    begins = np.maximum(begins, 0)
+    crossing = problem.crossing()
+    crossings = np.where(exists, crossing[begins] + crossing[None, :], np.inf)
+
+    def costs(stage: int) -> Floats:
+        before = problem.costs_before(stage)
+        found: Floats = before[None, :] - before[begins] + crossings
+        if math.isfinite(problem.limit_bytes):
+            taken = problem.bytes_before(stage)
+            found[taken[None, :] - taken[begins] > problem.limit_bytes * ROUNDING] = np.inf
+        return found
+
+    if problem.balanced == "seconds" and math.isinf(problem.limit_bytes):
+        same = costs(0)
+        return lambda stage: same
+    return costs
+
+
+def _dearest(table: Table, stages: int, units: int) -> float:
+    """The least cost of the dearest stage; infinite if no row of stages is allowed."""
+    best = _at_start(units)
+    for stage in range(stages):
+        costs = table(stage)
+        best = np.maximum(_by_length(best, len(costs)), costs).min(axis=0)
+    return float(best[-1])
+
+
+def _even(table: Table, bound: float, stages: int, units: int) -> list[int]:
+    """The row of stages within the bound with the least sum of squares; of equal ones, that with later cuts."""
+    best = _at_start(units)
+    lengths: list[NDArray[Any]] = []
+    for stage in range(stages):
+        costs = table(stage)
+        sums = _by_length(best, len(costs)) + np.where(costs <= bound, costs, np.inf) ** 2
+        lengths.append(np.argmin(sums, axis=0))
+        best = sums[lengths[-1], np.arange(units + 1)]
+    starts: list[int] = []
+    end = units
+    for by_end in reversed(lengths):
+        end -= int(by_end[end])
+        starts.append(end)
+    return starts[::-1]
+
+
+def _at_start(units: int) -> Floats:
+    """What no stages cost, by where they end."""
+    best = np.full(units + 1, np.inf)
+    best[0] = 0.0
+    return best
+
+
+def _by_length(best: Floats, lengths: int) -> Floats:
+    """best[j - k] at [k, j], infinite for j < k: a view."""
+    padded = np.concatenate([np.full(lengths, np.inf), best])
+    step = padded.strides[0]
+    return np.lib.stride_tricks.as_strided(padded[lengths:], (lengths, len(best)), (-step, step), writeable=False)
+
+
+def _column(values: Sequence[float], units: int) -> Floats:
+    """One value for each unit, and one for the end; zeros if there are none."""
+    found = np.zeros(units + 1)
+    found[: len(values)] = values
+    return found
+
+
+def _totals(values: Floats) -> Floats:
+    """The sums of the values before each one, and before the end."""
+    return np.concatenate([[0.0], np.cumsum(values)])

@@ -1,0 +1,100 @@
+"""`penstock profile`: measures what each part of a model costs on this device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._spread import OUTPUT_PANEL
+from penstock.cli._target import Leaves, Opens, TargetName, loaded, names
+from penstock.words import counted, in_ranges, sized
+
+if TYPE_CHECKING:
+    from penstock.balance import Profile, UnitCost
+
+
+def profile(
+    target: TargetName,
+    microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run, such as cuda; by default where the inputs are.")
+    ] = None,
+    budget_seconds: Annotated[float, typer.Option(help="How long to measure.")] = 2.0,
+    leaves: Leaves = None,
+    opens: Opens = None,
+    json: Annotated[
+        str | None,
+        typer.Option(help="Also write the profile to this file, for --balance.", rich_help_panel=OUTPUT_PANEL),
+    ] = None,
+) -> None:
+    """Measure what each part of a model costs: time forward and backward, and memory, for one microbatch.
+
+    TARGET is a function that returns (model, args, target, loss), as for
+    `penstock verify`; the loss is not measured. Each module before which the model
+    can be cut is run, repeated blocks once for all. `--balance profile.json` of
+    other commands, and `balance=` of `penstock.pipeline`, cut by the file.
+    """
+    with loaded(target, "the model") as given:
+        from penstock.pipe.profiling import profile as measured
+
+        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        found = measured(
+            given.model,
+            given.args,
+            given.kwargs,
+            microbatches=microbatches,
+            leaves=names(leaves),
+            opens=names(opens),
+            device=device,
+            budget_seconds=budget_seconds,
+            **cutting,
+        )
+    if json is not None:
+        found.save(json)
+    show(found, Console(highlight=False))
+
+
+def show(found: Profile, console: Console) -> None:
+    """Prints the table, a row for units of one kind that follow each other: each one's times, the share of all of them,
+    and the bytes that each keeps for its backward, holds as parameters, and gets from the one before."""
+    inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
+    runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
+    console.print(Text(f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}, {runs}", "bold"))
+    console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("unit", overflow="fold")
+    for head in ("F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"):
+        table.add_column(head, justify="right", no_wrap=True)
+    total = sum(unit.seconds for unit in found.units) or 1.0
+    for units in _rows(found.units):
+        first = units[0]
+        table.add_row(
+            Text(", ".join(in_ranges(unit.name for unit in units))),
+            *(f"{1e3 * each:.3f}" for each in _parts(first)),
+            f"{first.spread:.0%}",
+            f"{sum(unit.seconds for unit in units) / total:.1%}",
+            *(sized(size) for size in (first.activation_bytes, first.parameter_bytes, first.boundary_bytes)),
+        )
+    console.print(table)
+    for note in found.notes:
+        console.print(Text(f"note: {note}"), soft_wrap=True)
+
+
+def _parts(unit: UnitCost) -> tuple[float, float, float]:
+    return unit.forward_seconds, unit.input_gradient_seconds, unit.weight_gradient_seconds
+
+
+def _rows(units: tuple[UnitCost, ...]) -> list[list[UnitCost]]:
+    """Units that follow each other and are of one kind, together."""
+    rows: list[list[UnitCost]] = []
+    for unit in units:
+        if rows and unit.like and unit.like in (rows[-1][0].name, rows[-1][0].like):
+            rows[-1].append(unit)
+        else:
+            rows.append([unit])
+    return rows

@@ -1,0 +1,90 @@
+"""What automatic cuts even out: the argument `balance`, checked."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from penstock.balance import Profile, read_profile
+from penstock.errors import ArgumentError
+from penstock.partition.cut.balance import Weighed
+from penstock.words import named
+
+BalanceName = Literal["time", "flops", "parameters", "layers"]
+
+Weight = Callable[[str, nn.Module], float]
+"""What a module costs, by its name and itself."""
+
+Balance = BalanceName | str | os.PathLike[str] | Profile | Weight
+
+BALANCES: tuple[BalanceName, ...] = get_args(BalanceName)
+
+_TYPE = "type:"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What cuts even out.
+
+    Attributes:
+        by: what the recording alone says, where nothing else is known, and to decide which modules to open.
+        measures: whether units are to be run, to see how long they take.
+        profile: what each unit costs.
+        weight: the user's function for that.
+        kind: where stages may begin: before modules whose class has such a name; each counts the same.
+    """
+
+    by: Weighed = "flops"
+    measures: bool = False
+    profile: Profile | None = None
+    weight: Weight | None = None
+    kind: re.Pattern[str] | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Choice:
+        """The choice that `balance=given` makes. Raises ArgumentError for anything else."""
+        match given:
+            case Choice():
+                return given
+            case "flops" | "parameters" | "layers":
+                return cls(given)
+            case "time":
+                return cls(measures=True)
+            case str() if given.startswith(_TYPE):
+                return cls(kind=_pattern(given))
+            case str() if given.endswith(".json"):
+                return cls(profile=read_profile(given))
+            case os.PathLike():
+                return cls(profile=read_profile(given))
+            case Profile():
+                return cls(profile=given)
+            case _ if callable(given) and not isinstance(given, type):
+                return cls(weight=given)
+        names = ", ".join(map(repr, BALANCES))
+        raise ArgumentError(
+            f"balance={given!r}: expected one of {names}, 'type:' and a pattern of class names, a Profile, the path of "
+            "one (.json), or a function of a module's name and the module"
+        )
+
+    def weight_of(self, name: str, module: nn.Module) -> float:
+        """What the user's function says of a module. Raises ArgumentError if that is no number of 0 or more."""
+        assert self.weight is not None
+        weight = self.weight(name, module)
+        if not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            raise ArgumentError(
+                f"balance: {named(self.weight).__qualname__} returned {weight!r} for {name!r}; expected a number of "
+                "0 or more"
+            )
+        return float(weight)
+
+
+def _pattern(given: str) -> re.Pattern[str]:
+    try:
+        return re.compile(given.removeprefix(_TYPE))
+    except re.error as error:
+        raise ArgumentError(f"balance={given!r}: {error}; expected 'type:' and a regular expression") from error

@@ -1,0 +1,169 @@
+"""Decides where a recording is cut: by what it says itself, by a profile or a function, or by measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.balance import Problem, Profile, best_starts, stage_loads
+from penstock.errors import ArgumentError
+from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
+from penstock.partition.cut.choice import Choice
+from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
+from penstock.partition.recording.recording import Recording
+
+LEAST_WORK = 500_000_000
+"""Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
+take about as long as the Python around them, and the cuts stay the same from run to run."""
+
+WORTH_MOVING = 0.98
+"""Cuts by work stay if the best cuts by time make the slowest stage no faster than this fraction, so that they are the
+same from run to run wherever that costs nothing."""
+
+UNEVEN = 1.15
+"""A slowest stage above this many times the mean is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to cut, and what is known about it."""
+
+    cuts: tuple[str, ...]
+    seconds: tuple[float, ...] = ()
+    """What each stage was found to take, forward and backward; empty if that was not found out."""
+    notes: tuple[str, ...] = ()
+
+
+def work_of_recording(recording: Recording) -> int:
+    """All the work of a microbatch."""
+    return sum(fact.work for fact in recording.facts.values())
+
+
+def decide(
+    recording: Recording, model: nn.Module, stages: int, choice: Choice, units: Sequence[Candidate] | None = None
+) -> Decision:
+    """The best cuts by what is known without running anything. `units`: the candidates; None: all.
+
+    Raises:
+        PartitionError: there are fewer units than stages.
+        ArgumentError: the profile is not of this model, or the function returns something else.
+    """
+    if choice.profile is not None:
+        return _by_profile(recording, model, stages, choice.profile, units)
+    every = candidates(recording, model, choice.by) if units is None else units
+    if choice.kind is not None:
+        every = _of_kind(every, model, choice)
+    if choice.weight is None:
+        return Decision(balanced_cuts(recording, model, stages, choice.by, every))
+    weights = [choice.weight_of(unit.name, model.get_submodule(unit.name)) for unit in every]
+    if stages > len(every):
+        return Decision(balanced_cuts(recording, model, stages, choice.by, every))  # raises
+    starts = best_starts(Problem(weights), stages)
+    return Decision(tuple(every[start].name for start in starts[1:]))
+
+
+def measured(
+    recording: Recording,
+    model: nn.Module,
+    by_work: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Decision:
+    """The best cuts by measured times; the cuts by work where these do as well, or nothing can be measured."""
+    unchanged = tuple(by_work)
+    if work_of_recording(recording) < LEAST_WORK:
+        return Decision(unchanged)
+    try:
+        profile = measure(recording, model, candidates(recording, model, "flops"), args, kwargs)
+    except UnmeasurableError as error:
+        return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
+    names = [unit.name for unit in profile.units]
+    if len(names) <= len(by_work):
+        return Decision(unchanged)
+    problem = Problem([unit.seconds for unit in profile.units])
+    starts = best_starts(problem, len(by_work) + 1)
+    if all(name in names for name in by_work):
+        before = [0, *map(names.index, by_work)]
+        if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
+            starts = before
+    loads = stage_loads(problem, starts)
+    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), uneven(loads, names, starts, problem))
+
+
+def uneven(loads: Sequence[float], names: Sequence[str], starts: Sequence[int], problem: Problem) -> tuple[str, ...]:
+    """What to say of a slowest stage above `UNEVEN` times the mean; nothing if there is none."""
+    mean = sum(loads) / len(loads)
+    slowest = max(range(len(loads)), key=loads.__getitem__)
+    if loads[slowest] <= UNEVEN * mean:
+        return ()
+    end = (*starts[1:], len(names))[slowest]
+    heaviest = max(range(starts[slowest], end), key=lambda unit: problem.seconds[unit])
+    alone = problem.seconds[heaviest] / mean
+    text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean of the stages, and all wait for it"
+    if alone > UNEVEN:
+        remedy = f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (opens=)"
+    else:
+        remedy = "no cut is more even: take another number of stages, or opens=[...] where a module has parts"
+    return (f"{text}; {remedy}",)
+
+
+def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tuple[str, ...]:
+    """What the user should know of a split: what was decided, or that it is uneven by its stages' work.
+
+    `chosen_here`: whether the user left the choice of cuts to us.
+    """
+    if decision.notes or decision.seconds or sum(work) < LEAST_WORK:
+        return decision.notes
+    mean = sum(work) / len(work)
+    slowest = max(range(len(work)), key=work.__getitem__)
+    if work[slowest] <= UNEVEN * mean:
+        return ()
+    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else "leave cuts= out, or move them"
+    return (
+        f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
+        f"wait for it; {remedy}",
+    )
+
+
+def _by_profile(
+    recording: Recording, model: nn.Module, stages: int, profile: Profile, units: Sequence[Candidate] | None
+) -> Decision:
+    """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
+    mine = identity(model)
+    profile.check_for(mine.parameters, recording.device.type, mine.dtype)
+    here = {unit.name for unit in (candidates(recording, model, "flops") if units is None else units)}
+    names: list[str] = []
+    seconds: list[float] = []
+    for unit in profile.units:
+        if unit.name in here or not names:
+            names.append(unit.name)
+            seconds.append(0.0)
+        seconds[-1] += unit.seconds
+    if stages > len(names):
+        raise ArgumentError(
+            f"stages={stages}: the profile has only {len(names)} units of this model at which it can be cut"
+        )
+    problem = Problem(seconds)
+    starts = best_starts(problem, stages)
+    loads = stage_loads(problem, starts)
+    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), uneven(loads, names, starts, problem))
+
+
+def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> list[Candidate]:
+    """The candidates whose class has such a name; each counts 1."""
+    assert choice.kind is not None
+    found = [
+        Candidate(unit.name, unit.position, 1)
+        for unit in units
+        if choice.kind.search(type(model.get_submodule(unit.name)).__name__)
+    ]
+    if not found:
+        classes = sorted({type(model.get_submodule(unit.name)).__name__ for unit in units})
+        raise ArgumentError(
+            f"balance='type:{choice.kind.pattern}': no module at which the model can be cut is of such a class; there "
+            f"are {', '.join(classes)}"
+        )
+    return found

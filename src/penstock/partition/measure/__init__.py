@@ -1,0 +1,1 @@
+"""What each unit of a recorded model costs, measured by running it."""

@@ -1,0 +1,67 @@
+"""Measures what each part of a model costs on this device, for one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.balance import Profile
+from penstock.errors import ArgumentError
+from penstock.partition import NoStreams, Partitioner, UnmeasurableError
+from penstock.pipe.build import checked_inputs
+from penstock.runtime.batch.batch_dims import BatchDims, Dim
+from penstock.runtime.batch.cutting import Cutting, SplitFunction
+from penstock.runtime.processes.world import device_named
+from penstock.trees import map_tensors, unflatten
+
+
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    microbatches: int | None = None,
+    batch_dims: BatchDims | Dim = None,
+    split: SplitFunction | None = None,
+    leaves: Sequence[str] | None = None,
+    opens: Sequence[str] | None = None,
+    device: torch.device | str | None = None,
+    budget_seconds: float = 2.0,
+) -> Profile:
+    """Runs each module before which the model can be cut, forward and backward, and says what it costs.
+
+    Repeated blocks are run once for all. Inputs are made up, except integers. The loss function is not part of it,
+    unless the model computes its own. Nothing of the model changes, nor any random generator.
+
+    Args:
+        model, args, kwargs, batch_dims, split, leaves, opens: as for `penstock.pipeline`.
+        microbatches: how many the batch is cut into; the first one is measured. None: 8, or one per row of a smaller
+            batch.
+        device: where to run. None: where the example is.
+        budget_seconds: how long to measure; each kind of unit is run at least twice, whatever that takes.
+
+    Raises:
+        ArgumentError: an argument is wrong, or the model cannot be run (its weights are on the meta device).
+        PartitionError: the model cannot be recorded.
+    """
+    if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
+        raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
+    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number, at least 1")
+    example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
+    count = microbatches or cutting.usual(*example)
+    divided = cutting.divide(*example, None, count, "example", 1)
+    piece = cutting.cut(*example, divided, count, "example", None, 1).pieces[0]
+    inputs, named = unflatten(piece.leaves, piece.structure)
+    if device is not None:
+        there = device_named(device)
+        inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
+    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    try:
+        with torch.enable_grad():
+            return partitioner.profile(inputs, named, budget_seconds)
+    except UnmeasurableError as error:
+        raise ArgumentError(f"the model cannot be profiled: {error}") from error

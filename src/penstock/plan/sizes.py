@@ -1,0 +1,111 @@
+"""What a model's units cost with microbatches of another size than those that were measured."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from penstock.balance import Profile, UnitCost
+from penstock.errors import ArgumentError
+from penstock.words import counted
+
+GROWING = (
+    "forward_seconds",
+    "input_gradient_seconds",
+    "weight_gradient_seconds",
+    "activation_bytes",
+    "boundary_bytes",
+    "boundary_gradient_bytes",
+)
+"""What depends on the number of rows. The rest is of the parameters."""
+
+FARTHEST = 2
+"""Up to so many times the largest measured size a line through the measurements is trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Profiles of one model by the number of rows of a microbatch.
+
+    Between two measured sizes, costs lie on a straight line; beyond them, on that of the two nearest. A single profile
+    gives costs in proportion to the rows.
+
+    Raises:
+        ArgumentError: there is no profile, a size is less than 1, or profiles are not of the same units of one model.
+    """
+
+    profiles: Mapping[int, Profile]
+
+    def __post_init__(self) -> None:
+        if not self.profiles or min(self.profiles) < 1:
+            raise ArgumentError("profiles: expected at least one, by the number of rows (1 or more) of its microbatch")
+        first, *others = self.profiles.values()
+        for other in others:
+            other.check_for(first.parameters, first.device, first.dtype)
+            if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
+                raise ArgumentError("profiles: they have different units; make them with the same opens= and leaves=")
+
+    @classmethod
+    def of(cls, profiles: Iterable[Profile]) -> Sizes:
+        """Profiles by the rows of the microbatch that each says it was made with.
+
+        Raises:
+            ArgumentError: a profile does not say, or two say the same.
+        """
+        by_rows: dict[int, Profile] = {}
+        for profile in profiles:
+            rows = rows_of(profile)
+            if rows in by_rows:
+                raise ArgumentError(
+                    f"profiles: two are of microbatches of {counted(rows, 'row')}; give one of each size"
+                )
+            by_rows[rows] = profile
+        return cls(by_rows)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of the units, in the order in which they run."""
+        return tuple(unit.name for unit in next(iter(self.profiles.values())).units)
+
+    @property
+    def largest(self) -> int:
+        """The most rows for which costs are predicted."""
+        return FARTHEST * max(self.profiles)
+
+    def at(self, rows: int) -> tuple[UnitCost, ...]:
+        """What each unit costs with microbatches of that many rows."""
+        if rows in self.profiles:
+            return self.profiles[rows].units
+        sizes = sorted(self.profiles)
+        if len(sizes) == 1:
+            return tuple(_scaled(unit, rows / sizes[0]) for unit in self.profiles[sizes[0]].units)
+        upper = next((i for i, size in enumerate(sizes) if size > rows and i > 0), len(sizes) - 1)
+        low, high = sizes[upper - 1], sizes[upper]
+        share = (rows - low) / (high - low)
+        pairs = zip(self.profiles[low].units, self.profiles[high].units, strict=True)
+        return tuple(_between(below, above, share) for below, above in pairs)
+
+
+def rows_of(profile: Profile) -> int:
+    """The rows of the microbatch that was measured: the first dimension of most inputs.
+
+    Raises:
+        ArgumentError: the profile does not say.
+    """
+    shapes = (re.search(r"\[([0-9]+)", text) for text in profile.inputs.values())
+    found = Counter(int(shape[1]) for shape in shapes if shape)
+    if not found:
+        raise ArgumentError("profiles: one does not say with which inputs it was made; use penstock.profile(...)")
+    return found.most_common(1)[0][0]
+
+
+def _scaled(unit: UnitCost, factor: float) -> UnitCost:
+    return replace(unit, **{name: getattr(unit, name) * factor for name in GROWING})
+
+
+def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
+    """On the line through two; never below zero."""
+    values = {name: (getattr(low, name), getattr(high, name)) for name in GROWING}
+    return replace(low, **{name: max(0.0, a + share * (b - a)) for name, (a, b) in values.items()})

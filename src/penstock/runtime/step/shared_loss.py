@@ -1,0 +1,134 @@
+"""A batch's loss, given to every rank: a step starts that, and only those who read the loss wait for it.
+
+On the CPU the loss is there at the end of a step, and travels as other small values do. A device computes it later, so
+it travels once it has been copied to the host (`Control.send_late`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.processes.groups import Groups
+from penstock.runtime.transport.distributed import all_reduce, broadcast_from
+from penstock.runtime.transport.protocol import Message, Pending
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class SharedLoss:
+    """A batch's loss on its way to every rank. Reading it waits, and starts nothing.
+
+    The loss is the sum, in order, of terms from one rank or several. Each travels with its dtype, as float64, which
+    holds every smaller float exactly.
+
+    Args:
+        parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Not read before
+            they are sent or asked for: reading waits for their device.
+        divisor: what the sum is divided by, term by term.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
+        self._divisor = divisor
+        self._lengths = [len(terms) for terms in parts]
+        self._buffers: list[Tensor] | None = None
+        self.terms: Message = [None if term is None else term.detach().clone() for terms in parts for term in terms]
+        """Those of all parts."""
+        self.waits: list[Callable[[], None]] = []
+        """Each returns when one of the buffers is here; none is left once all are."""
+
+    def fill(self, terms: Message) -> list[Tensor]:
+        """Makes the buffers that travel. For each part one row per term: the value, and 1 + the number of its dtype.
+        All zero on ranks without the term, so that a sum over ranks gives the term.
+
+        Args:
+            terms: those of all parts, or copies of them on the host.
+        """
+        rows = torch.zeros((len(terms), 2), dtype=torch.float64)
+        for row, term in zip(rows, terms, strict=True):
+            if term is not None:
+                row[0] = term.cpu().double()
+                row[1] = float(1 + _DTYPES.index(term.dtype))
+        self._buffers = [part.clone() for part in torch.split(rows, self._lengths)]
+        return self._buffers
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` waits neither for another rank nor for a device."""
+        on_host = all(term is None or term.device.type == "cpu" for term in self.terms)
+        return not self.waits and (self._buffers is not None or on_host)
+
+    def read(self) -> Tensor | None:
+        """The loss, a scalar on the CPU; None if there is none."""
+        while self.waits:
+            self.waits.pop()()
+        total: Tensor | None = None
+        buffers = self.fill(self.terms) if self._buffers is None else self._buffers
+        for value, dtype in (slot for buffer in buffers for slot in buffer.tolist()):
+            if dtype:
+                term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
+                total = term if total is None else total + term
+        return total
+
+
+def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wanted: bool) -> SharedLoss:
+    """The loss of a step that has run. Every rank calls it.
+
+    Args:
+        microbatches: of each replica.
+        wanted: whether every rank is to have the loss; otherwise it stays where it was computed.
+    """
+    if wanted and engine.world.data_parallel > 1:
+        return _summed(engine, bound, microbatches)
+    parts = _parts(engine, bound)
+    shared = SharedLoss(list(parts.values()))
+    if not wanted or engine.world.is_local:
+        return shared
+    if engine.control.sends_late:
+        sources = tuple(engine.world.numbers[rank] for rank in parts if rank not in engine.ranks)
+        start = partial(_broadcast, tuple(parts), shared)
+        shared.waits.append(engine.control.send_late(shared.terms, start, sources))
+    else:
+        for rank, buffer in zip(parts, shared.fill(shared.terms), strict=True):
+            shared.waits.append(engine.broadcast(buffer, rank))
+    return shared
+
+
+def _parts(engine: Engine, bound: BoundSchedule) -> Mapping[int, Sequence[Tensor | None]]:
+    """The terms of one pipeline's loss, by the rank that has them: each last stage's microbatches."""
+    placement, head = bound.schedule.placement, bound.head
+    sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
+    if len(sources) == 1 or engine.world.is_local:
+        return {placement.rank_of[-1]: [None if sources.keys().isdisjoint(engine.ranks) else head.total()]}
+    return {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
+
+
+def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLoss:
+    """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
+    world, placement = engine.world, bound.schedule.placement
+    first = world.replica * microbatches
+    terms: list[Tensor | None] = [None] * (microbatches * world.data_parallel)
+    for stage in range(placement.stages):
+        if placement.is_last(stage) and placement.rank_of[stage] in engine.ranks and world.tp_rank == 0:
+            numbers = bound.schedule.numbers_on(stage)
+            terms[first + numbers.start : first + numbers.stop] = bound.head.terms(numbers)
+    shared, control = SharedLoss([terms], world.data_parallel), engine.control
+    if control.sends_late:
+        shared.waits.append(control.send_late(shared.terms, partial(_sum, shared), control.others))
+    else:
+        shared.waits.append(control.broadcast_sum(shared.fill(shared.terms)[0]))
+    return shared
+
+
+def _broadcast(sources: Sequence[int], shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
+    """Starts to give every rank of the pipeline the terms, which are on the host by now."""
+    return broadcast_from(sources, shared.fill(terms), groups.losses)
+
+
+def _sum(shared: SharedLoss, groups: Groups, terms: Message) -> Pending:
+    """Starts to give every process the terms of all."""
+    return all_reduce(shared.fill(terms), groups.losses)

@@ -1,0 +1,139 @@
+"""What the nodes of a schedule cost, as tables: how long each takes, and how its output travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.schedule import Op
+from penstock.schedule.action import OPS
+from penstock.schedule.dependencies import NEEDS, Where
+from penstock.simulate.columns import Columns, Floats, Ints
+from penstock.simulate.costs import LinkCost, Links, StageCost, cost_between
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Nodes that cost the same share an entry in the tables.
+
+    Attributes:
+        of: for each node, its entry: its kind, or one of its own if it overlaps with another.
+        seconds: how long it takes; for two that overlap, each one's share of the time that both take.
+        latency: of the message that it waits for.
+        lag: from when that message leaves until it arrives: `latency`, and the time that it occupies the link.
+        paired: whether it overlaps with the next node.
+        hold: how long that next node takes.
+        wire: how long its own message occupies a link.
+        link: which link that is; -1 if no other rank waits for it.
+        links: how many links there are.
+    """
+
+    of: Ints
+    seconds: Floats
+    latency: Floats
+    lag: Floats
+    paired: NDArray[np.bool_]
+    hold: Floats
+    wire: Floats
+    link: Ints
+    links: int
+
+    @classmethod
+    def of_columns(cls, columns: Columns, costs: Sequence[Sequence[StageCost]], links: Links) -> Work:
+        """The entries are the kinds of nodes, or the kinds by number where costs are.
+
+        Args:
+            costs: for each stage one, or one for each number.
+
+        Raises:
+            ArgumentError: a link in use has no cost.
+        """
+        width = max(map(len, costs))
+        seconds = np.zeros((len(Op), columns.stages, width))
+        seconds[Op.F.code] = _by_number(costs, "forward_seconds")
+        seconds[Op.B.code] = _by_number(costs, "backward_seconds")
+        seconds[Op.I.code] = _by_number(costs, "backward_input_seconds")
+        seconds[Op.W.code] = _by_number(costs, "backward_weight_seconds")
+        latency, wire_in, pairs = _arrivals(columns, _by_number(costs, "output_bytes"), links)
+        wire, link = np.zeros_like(wire_in), np.full_like(wire_in, -1, int)
+        used = np.flatnonzero(columns.source >= 0)
+        numbers = {pair: number for number, pair in enumerate(np.unique(pairs[used]).tolist())}
+        for kind in used.tolist():
+            for maker in _makers(OPS[kind // columns.stages]):
+                made = maker.code * columns.stages + columns.source[kind]
+                wire[made], link[made] = wire_in[kind], numbers[pairs[kind]]
+        lag, nothing = (latency + wire_in).ravel(), np.zeros(wire.size)
+        plain = cls(
+            columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers(),
+            seconds.ravel(), latency.ravel(), lag, nothing.astype(bool), nothing, wire.ravel(), link.ravel(),
+            len(numbers),
+        )  # fmt: skip
+        fused = _by_number(costs, "overlapped_seconds").ravel()
+        return plain._with_overlaps(columns, fused) if len(columns.joined) else plain
+
+    def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
+        """An entry for each of two nodes that overlap; those whose entries are the same as another pair's share it.
+
+        `fused` is how long two take together, by the stage (and number) of the forward; NaN if that is unknown.
+        """
+        entries = len(self.seconds)
+        pairs = self.of[columns.joined].astype(np.int64) * entries + self.of[columns.joined + 1]
+        both, which = np.unique(pairs, return_inverse=True)
+        one, two = np.divmod(both, entries)
+        total = fused[one % len(fused)]
+        apart = self.seconds[one] + self.seconds[two]
+        share = np.divide(self.seconds[one], apart, out=np.full(len(both), 0.5), where=apart > 0)
+        known = ~np.isnan(total)
+        first = np.where(known, total * share, self.seconds[one])
+        # So that their end does not depend on how the share was rounded.
+        second = np.where(known, total - first, self.seconds[two])
+        of = self.of.copy()
+        of[columns.joined] = entries + which
+        of[columns.joined + 1] = entries + len(both) + which
+        old = np.concatenate([np.arange(entries), one, two])
+        hold = np.concatenate([self.hold, second, np.zeros(len(both))])
+        paired = np.concatenate([self.paired, np.ones(len(both), bool), np.zeros(len(both), bool)])
+        seconds = np.concatenate([self.seconds, first, second])
+        latency, lag, wire, link = (table[old] for table in (self.latency, self.lag, self.wire, self.link))
+        return Work(of, seconds, latency, lag, paired, hold, wire, link, self.links)
+
+
+def _makers(waiter: Op) -> Iterator[Op]:
+    """The ops that make what an op waits for on another rank."""
+    for need in NEEDS[waiter]:
+        if need.where in (Where.BELOW, Where.ABOVE):
+            yield from need.ops
+
+
+def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
+    """One field of all costs, by stage and number; a single number if no stage's costs differ by it. NaN is None."""
+    found = np.empty((len(costs), max(map(len, costs))))
+    for stage, each in enumerate(costs):
+        found[stage] = np.array([getattr(cost, name) for cost in each], dtype=float)
+    return found
+
+
+def _arrivals(columns: Columns, size: Floats, links: Links) -> tuple[Floats, Floats, Ints]:
+    """For each kind of node that waits for another rank, and number: its message's latency and time on the wire. And
+    for each kind which link it takes (sending rank * ranks + receiving rank).
+
+    `size` is of each stage's output, by number.
+    """
+    shape = len(columns.source), size.shape[1]
+    latency, wire, pairs = np.zeros(shape), np.zeros(shape), np.full(len(columns.source), -1)
+    used = np.flatnonzero(columns.source >= 0)
+    stage, source = used % columns.stages, columns.source[used]
+    # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
+    crossing = size[np.minimum(stage, source)]
+    pairs[used] = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
+    for pair in np.unique(pairs[used]).tolist():
+        link = cost_between(links, *divmod(pair, columns.ranks))
+        on = np.full(len(used), True) if isinstance(links, LinkCost) else pairs[used] == pair
+        latency[used[on]] = link.latency_seconds
+        wire[used[on]] = crossing[on] / link.bytes_per_second
+        if isinstance(links, LinkCost):
+            break
+    return latency, wire, pairs

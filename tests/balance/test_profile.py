@@ -1,0 +1,61 @@
+"""Profiles go to JSON and back; what is not one is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock import ArgumentError
+from penstock.balance import Profile, UnitCost, read_profile
+
+NUMBER = st.floats(0, 1e9)
+SIZE = st.integers(0, 10**12)
+UNITS = st.lists(
+    st.builds(UnitCost, st.text(min_size=1), NUMBER, NUMBER, NUMBER, *[SIZE] * 6, NUMBER),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda unit: unit.name,
+)
+
+
+@given(UNITS, st.dictionaries(st.text(min_size=1), st.lists(st.integers(0, 99)).map(tuple), max_size=3))
+def test_json_and_back(units: list[UnitCost], parameters: dict[str, tuple[int, ...]]) -> None:
+    profile = Profile(tuple(units), "cpu", "float32", parameters, opened=("a",), notes=("n",), runs=3)
+    assert Profile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+GOOD: dict[str, Any] = Profile((UnitCost("a", 1.0, 2.0, 3.0),), "cpu", "float32", {"a.weight": (2, 3)}).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 2}, "expected a profile of version 1, not of 2"),
+        ({"units": 3}, "units: expected a list of objects"),
+        ({"units": []}, "units: expected at least one"),
+        ({"units": [{"name": "a"}]}, "unit 'a': misses 'forward_seconds', 'input_gradient_seconds'"),
+        ({"units": [{**GOOD["units"][0], "weight": 1}]}, "unit 'a': has 'weight', which version 1 does not know"),
+        ({"units": [{**GOOD["units"][0], "forward_seconds": -1}]}, "'a': forward_seconds=-1; expected a number"),
+        ({"units": GOOD["units"] * 2}, "each of another name, not 'a', 'a'"),
+        ({"parameters": {"b.weight": [2, 3]}}, "its parameters are not those that it was made of"),
+        ({"source": "guess"}, "source='guess': expected one of"),
+        ({"speed": 3}, "has 'speed', which"),
+    ],
+)
+def test_what_is_no_profile_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "profile.json").write_text(json.dumps({**GOOD, **change}))
+    with pytest.raises(ArgumentError, match=words):
+        read_profile(tmp_path / "profile.json")
+
+
+def test_a_file_that_is_missing_or_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"profile '.*none.json' cannot be read: No such file"):
+        read_profile(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(ArgumentError, match=r"text.json' is not JSON"):
+        read_profile(tmp_path / "text.json")

@@ -1,0 +1,104 @@
+"""`penstock plan`: what it prints, writes and refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import as_json, output, penstock, refusal
+from torch import nn
+
+from penstock.balance import Profile, UnitCost
+from penstock.plan import Cluster, Sizes, make_plans, read_plan
+from penstock.simulate import LinkCost
+
+BLOCK = UnitCost("", 1e-3, 1e-3, 1e-3, 60_000_000, 50_000_000, 50_000_000, 100_000_000, 4_000_000, 4_000_000)
+UNITS = tuple(replace(BLOCK, name=f"h.{index}") for index in range(8))
+PROFILE = Profile(UNITS, "cpu", "float32", {"weight": (1,)}, inputs={"x": "int64[1, 64]"})
+JOB = ("plan", "--devices", "4", "--global-batch", "16", "--link", "100gbit delay 5us")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    PROFILE.save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    text = output(*JOB, "--profile", profile, "--memory", "2gib", "--out", str(file), columns=200)
+    best = make_plans(Sizes({1: PROFILE}), Cluster(4, 2 * 2**30, LinkCost(5e-6, 12.5e9)), 16).best
+    assert read_plan(file) == best[0]
+    first = text.splitlines()[4].split()
+    choice = best[0].choice
+    numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
+    assert first[:6] == [choice.schedule, *map(str, numbers)]
+    assert float(first[6]) == pytest.approx(best[0].step_seconds, rel=1e-3)
+    for name in best[0].cuts:
+        assert f" {name} " in text
+    assert "1f1b, dp 4 x pp 1, " in text.partition("Why not")[2]
+    assert f"plan={str(file)!r}" in text
+
+
+def test_json_has_all_choices(profile: str) -> None:
+    found = as_json(*JOB, "--profile", profile)
+    planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(5e-6, 12.5e9)), 16)
+    assert [one["step_seconds"] for one in found["plans"]] == [one.step_seconds for one in planned.best]
+    assert len(found["lost"]) == len(planned.lost)
+    assert found["nearest"] is None
+
+
+def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
+    done = penstock(*JOB, "--profile", profile, "--memory", "200mib", columns=400)
+    assert done.exit_code == 1
+    assert done.stdout.startswith("Nothing fits into 209.7 MB a device.")
+    enough = done.stdout.partition("--memory ")[2].partition(";")[0]
+    less = f"{int(enough.removesuffix('MiB')) - 1}MiB"
+    assert penstock(*JOB, "--profile", profile, "--memory", enough).exit_code == 0
+    assert penstock(*JOB, "--profile", profile, "--memory", less).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--link", "1gbit loss 1%"), "a plan knows a rate and a delay only"),
+        (("--between-hosts", "1gbit"), "--between-hosts '1gbit' needs --per-host"),
+        (("--schedule", "1f2b"), "did you mean '1f1b'"),
+        (("--memory", "many"), "'many' is not a size"),
+        (("--per-host", "0"), "devices_per_host=0"),
+    ],
+)
+def test_bad_options_are_refused(profile: str, options: tuple[str, ...], message: str) -> None:
+    assert message in refusal(*JOB, "--profile", profile, *options)
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def make():
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers), (torch.randn(16, 64),), torch.randn(16, 64), nn.functional.mse_loss
+"""
+
+
+@pytest.mark.long
+def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(TARGET)
+    target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
+    text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
+    assert text.splitlines()[4].split()[1:3] in (["1", "2"], ["2", "1"])
+    found = read_plan(file)
+    names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
+    assert set(found.cuts) <= names.keys()
+    # Two profiles were made, of 16 rows and 2, so that microbatches of all sizes were weighed.
+    rows = {one["choice"]["rows"] for one in as_json("plan", target, "--devices", "2", "--global-batch", "16")["lost"]}
+    assert rows >= {1, 2, 4, 8}
+
+
+def test_either_a_target_or_profiles(profile: str) -> None:
+    assert "give either a TARGET to measure, or --profile" in refusal(*JOB)
+    assert "give either a TARGET to measure, or --profile" in refusal(*JOB, "model.py:make", "--profile", profile)
+
+
+def test_two_profiles_of_one_size_are_refused(profile: str) -> None:
+    assert "two are of microbatches of 1 row" in refusal(*JOB, "--profile", profile, "--profile", profile)

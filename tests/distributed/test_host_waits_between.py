@@ -1,0 +1,87 @@
+"""Between processes, too, the host waits for no device in a steady step: the loss travels once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import host_wait_jobs as jobs
+import pytest
+
+from scaffolding.ranks import Ranks
+from scaffolding.stand_in_streams import APART
+
+pytestmark = pytest.mark.distributed
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe")
+"""The last two have the loss on the first rank, and on both."""
+
+SHORT = {("1f1b", "hang"), ("zb-h1", ""), ("dualpipe", "read")}
+
+
+def _pool(n: int) -> Iterator[Ranks]:
+    """Processes with a stand-in device each, which no other test may have."""
+    ranks = Ranks(n)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    yield from _pool(4)
+
+
+def _of_the_host(steps: list[jobs.Steps]) -> list[dict[str, int]]:
+    return [{what: count for what, count in one.waits.items() if not what.endswith(APART)} for one in steps]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "also"),
+    [
+        pytest.param(schedule, also, marks=() if (schedule, also) in SHORT else pytest.mark.long)
+        for schedule in SCHEDULES
+        for also in ("", "read", "hang")
+    ],
+)
+def test_a_steady_step_waits_for_nothing(pair: Ranks, schedule: str, also: str) -> None:
+    """Nor does it if the device hangs, or if one rank alone reads the loss. The losses are those of one device."""
+    given = {"schedule": schedule}
+    steps = pair.run(jobs.waits, (1, 2), given, also)
+    assert _of_the_host(steps) == [{}] * 2
+    expected: Any = jobs.trained("cpu", {**given, "ranks": 2}, "").losses
+    if schedule == "dualpipe":  # two ranks' gradients are added in another order
+        expected = pytest.approx(expected, rel=1e-6)
+    assert steps[0].losses == expected
+    assert steps[1].losses == steps[0].losses
+
+
+def test_clipping_takes_one_wait(pair: Ranks) -> None:
+    assert _of_the_host(pair.run(jobs.waits, (1, 2), {}, "clip")) == [{"to host": 1}] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "given", [{"autocast": True}, {"schedule": "zb-h1", "autocast": True}, {"recompute": 1}, {"offload": True}], ids=str
+)
+def test_nor_do_these(pair: Ranks, given: dict[str, Any]) -> None:
+    assert _of_the_host(pair.run(jobs.waits, (1, 2), given, "hang")) == [{}] * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "also"),
+    [
+        ((2, 2), "hang"),
+        pytest.param((2, 2), "read", marks=pytest.mark.long),
+        pytest.param((1, 4), "hang", marks=pytest.mark.long),
+        pytest.param((4, 1), "hang", marks=pytest.mark.long),
+    ],
+)
+def test_four_ranks(four: Ranks, shape: tuple[int, int], also: str) -> None:
+    steps = four.run(jobs.waits, shape, {}, also)
+    assert _of_the_host(steps) == [{}] * 4
+    assert len({tuple(one.losses) for one in steps}) == 1

@@ -1,0 +1,287 @@
+"""Units are measured without a trace on the model, and cuts follow what they take."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.balance import Profile, UnitCost
+from penstock.errors import ArgumentError
+from penstock.partition import Balance, Choice, Partitioner, decision
+from penstock.partition.cut.balance import candidates
+from penstock.partition.measure import clock
+from penstock.partition.measure.measuring import UnmeasurableError, measure
+from penstock.partition.recorder.attempts import record
+from scaffolding.models import SkipsTwice
+
+
+class Silent:
+    """Torch's own generators."""
+
+    def enter(self, name: str) -> None:
+        """Goes on."""
+
+    def pass_by(self, calls: Any) -> None:
+        """Goes on."""
+
+
+class Waits(nn.Module):
+    """A layer that takes a while, which its work does not show. The tests' clock goes on only here."""
+
+    now_ns = 0
+
+    def __init__(self, milliseconds: int) -> None:
+        super().__init__()
+        self.layer, self.milliseconds = nn.Linear(8, 8), milliseconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:  # not while it is recorded
+            Waits.now_ns += self.milliseconds * 1_000_000
+        return torch.tanh(self.layer(x))
+
+
+@pytest.fixture(autouse=True)
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What the clock was read as."""
+    found: list[int] = []
+
+    def read() -> int:
+        found.append(Waits.now_ns)
+        return Waits.now_ns
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter_ns=read))
+    return found
+
+
+def waiting(slow: Sequence[int], layers: int = 6) -> nn.Module:
+    return nn.Sequential(*(Waits(40 if i in slow else 1) for i in range(layers)))
+
+
+X = torch.randn(4, 8)
+
+
+def profile_of(model: nn.Module, *args: Tensor, budget_seconds: float = 0.0) -> Profile:
+    recording = record(model, args, {})
+    return measure(recording, model, candidates(recording, model, "flops"), args, {}, budget_seconds)
+
+
+def weighed(model: nn.Module, stages: int, balance: Balance | Choice = "time") -> Partitioner:
+    partitioner = Partitioner(model, stages, streams=Silent(), balance=balance)
+    partitioner.weigh((X,))
+    return partitioner
+
+
+@pytest.fixture
+def measures_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision, "LEAST_WORK", 0)
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_one_kind_are_measured_once(reads: list[int]) -> None:
+    found = profile_of(waiting([5]), X)
+    assert [unit.like for unit in found.units] == [
+        "",
+        "",
+        "1",
+        "1",
+        "1",
+        "",
+    ]  # the first one gets no gradient to pass on
+    assert len(reads) == 3 * 4  # before and after forward and backward of one run
+    assert [unit.forward_seconds for unit in found.units] == [0.001] * 5 + [0.04]
+
+
+def test_layers_that_differ_in_a_setting_are_not_of_one_kind() -> None:
+    layers = [nn.Conv1d(4, 4, 3, padding=d, dilation=d) for d in (1, 1, 2)]
+    found = profile_of(nn.Sequential(nn.Conv1d(4, 4, 1), *layers), torch.randn(2, 4, 16))
+    assert [unit.like for unit in found.units] == ["", "", "1", ""]
+
+
+def test_what_is_held_kept_and_sent() -> None:
+    width, rows = 7, 4
+    model = SkipsTwice(width)
+    model.layers[2].weight.requires_grad_(False)
+    found = profile_of(model, torch.randn(rows, width))
+    tensor, parameters = 4 * rows * width, 4 * (width * width + width)
+    assert [unit.parameter_bytes for unit in found.units] == [parameters] * 6
+    assert [unit.gradient_bytes for unit in found.units] == [parameters] * 2 + [4 * width] + [parameters] * 3
+    assert found.units[0].optimizer_bytes == 2 * parameters
+    # the first skip, then the second as well, and what goes to the next layer
+    assert [unit.boundary_bytes for unit in found.units] == [tensor * count for count in (0, 1, 2, 3, 2, 2)]
+    assert [unit.boundary_gradient_bytes for unit in found.units] == [unit.boundary_bytes for unit in found.units]
+    assert min(unit.activation_bytes for unit in found.units) >= tensor
+
+
+def test_measuring_leaves_no_trace() -> None:
+    class Counts(nn.Module):
+        """Keeps a number and a buffer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen += 1
+            return x
+
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), Counts(), nn.ReLU(inplace=True), nn.LSTM(8, 8)
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    grads = [parameter.grad for parameter in model.parameters()]
+    recording = record(model, (X,), {})
+    tensors = [*model.parameters(), *model.buffers(), *grads]
+    before = [tensor.clone() for tensor in tensors if tensor is not None]
+    versions = [tensor._version for tensor in tensors if tensor is not None]
+    drawn = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    measure(recording, model, candidates(recording, model, "flops"), (X,), {}, 0.02)
+    now = [*model.parameters(), *model.buffers(), *(parameter.grad for parameter in model.parameters())]
+    assert all(one is other for one, other in zip(now, tensors, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(now, before, strict=True))
+    assert [tensor._version for tensor in tensors if tensor is not None] == versions
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    assert (numpy.random.get_state()[1] == drawn[2]).all()
+    assert model[3].calls == 0
+
+
+def test_weights_on_the_meta_device_cannot_be_measured() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(UnmeasurableError, match="meta device"):
+        profile_of(model, X)
+
+
+# -- where it is cut --------------------------------------------------------------------------------------------------
+
+
+def test_cuts_follow_time(measures_all: None) -> None:
+    assert weighed(waiting([0, 1]), 2, "flops").cuts == ("3",)
+    partitioner = weighed(waiting([0, 1]), 2)
+    assert partitioner.cuts == ("1",)
+    made = partitioner((X,))
+    assert made.cuts == ("1",)
+    assert made.notes == ()
+
+
+def test_small_models_are_cut_by_work_and_not_run(reads: list[int]) -> None:
+    assert weighed(waiting([0, 1]), 2).cuts == ("3",)
+    assert not reads
+
+
+def test_cuts_by_work_stay_where_others_bring_little(measures_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cuts(first: float) -> tuple[str, ...]:
+        seconds = [first, 1.0, 1.0, 1.0, 1.0, 1.0]
+        units = tuple(UnitCost(str(i), each, 0.0, 0.0) for i, each in enumerate(seconds))
+        monkeypatch.setattr(decision, "measure", lambda *_: replace(profile_of(waiting([]), X), units=units))
+        return weighed(waiting([]), 2).cuts or ()
+
+    assert cuts(1.03) == ("3",)
+    assert cuts(3.0) == ("2",)
+
+
+def test_what_cannot_run_is_cut_by_work_with_a_note(measures_all: None) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is Tensor:
+                raise RuntimeError("no such kernel")
+            return x + 1
+
+    partitioner = weighed(nn.Sequential(nn.Linear(8, 8), Fails(), nn.Linear(8, 8)), 2)
+    note = "stages are cut by work, not by time: running its units fails (RuntimeError: no such kernel)"
+    assert partitioner((X,)).notes == (note,)
+
+
+def test_an_uneven_split_is_reported_with_a_remedy(measures_all: None) -> None:
+    (note,) = weighed(waiting([4], 5), 3)((X,)).notes
+    assert note.startswith("stage 2 takes ")
+    assert "'4' alone takes" in note
+    assert "take fewer stages" in note
+
+
+def test_other_processes_divide_like_the_first(measures_all: None, reads: list[int]) -> None:
+    first = weighed(waiting([0, 1]), 2)
+    reads.clear()
+    other = Partitioner(waiting([5]), 2, streams=Silent(), balance="time")
+    assert other((X,)).cuts == ("3",)
+    other.divide(first.division)
+    assert other((X,)).cuts == ("1",)
+    assert not reads
+
+
+# -- profiles, functions, classes -------------------------------------------------------------------------------------
+
+
+def test_a_profile_says_where_to_cut(tmp_path: Any) -> None:
+    found = profile_of(waiting([0, 1]), X)
+    assert weighed(waiting([]), 2, found).cuts == ("1",)
+    found.save(tmp_path / "profile.json")
+    assert weighed(waiting([]), 2, tmp_path / "profile.json").cuts == ("1",)
+    assert weighed(waiting([]), 2, str(tmp_path / "profile.json")).cuts == ("1",)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (waiting([], 5), "the model has no parameter '5.layer.weight'"),
+        (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), "it has no parameter '0.weight'"),
+        (waiting([]).bfloat16(), "it was made for dtype 'float32', and this is 'bfloat16'"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(model: nn.Module, words: str) -> None:
+    found = profile_of(waiting([]), X)
+    with pytest.raises(ArgumentError, match=words):
+        Partitioner(model, 2, streams=Silent(), balance=found)((X.to(next(model.parameters()).dtype),))
+    elsewhere = replace(found, device="cuda")
+    with pytest.raises(ArgumentError, match="made for device 'cuda', and this is 'cpu'"):
+        Partitioner(waiting([]), 2, streams=Silent(), balance=elsewhere)((X,))
+
+
+def test_a_function_says_what_modules_cost() -> None:
+    assert weighed(waiting([]), 2, lambda name, _: 5.0 if name in "01" else 1.0).cuts == ("1",)
+    with pytest.raises(ArgumentError, match=r"<lambda> returned -1 for '0'; expected a number of 0 or more"):
+        weighed(waiting([]), 2, lambda *_: -1)
+
+
+def test_stages_begin_before_modules_of_a_class() -> None:
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))))
+    assert weighed(model, 2, "type:LayerNorm|Tanh").cuts == ("7",)
+    assert weighed(model, 4, "type:^Linear$").cuts == ("3", "6", "9")
+    with pytest.raises(ArgumentError, match=r"'type:Conv'.* there are LayerNorm, Linear, Tanh"):
+        weighed(model, 2, "type:Conv")
+
+
+def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
+    class Kept(Partitioner):
+        """Says how many recordings it still holds."""
+
+        @property
+        def count(self) -> int:
+            return len(self._weighable)
+
+    partitioner = Kept(waiting([]), 2, streams=Silent())
+    partitioner((X,))
+    partitioner((X[:3],))
+    assert partitioner.count == 2
+    partitioner.weigh((X,))
+    partitioner((X[:2],))
+    assert partitioner.count == 0
+
+
+def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> None:
+    (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
+    assert note.startswith("stage 0 does 1.")
+    assert note.endswith("leave cuts= out, or move them")

@@ -1,0 +1,165 @@
+"""The planner finds what trying everything finds, says what a plan takes, and says what is missing if nothing fits."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.balance import Profile, UnitCost
+from penstock.errors import ArgumentError
+from penstock.plan import Choice, Cluster, Plan, Sizes, choices, make_plans, read_plan
+from penstock.plan.predict import cut, least_seconds, predict
+from penstock.schedule import generate, names
+from penstock.simulate import LinkCost, StageCost, memory, simulate
+
+MB = 10**6
+
+
+def _profile(seconds: list[float], **bytes_: float) -> Profile:
+    units = [
+        UnitCost(f"layer.{number}", each, each, each, **{f"{name}_bytes": value for name, value in bytes_.items()})
+        for number, each in enumerate(seconds)
+    ]
+    return Profile(tuple(units), "cpu", "float32", {"weight": (1,)})
+
+
+ALIKE = Sizes({1: _profile([1.0] * 8, activation=MB, parameter=MB, gradient=MB, optimizer=2 * MB, boundary=MB // 10)})
+
+_COST = st.builds(StageCost, *(st.integers(0, 9).map(float) for _ in range(3)))
+
+
+@given(st.sampled_from(names()), st.integers(1, 4), st.integers(1, 8), st.lists(_COST, min_size=8, max_size=8))
+def test_no_schedule_is_faster_than_the_bound(name: str, ranks: int, microbatches: int, costs: list[StageCost]) -> None:
+    try:
+        schedule = generate(name, ranks, microbatches)
+    except ArgumentError:
+        return
+    by_stage = (costs * 4)[: schedule.placement.depth] * schedule.placement.pipelines
+    assert least_seconds(schedule, by_stage) <= simulate(schedule, by_stage).makespan_seconds
+
+
+@pytest.mark.parametrize("megabytes", [math.inf, 16, 11])
+def test_no_choice_is_better_than_the_best(megabytes: float) -> None:
+    cluster = Cluster(4, megabytes * MB, LinkCost(0.01, 10 * MB))
+    sizes = Sizes({2: _profile([1, 1, 1, 2, 1, 3], activation=MB, parameter=MB, gradient=MB, boundary=MB // 10)})
+    tried = []
+    for choice in choices(sizes, cluster, 8):
+        units = sizes.at(choice.rows)
+        tried.append(predict(choice, units, cluster, cut(units, choice.stages, cluster)))
+    fitting = sorted(plan.step_seconds for plan in tried if not plan.lacking_bytes)
+    found = make_plans(sizes, cluster, 8, best=3)
+    assert [plan.step_seconds for plan in found.best] == fitting[:3]
+    assert len(found.best) + len(found.lost) == len(tried)
+    assert {each.choice for each in found.lost} == {p.choice for p in tried} - {p.choice for p in found.best}
+    for lost in found.lost:
+        real = next(plan for plan in tried if plan.choice == lost.choice)
+        assert lost.step_seconds <= real.step_seconds
+        assert lost.bubble is None or lost.lacking_bytes == real.lacking_bytes
+
+
+def test_a_plan_says_what_the_simulator_says() -> None:
+    choice, cluster = Choice(2, 4, 1, "1f1b", 8, 1), Cluster(8, link=LinkCost(0.5, MB))
+    units = ALIKE.at(1)
+    plan = predict(choice, units, cluster, cut(units, 4, cluster))
+    assert plan.cuts == ("layer.2", "layer.4", "layer.6")
+    cost = StageCost(2, 2, 2, MB // 10, 2 * MB, 2 * MB, 2 * MB, 2 * MB, 4 * MB)
+    schedule = generate("1f1b", 4, 8)
+    timeline = simulate(schedule, [cost, cost, cost, replace(cost, output_bytes=0)], cluster.link)
+    assert plan.pipeline_seconds == timeline.makespan_seconds
+    assert plan.reduce_seconds == 2 * (0.5 + 1.0)  # two messages of half of 2 MB
+    assert plan.memory_bytes == tuple(one.peak for one in memory(schedule, cost, timeline))
+    assert plan.bubble == pytest.approx(1 - 8 * 6 / timeline.makespan_seconds)
+    assert plan.rows_per_second == 16 / plan.step_seconds
+
+
+def test_stages_are_recomputed_only_where_memory_lacks() -> None:
+    units = ALIKE.at(1)
+    choice = Choice(1, 4, 1, "1f1b", 8, 1)
+
+    def planned(megabytes: float) -> Plan:
+        cluster = Cluster(4, megabytes * MB)
+        return predict(choice, units, cluster, cut(units, 4, cluster))
+
+    assert planned(16).recompute == ()  # the first rank holds 8 MB of state and 4 microbatches of 2 MB
+    assert planned(14.5).recompute == (0,)
+    assert planned(12.5).recompute == (0, 1)
+    assert planned(14.5).pipeline_seconds > planned(16).pipeline_seconds
+    assert not planned(12.5).lacking_bytes
+    assert planned(9).lacking_bytes > 0
+
+
+def test_nothing_fits_and_the_nearest_says_what_is_missing() -> None:
+    found = make_plans(ALIKE, Cluster(4, 5 * MB), 8)
+    assert found.best == ()
+    assert found.nearest is not None
+    assert found.nearest.lacking_bytes == max(found.nearest.memory_bytes) - 5 * MB
+    assert found.nearest.lacking_bytes == min(lost.lacking_bytes for lost in found.lost)
+    enough = make_plans(ALIKE, Cluster(4, max(found.nearest.memory_bytes)), 8)
+    assert enough.best
+
+
+@pytest.mark.parametrize(("boundary", "parameter", "inner"), [(50 * MB, MB, "pp"), (MB, 500 * MB, "dp")])
+def test_the_slow_link_carries_least(boundary: int, parameter: int, inner: str) -> None:
+    sizes = Sizes({1: _profile([1.0] * 4, gradient=parameter, boundary=boundary, boundary_gradient=boundary)})
+    cluster = Cluster(4, math.inf, LinkCost(0, 1000 * MB), devices_per_host=2, between_hosts=LinkCost(0, 10 * MB))
+    plans = [p for p in make_plans(sizes, cluster, 8, ["1f1b"], best=99).best if p.choice.replicas == 2]
+    assert plans[0].choice.inner == inner
+
+
+def test_costs_lie_on_the_line_through_two_sizes() -> None:
+    one, four = _profile([1.0], activation=10, parameter=7), _profile([2.5], activation=40, parameter=7)
+    both, single = Sizes({1: one, 4: four}), Sizes({4: four})
+    assert [both.at(rows)[0].forward_seconds for rows in (1, 2, 4, 8)] == [1, 1.5, 2.5, 4.5]
+    assert [both.at(rows)[0].activation_bytes for rows in (2, 8)] == [20, 80]
+    assert single.at(2)[0].forward_seconds == 1.25
+    assert {unit.parameter_bytes for rows in (1, 2, 8) for unit in both.at(rows)} == {7}
+    assert both.largest == 8
+
+
+def test_every_device_is_used_and_the_batch_is_whole() -> None:
+    open_ = choices(ALIKE, Cluster(4), 12)
+    assert {(c.replicas, c.ranks) for c in open_} == {(1, 4), (2, 2), (4, 1)}
+    assert all(c.replicas * c.microbatches * c.rows == 12 and c.stages <= 8 for c in open_)
+    assert {c.schedule for c in open_ if c.ranks == 2} >= {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"}
+    assert {c.schedule for c in open_ if c.ranks == 1} == {"1f1b"}
+
+
+@pytest.mark.parametrize("megabytes", [12, math.inf])
+def test_a_plan_goes_through_a_file(tmp_path: Path, megabytes: float) -> None:
+    plan = make_plans(ALIKE, Cluster(4, megabytes * MB, LinkCost(0.1, MB)), 8).best[0]
+    plan.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert "Infinity" not in (tmp_path / "plan.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", r"expected a plan of version 1, not \[\]"),
+        ('{"version": 2}', "expected a plan of version 1, not 2"),
+        ('{"version": 1, "choice": {}}', "misses"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_bad_numbers_get_one_clear_error() -> None:
+    with pytest.raises(ArgumentError, match="at least 2 replicas; give 6 or 8"):
+        choices(ALIKE, Cluster(16), 7)
+    with pytest.raises(ArgumentError, match="at least 2 replicas; give 2 or 4"):
+        make_plans(Sizes({1: _profile([1.0])}), Cluster(2), 3)
+    with pytest.raises(ArgumentError, match="global_batch=0"):
+        choices(ALIKE, Cluster(2), 0)
+    with pytest.raises(ArgumentError, match="devices=0"):
+        Cluster(0)
+    with pytest.raises(ArgumentError, match="one host has all of 4 devices"):
+        Cluster(4, between_hosts=LinkCost(1))
+    with pytest.raises(ArgumentError, match="different units"):
+        Sizes({1: _profile([1.0]), 2: _profile([1.0, 2.0])})

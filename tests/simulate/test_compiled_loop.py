@@ -1,0 +1,98 @@
+"""The simulation's loop gives the same compiled and in plain Python, to the bit; and what else large schedules need."""
+
+from __future__ import annotations
+
+from array import array
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ScheduleError
+from penstock.schedule import Op, Row, Schedule, generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, critical_path, earliest, idle, memory, peaks, simulate
+from penstock.simulate.costs import LinkCost
+from scaffolding.some_schedules import small_ones, with_overlaps
+
+pytest.importorskip("numba")
+
+seconds = st.floats(0, 10)
+stage_costs = st.builds(
+    StageCost, seconds, seconds, seconds, output_bytes=seconds, overlapped_seconds=st.one_of(st.none(), seconds)
+)
+
+
+def looped(nodes: int, schedule: Schedule, costs: list[StageCost], link: LinkCost, contended: bool) -> Timeline | str:
+    """Simulated with the compiled loop from so many nodes on."""
+    with mock.patch.multiple(earliest, LARGE=nodes, _loaded=False):
+        try:
+            return simulate(schedule, costs, link, contended=contended)
+        except ScheduleError as error:
+            return str(error)
+
+
+@settings(max_examples=60)
+@given(small_ones(), st.data(), st.booleans())
+def test_compiled_and_not_are_the_same_to_the_bit(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+    schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
+    costs = data.draw(st.lists(stage_costs, min_size=schedule.stages, max_size=schedule.stages))
+    link = LinkCost(data.draw(seconds), data.draw(st.floats(0.1, 5)))
+    assert looped(0, schedule, costs, link, contended) == looped(10**9, schedule, costs, link, contended)
+
+
+def test_large_schedules_are_compiled_and_small_ones_are_not() -> None:
+    with mock.patch.object(earliest, "_loaded", False):
+        assert earliest.loop(earliest.LARGE - 1) is None
+        assert earliest.loop(earliest.LARGE) is not None
+        assert earliest.loop(1) is not None, "what has been loaded is quicker"
+
+
+def test_without_numba_everything_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(earliest, "_compiled", lambda: None)
+    schedule = generate("1f1b", 8, 4096)
+    assert sum(map(len, schedule.rows)) > earliest.LARGE
+    assert simulate(schedule, StageCost(1, 1, 1)).makespan_seconds == (4096 + 7) * 3
+
+
+def test_more_nodes_than_are_worked_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few ranks at a time: what one part waits for may be in another."""
+    schedule, costs = generate("interleaved-1f1b", 5, 7, 2), [StageCost(1 + s, 2, 1, 3) for s in range(10)]
+    whole = simulate(schedule, costs, LinkCost(0.25, 4))
+    found = idle(schedule, whole), critical_path(schedule, whole)
+    monkeypatch.setattr("penstock.simulate.columns._TOGETHER", 30)
+    assert simulate(schedule, costs, LinkCost(0.25, 4)) == whole
+    assert (idle(schedule, whole), critical_path(schedule, whole)) == found
+
+
+@settings(max_examples=50)
+@given(small_ones(), st.data())
+def test_peaks_are_those_of_the_courses(schedule: Schedule, data: st.DataObject) -> None:
+    whole = st.integers(0, 9)
+    costs = [
+        StageCost(1, 1, 1, 0, 9, data.draw(whole), data.draw(whole), data.draw(whole), data.draw(whole))
+        for _ in range(schedule.stages)
+    ]
+    timeline = simulate(schedule, costs)
+    assert [
+        (one.parameters, one.gradients, one.optimizer, one.activations, one.unsharded, one.at_once)
+        for one in peaks(schedule, costs, timeline)
+    ] == [
+        (one.parameters, one.gradients, one.optimizer, one.peak_activations, one.peak_unsharded, one.peak)
+        for one in memory(schedule, costs, timeline)
+    ]
+
+
+def test_the_kinds_of_a_row() -> None:
+    assert Row().kinds == frozenset()
+    assert Row.parse("0F0 0F1 0B0").kinds == {(0, Op.F.code), (0, Op.B.code)}
+    assert Row.parse("0F0 1F0 1SEND_F0").kinds == {(0, Op.F.code), (1, Op.F.code), (1, Op.SEND_F.code)}
+
+
+def test_rows_share_the_columns_that_say_nothing() -> None:
+    """They would take a third of a large schedule's memory."""
+    one, other = generate("1f1b", 3, 5).rows[:2]
+    assert one.peer is other.peer
+    assert one.joined is other.joined
+    assert Row.from_columns(array("i", [0]), array("b", [0]), array("i", [0])) == Row.parse("0F0")
