@@ -5,6 +5,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import Balance, Partitioner, RandomSource, TooFewLayersError
+from penstock.partition import NO_LIMIT, Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.session import Session
@@ -38,7 +39,7 @@ from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.runtime.step.one_at_a_time import one_at_a_time
-from penstock.schedule import CHUNKS, Schedule
+from penstock.schedule import CHUNKS, Schedule, in_flight_by_stage
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
 from penstock.words import a, counted
@@ -66,6 +67,7 @@ def pipeline(
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
+    memory_limit: float | None = None,
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -122,6 +124,9 @@ def pipeline(
             its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
             path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
             `balance(name, module)`, what a module costs.
+        memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
+            each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
+            (as if nothing were recomputed or offloaded). Cuts that need more are left out.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
@@ -182,6 +187,7 @@ def pipeline(
         leaves=leaves,
         opens=opens,
         balance=balance,
+        memory_limit=memory_limit,
         devices=devices,
         share_loss=share_loss,
         transport=transport,
@@ -247,7 +253,7 @@ def build(
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, sees_saved)
+                make = front_end or partial(_recorder, options, _room(options, order), sees_saved)
                 cutter = make(model, order.placement.depth, engine.streams)
             split = SplitModel(
                 cutter,
@@ -267,8 +273,18 @@ def build(
         return built
 
 
+def _room(options: Options, order: Schedule) -> Room:
+    """What each stage may take of memory, if that matters for the cuts."""
+    if options.memory_limit is None and not options.choice.memory:
+        return NO_LIMIT
+    limit = math.inf if options.memory_limit is None else options.memory_limit
+    most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
+    return Room(limit, tuple(in_flight_by_stage(order)), most)
+
+
 def _recorder(
     options: Options,
+    room: Room,
     sees_saved: bool,
     model: nn.Module | Sequence[nn.Module],
     stages: int,
@@ -281,6 +297,7 @@ def _recorder(
         leaves=options.leaves,
         opens=options.opens,
         balance=options.choice,
+        room=room,
         streams=streams,
         sees_saved=sees_saved,
     )

@@ -49,6 +49,7 @@ class Options:
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
     balance: Balance = "time"
+    memory_limit: float | None = None
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
     transport: TransportChoice = "auto"
@@ -109,7 +110,16 @@ class Options:
             if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
 
+        limit = self.memory_limit
+        if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
+            raise ArgumentError(f"memory_limit={limit!r}: expected a number of bytes above 0, or None")
+
     def _check_together(self) -> None:
+        if self.memory_limit is not None and self.cuts is not None:
+            raise ArgumentError(
+                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; give "
+                "one of them"
+            )
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
