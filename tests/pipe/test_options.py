@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
+from penstock.plan import Choice, Plan
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
@@ -48,6 +49,9 @@ def shows_kwargs() -> None:
     with made(args=(), kwargs={"input": X}, model=mlp(1), ranks=1) as pipe:
         loss = pipe.step(input=X, target=Y).loss
     assert loss == step(model=mlp(1), ranks=1).loss
+
+
+PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
 
 
 def shows_balance() -> None:
@@ -261,6 +265,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "opens": shows_opens,
     "balance": shows_balance,
     "memory_limit": shows_memory_limit,
+    "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
     "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only

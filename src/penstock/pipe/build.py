@@ -6,6 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import NO_LIMIT, Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.planned import Followed
 from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -45,6 +47,7 @@ from penstock.second_names import OF_PIPELINE, also
 from penstock.words import a, counted
 
 if TYPE_CHECKING:
+    from penstock.plan import Plan
     from penstock.runtime.features.frame import Parallelize
 
 
@@ -86,6 +89,7 @@ def pipeline(
     lost_after: float | None = None,
     group_timeout: float | None = None,
     pg_options: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Splits a model into stages and prepares them for training.
 
@@ -168,12 +172,18 @@ def pipeline(
             device hangs. None: an hour. Give more than the longest time that a first step takes to compile.
         pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
             `torch.distributed.new_group`. Each group gets a copy, with `group_timeout`.
+        plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, chunks, microbatches,
+            cuts and recompute, and, in one process, ranks. A plan with replicas needs a `mesh` as well.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
         PartitionError: the model cannot be recorded or cut as asked.
         ScheduleError: the schedule is not legal, or could deadlock.
     """
+    followed = Followed.of(
+        plan, schedule=schedule, chunks=chunks, microbatches=microbatches, cuts=cuts, recompute=recompute
+    )
+    schedule, chunks, microbatches, cuts, recompute = followed.decided
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_model(model)
     example = checked_inputs(args, kwargs)
@@ -207,7 +217,8 @@ def pipeline(
         pg_options=pg_options,
     )
     kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
-    world = join(ranks, mesh, kind)
+    world = join(followed.ranks(ranks), mesh, kind)
+    followed.check(world)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)
     return build(model, example, world, order, options, by_default=by_default)
