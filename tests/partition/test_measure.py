@@ -288,10 +288,10 @@ def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> No
 
 
 def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:
-    found = profile_of(waiting([0, 1]), X)
+    found = profile_of(waiting([0]), X)
     held = found.units[0].held_bytes  # all units hold alike
     for balance in ("time", found):
         room = Room(limit_bytes=5 * held + 500, in_flight=(2, 1))
-        partitioner = Partitioner(waiting([0, 1]), 2, streams=Silent(), balance=balance, room=room)
+        partitioner = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, room=room)
         partitioner.weigh((X,))
         assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five
