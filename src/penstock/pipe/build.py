@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -245,6 +245,12 @@ def build(
             "share_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        warn(
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"devices={str(kind)!r}, or devices='cpu' if that is meant"
+        )
     seed = torch.initial_seed() if options.seed is None else options.seed
     silent = options.lost_after
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
