@@ -5,7 +5,6 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import NO_LIMIT, Balance, Partitioner, RandomSource, Room, TooFewLayersError
+from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.planned import Followed
@@ -41,7 +40,7 @@ from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.step.example import is_whole, shared, tensors_of
 from penstock.runtime.step.one_at_a_time import one_at_a_time
-from penstock.schedule import CHUNKS, Schedule, in_flight_by_stage
+from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
 from penstock.words import a, counted
@@ -251,6 +250,12 @@ def build(
             "share_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        warn(
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"devices={str(kind)!r}, or devices='cpu' if that is meant"
+        )
     seed = torch.initial_seed() if options.seed is None else options.seed
     silent = options.lost_after
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
@@ -264,7 +269,7 @@ def build(
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, _room(options, order), sees_saved)
+                make = front_end or partial(_recorder, options, options.room(order), sees_saved)
                 cutter = make(model, order.placement.depth, engine.streams)
             split = SplitModel(
                 cutter,
@@ -282,15 +287,6 @@ def build(
         built = Pipeline(Session(engine, split, order, given, options))
         engine.control.watchdog.position = OUTSIDE
         return built
-
-
-def _room(options: Options, order: Schedule) -> Room:
-    """What each stage may take of memory, if that matters for the cuts."""
-    if options.memory_limit is None and not options.choice.memory:
-        return NO_LIMIT
-    limit = math.inf if options.memory_limit is None else options.memory_limit
-    most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
-    return Room(limit, tuple(in_flight_by_stage(order)), most)
 
 
 def _recorder(

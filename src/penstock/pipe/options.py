@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.gradients import checked_dtype
-from penstock.partition import Balance, Choice
+from penstock.partition import NO_LIMIT, Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
@@ -22,6 +22,7 @@ from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, 
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
+from penstock.schedule import Schedule, in_flight_by_stage
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
@@ -77,6 +78,14 @@ class Options:
         object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
         self._check_kinds()
         self._check_together()
+
+    def room(self, order: Schedule) -> Room:
+        """What each stage may take of memory under this schedule, if that matters for the cuts."""
+        if self.memory_limit is None and not self.choice.memory:
+            return NO_LIMIT
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
+        return Room(limit, tuple(in_flight_by_stage(order)), most)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)
