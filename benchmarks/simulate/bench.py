@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -23,11 +22,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy
+from common.machine import environment
 from rich.console import Console
 from rich.table import Table
 
-import penstock
 from penstock.schedule import Schedule, add_communication, check, generate
 from penstock.simulate import critical_path, idle, memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
@@ -109,19 +110,6 @@ def timed(run: Callable[[], object], rounds: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    """A description of the machine, and how busy it was with other things."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "penstock": penstock.__version__,
-        "load_before": round(os.getloadavg()[0], 2),
-    }
-
-
 def show(results: dict[str, Any]) -> None:
     table = Table(title="1F1B: medians")
     columns = ("case", "code", "step", "actions", "seconds", "CPU seconds", "M actions/CPU s", "us/action", "peak GB")
@@ -180,7 +168,10 @@ def main() -> None:
         rounds = chosen.rounds or few.get(chosen.case, 15)
         print(json.dumps(command(rounds) if chosen.case == COMMAND else measure(chosen.case, rounds)))
         return
-    results: dict[str, Any] = {"environment": environment() | {"before": chosen.before}, "cases": {}}
+    machine = environment(
+        numpy=numpy.__version__, load_before=round(os.getloadavg()[0], 2), before=chosen.before or "not measured"
+    )
+    results: dict[str, Any] = {"environment": machine, "cases": {}}
     more = [] if chosen.rounds is None else ["--rounds", str(chosen.rounds)]
     with tempfile.TemporaryDirectory() as folder:
         codes = {"now": ROOT / "src"}
