@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
+from penstock.schedule import generate
+from penstock.simulate import StageCost, simulate
+
 STAGE = {"forward": 3, "backward_input": 4, "backward_weight": 2}
 BETWEEN = [{"from": 0, "to": 1, "latency": 1}, {"from": 1, "to": 0, "latency": 2}]
 TWO = ("--ranks", "2", "--microbatches", "2")
@@ -149,3 +152,30 @@ def test_too_few_stages(write: Write) -> None:
     says = f"--costs {path} has 4 stages, but zb-v needs 8: give that many"
     assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
     assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)
+
+
+def test_lists_are_costs_by_microbatch(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+
+    def made(*stages: dict[str, object]) -> tuple[str, ...]:
+        file.write_text(json.dumps(list(stages)))
+        return ("--costs", str(file))
+
+    plain = {"forward": 1, "backward_input": 2, "backward_weight": 0}
+    long = {**plain, "forward": [1, 9, 1, 1]}
+    numbers = ("--schedule", "gpipe", "--ranks", "2", "--microbatches", "4")
+    costs = [StageCost(1, 2, 0), [StageCost(f, 2, 0) for f in (1, 9, 1, 1)]]
+    expected = simulate(generate("gpipe", 2, 4), costs)
+    assert as_json("simulate", *numbers, *made(plain, long))["makespan"] == expected.makespan_seconds
+    swept = as_json("simulate", "--schedule", "gpipe", "--ranks", "1,2", "--microbatches", "4", *made(plain, long))
+    assert [cell["makespan"] for cell in swept["sweep"]] == [4 * 6 + 8, expected.makespan_seconds]
+    halves = as_json("simulate", "--schedule", "seq1f1b", *numbers[2:], *made(plain, long))
+    assert halves["critical_path"]["F"] + halves["critical_path"]["B"] == halves["makespan"]
+
+    assert "stage 1 has 4 costs for 3 microbatches" in refusal("simulate", *numbers[:-1], "3", *made(plain, long))
+    uneven = {**long, "backward_input": [1, 2]}
+    assert "stage 1: lists of 2 and 4 numbers" in refusal("simulate", *numbers, *made(plain, uneven))
+    wrong = {**plain, "forward": [1, -1]}
+    assert "stage 0, microbatch 1: forward=-1: expected 0 or more" in refusal("simulate", *numbers, *made(wrong, plain))
+    says = refusal("search", "--ranks", "2", "--microbatches", "4", *made(plain, long))
+    assert "a stage has costs by microbatch, but the search takes one" in says

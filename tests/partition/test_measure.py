@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.partition import Balance, Choice, Partitioner, decision
+from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
 from penstock.partition.measure.measuring import UnmeasurableError, measure
@@ -262,3 +262,36 @@ def test_stages_begin_before_modules_of_a_class() -> None:
     assert weighed(model, 4, "type:^Linear$").cuts == ("3", "6", "9")
     with pytest.raises(ArgumentError, match=r"'type:Conv'.* there are LayerNorm, Linear, Tanh"):
         weighed(model, 2, "type:Conv")
+
+
+def test_recordings_are_kept_until_the_cuts_are_decided() -> None:
+    class Kept(Partitioner):
+        """Says how many recordings it still holds."""
+
+        @property
+        def count(self) -> int:
+            return len(self._weighable)
+
+    partitioner = Kept(waiting([]), 2, streams=Silent())
+    partitioner((X,))
+    partitioner((X[:3],))
+    assert partitioner.count == 2
+    partitioner.weigh((X,))
+    partitioner((X[:2],))
+    assert partitioner.count == 0
+
+
+def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> None:
+    (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
+    assert note.startswith("stage 0 does 1.")
+    assert note.endswith("leave cuts= out, or move them")
+
+
+def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:
+    found = profile_of(waiting([0]), X)
+    held = found.units[0].held_bytes  # all units hold alike
+    for balance in ("time", found):
+        room = Room(limit_bytes=5 * held + 500, in_flight=(2, 1))
+        partitioner = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, room=room)
+        partitioner.weigh((X,))
+        assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five

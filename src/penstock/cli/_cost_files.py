@@ -13,7 +13,7 @@ from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
 from penstock.cli._order import read_text
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
-from penstock.simulate.costs import BOUND, LinkCost, StageCost, refuse_extreme
+from penstock.simulate.costs import BOUND, LinkCost, OfStage, StageCost, refuse_extreme
 
 _KEYS = {
     "forward": "forward_seconds",
@@ -95,7 +95,24 @@ def read_links(path: Path) -> MeasuredLinks:
     return MeasuredLinks({} if isinstance(pairs, LinkCost) else pairs, every, where)
 
 
-def _stage(entry: Any, where: str) -> StageCost:
+def _stage(entry: Any, where: str) -> OfStage:
+    """A stage's cost, or one for each microbatch if some of its numbers are lists."""
+    lists = {key: value for key, value in entry.items() if isinstance(value, list)} if isinstance(entry, dict) else {}
+    if not lists:
+        return _cost(entry, where)
+    lengths = sorted({len(value) for value in lists.values()})
+    if len(lengths) > 1 or not lengths[0]:
+        raise ArgumentError(
+            f"{where}: lists of {' and '.join(map(str, lengths))} numbers: a list has one number for each microbatch, "
+            "so give all of a stage's lists the same length"
+        )
+    return tuple(
+        _cost({**entry, **{key: value[k] for key, value in lists.items()}}, f"{where}, microbatch {k}")
+        for k in range(lengths[0])
+    )
+
+
+def _cost(entry: Any, where: str) -> StageCost:
     numbers = _numbers(entry, _KEYS, _NEEDED, where)
     activation = numbers.get("activation", 0.0)
     if numbers.setdefault("weight_grad", activation) > activation:

@@ -23,7 +23,7 @@ EPILOG = "\n\n".join(
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
         "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
         "while they are gathered) and overlapped (the time of a forward and a backward that overlap), if you know "
-        "them. To add links:",
+        "them. A list of numbers in place of one is a cost for each microbatch. To add links:",
         '{"stages": [...], "links": {"latency": 1, "bandwidth": 100}}',
         'or, if each pair of ranks has its own, "links": [{"from": 0, "to": 1, "latency": 1}, ...].',
         '--links FILE is what `penstock fabric` writes: the links it measured, and under "all" one for every other '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.costs import LinkCost, OfStage, StageCost, each_of
 from penstock.words import counted
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
@@ -67,7 +67,7 @@ class Costs:
     """What stages and links cost, in the units in which they were given.
 
     Attributes:
-        stages: one cost that applies to every stage, or one per stage.
+        stages: one cost that applies to every stage, or one per stage, or for each of its microbatches.
         links: as for `simulate`.
         has_memory: whether any memory cost was given.
         contended: as for `simulate`.
@@ -75,7 +75,7 @@ class Costs:
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
 
-    stages: StageCost | tuple[StageCost, ...]
+    stages: StageCost | tuple[OfStage, ...]
     links: Links
     has_memory: bool = False
     contended: bool = False
@@ -110,7 +110,7 @@ class Costs:
     def check_sizes(self, source: str) -> None:
         """Raises ArgumentError if a link from `source` has a bandwidth but no message has a size."""
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
-        if self.has_bandwidth and not any(stage.output_bytes for stage in stages):
+        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
             how = "--output-bytes, or output_bytes in the file of --costs"
             raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
 
@@ -121,21 +121,23 @@ class Costs:
         links = [self.links] if isinstance(self.links, LinkCost) else self.links.values()
         return any(link.bytes_per_second < math.inf for link in links)
 
-    def of(self, schedule: Schedule) -> list[StageCost]:
-        """The cost of each of the schedule's stages; if it slices microbatches, the cost of one slice.
+    def of(self, schedule: Schedule) -> list[OfStage]:
+        """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices.
 
         Raises:
             ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist.
         """
         stages = self.of_stages(schedule.placement, schedule.name)
         if schedule.slices > 1:
-            stages = [_divided(cost, schedule.slices, (*_OF_MICROBATCH, "output_bytes")) for cost in stages]
+            names = (*_OF_MICROBATCH, "output_bytes")
+            parts = [_changed(stage, lambda cost: _divided(cost, schedule.slices, names)) for stage in stages]
+            return [one if isinstance(one, StageCost) else _repeated(one, schedule.slices) for one in parts]
         return stages
 
-    def of_stages(self, placement: Placement, name: str) -> list[StageCost]:
+    def of_stages(self, placement: Placement, name: str) -> list[OfStage]:
         """The cost of each stage, copies included. Raises the same errors as `of`; `name` is for their messages."""
         depth = placement.depth
-        stages = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
+        stages: list[OfStage] = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
             raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give that many")
@@ -208,8 +210,30 @@ def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:
     return replace(cost, **shares)
 
 
-def _joined(stages: Sequence[StageCost]) -> StageCost:
-    """Merges neighbouring stages into one, whose output is the last one's."""
+def _changed(stage: OfStage, change: Callable[[StageCost], StageCost]) -> OfStage:
+    return change(stage) if isinstance(stage, StageCost) else tuple(map(change, stage))
+
+
+def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
+    return tuple(cost for cost in stage for _ in range(times))
+
+
+def _joined(stages: Sequence[OfStage]) -> OfStage:
+    """Merges neighbouring stages into one, for each microbatch if one of them differs by it.
+
+    Raises:
+        ArgumentError: two of them have costs for different numbers of microbatches.
+    """
+    if all(isinstance(stage, StageCost) for stage in stages):
+        return _sum([cost for stage in stages for cost in each_of(stage)])
+    lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
+    if len(lengths) > 1:
+        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; give as many")
+    return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
+
+
+def _sum(stages: Sequence[StageCost]) -> StageCost:
+    """What neighbouring stages cost together; their output is the last one's."""
     values = {f.name: [getattr(stage, f.name) for stage in stages] for f in fields(StageCost)}
     sums: dict[str, Any] = {name: None if None in column else sum(column) for name, column in values.items()}
     return StageCost(**{**sums, "output_bytes": stages[-1].output_bytes})

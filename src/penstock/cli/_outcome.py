@@ -18,7 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, CriticalPath, peaks, simulate
-from penstock.simulate.costs import StageCost
+from penstock.simulate.costs import OfStage, StageCost, each_of
 from penstock.simulate.waits import Waits
 from penstock.words import counted
 
@@ -51,7 +51,7 @@ class Outcome:
     def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
         """Simulates a schedule. Raises ArgumentError if the costs do not fit its stages and links."""
         by_stage = costs.of(schedule)
-        if any(cost.unsharded_bytes for cost in by_stage) and not _gathers(schedule):
+        if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _gathers(schedule):
             raise ArgumentError(
                 f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; give "
                 "--unshard-window, which adds them"
@@ -59,7 +59,7 @@ class Outcome:
         return cls(schedule, costs, simulate(schedule, by_stage, costs.links, contended=costs.contended))
 
     @cached_property
-    def by_stage(self) -> list[StageCost]:
+    def by_stage(self) -> list[OfStage]:
         return self.costs.of(self.schedule)
 
     @property
@@ -146,20 +146,31 @@ def title(schedule: Schedule) -> str:
     return f"{schedule.name}: {text} a rank{slices}{copies}"
 
 
-def with_activations(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[StageCost]:
+def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:
     """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
-    known = {rank for rank, cost in zip(placement.rank_of, costs, strict=True) if cost.activation_bytes}
+    known = {
+        rank
+        for rank, stage in zip(placement.rank_of, costs, strict=True)
+        if any(cost.activation_bytes for cost in each_of(stage))
+    }
+
+    def counted_ones(stage: OfStage) -> OfStage:
+        made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
+        return made[0] if isinstance(stage, StageCost) else made
+
     return [
-        cost if rank in known else replace(cost, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices)
-        for rank, cost in zip(placement.rank_of, costs, strict=True)
+        stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
     ]
 
 
-def units_of_memory(placement: Placement, costs: Sequence[StageCost], slices: int = 1) -> list[float]:
-    """For each rank, what one microbatch keeps on all its stages. A microbatch goes through one copy of the model."""
+def units_of_memory(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[float]:
+    """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
+    model.
+    """
     held = [0.0] * placement.ranks
-    for rank, cost in zip(placement.rank_of, costs, strict=True):
-        held[rank] += cost.activation_bytes * slices / placement.pipelines
+    for rank, stage in zip(placement.rank_of, costs, strict=True):
+        sizes = [cost.activation_bytes for cost in each_of(stage)]
+        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) * slices / placement.pipelines
     return held
 
 

@@ -47,17 +47,18 @@ def inspect(
     cuts: Cuts = None,
     leaves: Leaves = None,
     opens: Opens = None,
-    balance: BalanceOption = "flops",
+    balance: BalanceOption = "time",
     gradient_dtype: GradientDtype = None,
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
 
     TARGET is a function that returns (model, args, target, loss), as for
-    `penstock verify`. Nothing is computed: the forward is recorded with fake
-    tensors, and the loss is tried on a made-up output. What `verify` would refuse
-    with the same options is refused here too, with the module, the source line
-    and the remedy, unless only real values reveal it.
+    `penstock verify`. The forward is recorded with fake tensors, and the loss is
+    tried on a made-up output; only `--balance time` runs parts of a large model, to
+    see how long they take. What `verify` would refuse with the same options is
+    refused here too, with the module, the source line and the remedy, unless only
+    real values reveal it.
     """
     generator(schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:

@@ -22,6 +22,7 @@ from penstock.cli._size import weigh_search
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
+from penstock.simulate.costs import StageCost
 
 if TYPE_CHECKING:
     from penstock.search import Found
@@ -135,9 +136,14 @@ def answer(question: Question, costs: Costs) -> Found:
         raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
     where = question.where()
     of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks")
-    if any(cost.unsharded_bytes for cost in of_stages):
+    one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
+    if len(one_each) < len(of_stages):
+        raise ArgumentError(
+            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; give their mean"
+        )
+    if any(cost.unsharded_bytes for cost in one_each):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")
-    stages = with_activations(where, of_stages)
+    stages = [cost for cost in with_activations(where, one_each) if isinstance(cost, StageCost)]
     return find(
         where,
         question.microbatches,

@@ -66,7 +66,7 @@ class Case:
     cuts: Cuts = None
     leaves: Leaves = None
     opens: Opens = None
-    balance: BalanceOption = "flops"
+    balance: BalanceOption = "time"
     recompute: Recompute = "never"
     gradient_dtype: GradientDtype = None
     replicas: Annotated[

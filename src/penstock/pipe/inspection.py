@@ -1,7 +1,7 @@
 """What a split of a model would look like: its stages, what crosses between them, what they share.
 
 The split is made as `penstock.pipeline` makes it, so problems show without a step. Nothing runs but the loss, once, on
-a made-up output.
+a made-up output, and what is measured for `balance="time"`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def inspect(
     cuts: Sequence[str] | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    balance: Balance = "flops",
+    balance: Balance = "time",
+    memory_limit: float | None = None,
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
@@ -178,8 +179,9 @@ def inspect(
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm,
-            gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, memory_limit, recompute, offload,
+            deferred_batch_norm, gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype`
+            stays as it is.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.
@@ -201,6 +203,7 @@ def inspect(
         leaves=leaves,
         opens=opens,
         balance=balance,
+        memory_limit=memory_limit,
         devices=["meta"] * order.ranks if on_meta else None,
         recompute=recompute,
         offload=offload,

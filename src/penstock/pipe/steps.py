@@ -135,7 +135,7 @@ class Steps:
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.accepting_own_changes():
+            with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
             return self._result(prepared, call, moments)
 
@@ -286,7 +286,10 @@ class Steps:
         positions = model_inputs(cached.bound.partitions[0].stages[0].meta)
         devices = self._devices(cached, self._order.placement.is_first)
         pairs = zip(self.bound_schedules.inputs(cached, cut), devices, strict=True)
-        return [dict(zip(positions, batches.on(given, device), strict=True)) for given, device in pairs]
+        return [
+            {position: batches.on(tensor, device) for position, tensor in zip(positions, given, strict=True)}
+            for given, device in pairs
+        ]
 
     def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
         """Moves each target to the device that computes its loss."""

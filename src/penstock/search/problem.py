@@ -138,7 +138,11 @@ def problem(
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
-    by_stage = costs_by_stage(placement, costs)
+    by_stage = [cost for cost in costs_by_stage(placement, costs) if isinstance(cost, StageCost)]
+    if len(by_stage) < placement.stages:
+        raise ArgumentError(
+            "a stage's costs differ by microbatch, but the search takes one for each stage; give their mean"
+        )
     need, lag, feeds = _messages(placement, by_stage, links)
     held = tuple(float(cost.activation_bytes) for cost in by_stage)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)

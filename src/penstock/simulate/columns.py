@@ -86,6 +86,10 @@ class Columns:
             kinds[part.begin : part.begin + len(part.op)] = part.op.astype(np.int32) * self.stages + part.stage
         return kinds
 
+    def numbers(self) -> Ints:
+        """The microbatch (or slice) of each node."""
+        return np.concatenate([column(row.microbatch) for row in self.rows])
+
 
 def column(of_row: array[Any]) -> NDArray[Any]:
     """A view of a row's or a track's column."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Placement
+from penstock.schedule import Placement, Schedule
 
 BOUND = 1e100
 """Costs are below this, and bandwidths above its inverse, so that sums and quotients stay finite."""
@@ -112,14 +112,51 @@ Links = LinkCost | Mapping[tuple[int, int], LinkCost]
 """One cost for all links, or one for each link in use, by (sending rank, receiving rank)."""
 
 
-def costs_by_stage(placement: Placement, costs: StageCost | Sequence[StageCost]) -> list[StageCost]:
-    """One cost per stage, copies included. Raises ArgumentError if there are too few or too many."""
+OfStage = StageCost | Sequence[StageCost]
+"""What a stage costs: the same for every microbatch, or a cost for each (for each slice, where they are sliced)."""
+
+
+def each_of(cost: OfStage) -> tuple[StageCost, ...]:
+    """A stage's one cost, or one for each microbatch."""
+    return (cost,) if isinstance(cost, StageCost) else tuple(cost)
+
+
+def costs_by_stage(placement: Placement, costs: StageCost | Sequence[OfStage]) -> list[OfStage]:
+    """What each stage costs, copies included. Raises ArgumentError if there are too few or too many."""
     if isinstance(costs, StageCost):
         return [costs] * placement.stages
     given = list(costs) * (placement.pipelines if len(costs) == placement.depth else 1)
     if len(given) != placement.stages:
         raise ArgumentError(f"{len(given)} costs for {placement.stages} stages; give one, or one for each stage")
     return given
+
+
+def costs_of_actions(schedule: Schedule, costs: StageCost | Sequence[OfStage]) -> list[tuple[StageCost, ...]]:
+    """For each stage one cost, or one for each number of a microbatch (or slice).
+
+    Raises:
+        ArgumentError: there are too few or too many, or they do not agree on what the stage holds all the time.
+    """
+    found = []
+    for stage, given in enumerate(costs_by_stage(schedule.placement, costs)):
+        each = each_of(given)
+        if not isinstance(given, StageCost) and len(each) != schedule.numbers:
+            what = "microbatches" if schedule.slices == 1 else "slices"
+            raise ArgumentError(
+                f"stage {stage} has {len(each)} costs for {schedule.numbers} {what}; give one, or one for each"
+            )
+        for name in _HELD:
+            if len({getattr(cost, name) for cost in each}) > 1:
+                raise ArgumentError(
+                    f"stage {stage}: {name} is not the same for all microbatches, but it is there all the time; give "
+                    "the same in each cost"
+                )
+        found.append(each)
+    return found
+
+
+_HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "unsharded_bytes")
+"""What a stage holds, whichever microbatch it works on."""
 
 
 def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:

@@ -9,8 +9,8 @@ import numpy as np
 
 from penstock.schedule import Op, Row, Schedule, stages_with_backward
 from penstock.schedule.timeline import Timeline, Track
-from penstock.simulate.columns import IS_COMPUTE, Floats, Ints
-from penstock.simulate.costs import StageCost, costs_by_stage
+from penstock.simulate.columns import IS_COMPUTE, Floats, Ints, column
+from penstock.simulate.costs import OfStage, StageCost, costs_of_actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + coming_and_going
 
 
-def memory(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline: Timeline) -> list[Memory]:
+def memory(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Memory]:
     """The memory of each rank over the timeline.
 
     A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
@@ -80,7 +80,7 @@ class Peaks:
     at_once: float
 
 
-def peaks(schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline: Timeline) -> list[Peaks]:
+def peaks(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline) -> list[Peaks]:
     """The peaks of `memory`, whose courses may take more room than the schedule and the timeline themselves.
 
     Args and errors as for `memory`.
@@ -98,22 +98,13 @@ _Held = tuple[float, float, float]
 
 
 def _courses(
-    schedule: Schedule, costs: StageCost | Sequence[StageCost], timeline: Timeline
+    schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: Timeline
 ) -> Iterator[tuple[_Held, tuple[Floats, Floats, Floats]]]:
     """For each rank what it holds all the time, and the last three columns of `Memory`."""
-    by_stage = costs_by_stage(schedule.placement, costs)
-    kept = stages_with_backward(schedule)
-    table = np.zeros((2, 2, len(Op), schedule.stages))  # by kind: what is taken at the start, and freed at the end
-    for stage, cost in enumerate(by_stage):
-        activations, unsharded = table[:, :, :, stage]
-        activations[0, Op.F.code] = cost.activation_bytes
-        activations[1, Op.F.code] = 0 if stage in kept else cost.activation_bytes
-        activations[1, Op.B.code] = cost.activation_bytes
-        activations[1, Op.I.code] = cost.activation_bytes - cost.weight_gradient_bytes
-        activations[1, Op.W.code] = cost.weight_gradient_bytes
-        unsharded[0, Op.UNSHARD.code] = unsharded[1, Op.RESHARD.code] = cost.unsharded_bytes
+    by_stage = costs_of_actions(schedule, costs)
+    table = _changes(by_stage, stages_with_backward(schedule))
     for stages, row, track in zip(schedule.placement.by_rank, schedule.rows, timeline.tracks, strict=False):
-        held = [by_stage[stage] for stage in stages]
+        held = [by_stage[stage][0] for stage in stages]
         constant = (
             sum(cost.parameter_bytes for cost in held),
             sum(cost.gradient_bytes for cost in held),
@@ -122,32 +113,55 @@ def _courses(
         yield constant, _course(table, *_with_gathers(row, track))
 
 
+def _changes(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
+    """What actions take at their start, and free at their end: by kind of memory, start or end, op, stage and number.
+
+    `kept`: the stages that keep activations for a backward.
+    """
+    table = np.zeros((2, 2, len(Op), len(costs), max(map(len, costs))))
+    for stage, each in enumerate(costs):
+        activations, unsharded = table[:, :, :, stage]
+        activation = np.array([cost.activation_bytes for cost in each])
+        weight_gradient = np.array([cost.weight_gradient_bytes for cost in each])
+        activations[0, Op.F.code] = activation
+        activations[1, Op.F.code] = 0 if stage in kept else activation
+        activations[1, Op.B.code] = activation
+        activations[1, Op.I.code] = activation - weight_gradient
+        activations[1, Op.W.code] = weight_gradient
+        unsharded[0, Op.UNSHARD.code] = unsharded[1, Op.RESHARD.code] = each[0].unsharded_bytes
+    return table
+
+
 _GATHERS = (Op.UNSHARD.code, Op.RESHARD.code)
 
 
-def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Floats, Floats]:
-    """The ops, stages, starts and ends of a track, with the row's gathers if a simulation has left these out."""
-    op, stage = (np.frombuffer(c, dtype=c.typecode) for c in (track.actions.op, track.actions.stage))
-    start, end = np.frombuffer(track.start), np.frombuffer(track.end)
-    codes, stages = (np.frombuffer(c, dtype=c.typecode) for c in (row.op, row.stage))
+def _with_gathers(row: Row, track: Track) -> tuple[Ints, Ints, Ints, Floats, Floats]:
+    """The ops, stages, numbers, starts and ends of a track, with the row's gathers if a simulation left these out."""
+    actions = track.actions
+    op, stage, number = column(actions.op), column(actions.stage), column(actions.microbatch)
+    start, end = column(track.start), column(track.end)
+    codes, stages = column(row.op), column(row.stage)
     gathers = np.flatnonzero(np.isin(codes, _GATHERS)) if any(code in _GATHERS for _, code in row.kinds) else ()
     if not len(gathers) or any(code in _GATHERS for _, code in track.actions.kinds):
-        return op, stage, start, end
+        return op, stage, number, start, end
     places = np.cumsum(IS_COMPUTE[codes])[gathers]  # how many computations come before
     moments = np.concatenate([[0.0], end])[places]
-    inserted = (codes[gathers], stages[gathers], moments, moments)
-    columns = zip((op, stage, start, end), inserted, strict=True)
-    op, stage, start, end = (np.insert(column, places, values) for column, values in columns)
-    return op, stage, start, end
+    inserted = (codes[gathers], stages[gathers], np.full(len(gathers), -1), moments, moments)
+    columns = zip((op, stage, number, start, end), inserted, strict=True)
+    op, stage, number, start, end = (np.insert(old, places, values) for old, values in columns)
+    return op, stage, number, start, end
 
 
-def _course(table: Floats, op: Ints, stage: Ints, start: Floats, end: Floats) -> tuple[Floats, Floats, Floats]:
+def _course(
+    table: Floats, op: Ints, stage: Ints, number: Ints, start: Floats, end: Floats
+) -> tuple[Floats, Floats, Floats]:
     """When memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order of
     time.
     """
     moments, changes = np.empty(2 * len(op)), np.empty((len(table), 2 * len(op)))
     moments[::2], moments[1::2] = start, end
-    changes[:, ::2], changes[:, 1::2] = table[:, 0, op, stage], -table[:, 1, op, stage]
+    place = (op, stage, number if table.shape[-1] > 1 else 0)  # what gathers take is the same for every number
+    changes[:, ::2], changes[:, 1::2] = table[:, 0, *place], -table[:, 1, *place]
     changed = changes.any(axis=0)
     activations, unsharded = np.cumsum(changes[:, changed], axis=1)
     return moments[changed], activations, unsharded

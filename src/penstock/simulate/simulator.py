@@ -13,14 +13,14 @@ from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
 from penstock.simulate.columns import Columns, Floats, column
-from penstock.simulate.costs import NO_COST, Links, StageCost, costs_by_stage
+from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
 from penstock.simulate.earliest import NOT_RUN, loop, run
 from penstock.simulate.work import Work
 
 
 def simulate(
     schedule: Schedule,
-    costs: StageCost | Sequence[StageCost],
+    costs: StageCost | Sequence[OfStage],
     links: Links = NO_COST,
     *,
     contended: bool = False,
@@ -45,16 +45,17 @@ def simulate(
 
     Args:
         schedule: with or without messages.
-        costs: one for every stage, or one each. With several pipelines, for the stages of one, or of all.
+        costs: one for every stage, or one each; a stage's may be a sequence, with one for each microbatch. With several
+            pipelines, for the stages of one, or of all.
         links: one cost between any two ranks, or costs by (sending rank, receiving rank).
         contended: a link carries one message at a time, in the order in which they were produced; otherwise any number.
             Only the time that bandwidth takes is exclusive: the latencies of messages overlap.
 
     Raises:
-        ArgumentError: not one cost for each stage, or a link in use has no cost.
+        ArgumentError: not one cost for each stage (or microbatch), or a link in use has no cost.
         ScheduleError: the schedule cannot be run.
     """
-    by_stage = costs_by_stage(schedule.placement, costs)
+    by_stage = costs_of_actions(schedule, costs)
     columns = Columns.of(schedule)
     starts, ends = _run(columns, Work.of_columns(columns, by_stage, links), contended=contended) or (None, None)
     if starts is None or ends is None:

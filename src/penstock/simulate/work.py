@@ -42,43 +42,54 @@ class Work:
     links: int
 
     @classmethod
-    def of_columns(cls, columns: Columns, costs: Sequence[StageCost], links: Links) -> Work:
-        """Raises ArgumentError if a link in use has no cost."""
-        kinds = len(Op) * columns.stages
-        seconds = np.zeros((len(Op), columns.stages))
-        for stage, cost in enumerate(costs):
-            seconds[Op.F.code, stage] = cost.forward_seconds
-            seconds[Op.B.code, stage] = cost.backward_seconds
-            seconds[Op.I.code, stage] = cost.backward_input_seconds
-            seconds[Op.W.code, stage] = cost.backward_weight_seconds
-        latency, wire_in, pairs = _arrivals(columns, costs, links)
-        wire, link = np.zeros(kinds), np.full(kinds, -1)
+    def of_columns(cls, columns: Columns, costs: Sequence[Sequence[StageCost]], links: Links) -> Work:
+        """The entries are the kinds of nodes, or the kinds by number where costs are.
+
+        Args:
+            costs: for each stage one, or one for each number.
+
+        Raises:
+            ArgumentError: a link in use has no cost.
+        """
+        width = max(map(len, costs))
+        seconds = np.zeros((len(Op), columns.stages, width))
+        seconds[Op.F.code] = _by_number(costs, "forward_seconds")
+        seconds[Op.B.code] = _by_number(costs, "backward_seconds")
+        seconds[Op.I.code] = _by_number(costs, "backward_input_seconds")
+        seconds[Op.W.code] = _by_number(costs, "backward_weight_seconds")
+        latency, wire_in, pairs = _arrivals(columns, _by_number(costs, "output_bytes"), links)
+        wire, link = np.zeros_like(wire_in), np.full_like(wire_in, -1, int)
         used = np.flatnonzero(columns.source >= 0)
         numbers = {pair: number for number, pair in enumerate(np.unique(pairs[used]).tolist())}
         for kind in used.tolist():
             for maker in _makers(OPS[kind // columns.stages]):
                 made = maker.code * columns.stages + columns.source[kind]
                 wire[made], link[made] = wire_in[kind], numbers[pairs[kind]]
-        nothing = np.zeros(kinds)
+        lag, nothing = (latency + wire_in).ravel(), np.zeros(wire.size)
         plain = cls(
-            columns.kinds(), seconds.ravel(), latency, latency + wire_in, nothing.astype(bool), nothing, wire, link,
+            columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers(),
+            seconds.ravel(), latency.ravel(), lag, nothing.astype(bool), nothing, wire.ravel(), link.ravel(),
             len(numbers),
         )  # fmt: skip
-        return plain._with_overlaps(columns, costs) if len(columns.joined) else plain
+        fused = _by_number(costs, "overlapped_seconds").ravel()
+        return plain._with_overlaps(columns, fused) if len(columns.joined) else plain
 
-    def _with_overlaps(self, columns: Columns, costs: Sequence[StageCost]) -> Work:
-        """An entry for each of two nodes that overlap; those whose kinds are the same as another pair's share it."""
+    def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
+        """An entry for each of two nodes that overlap; those whose entries are the same as another pair's share it.
+
+        `fused` is how long two take together, by the stage (and number) of the forward; NaN if that is unknown.
+        """
         entries = len(self.seconds)
         pairs = self.of[columns.joined].astype(np.int64) * entries + self.of[columns.joined + 1]
         both, which = np.unique(pairs, return_inverse=True)
         one, two = np.divmod(both, entries)
-        fused = np.array([-1.0 if c.overlapped_seconds is None else c.overlapped_seconds for c in costs])
-        total = fused[one % columns.stages]
+        total = fused[one % len(fused)]
         apart = self.seconds[one] + self.seconds[two]
         share = np.divide(self.seconds[one], apart, out=np.full(len(both), 0.5), where=apart > 0)
-        first = np.where(total >= 0, total * share, self.seconds[one])
+        known = ~np.isnan(total)
+        first = np.where(known, total * share, self.seconds[one])
         # So that their end does not depend on how the share was rounded.
-        second = np.where(total >= 0, total - first, self.seconds[two])
+        second = np.where(known, total - first, self.seconds[two])
         of = self.of.copy()
         of[columns.joined] = entries + which
         of[columns.joined + 1] = entries + len(both) + which
@@ -97,22 +108,32 @@ def _makers(waiter: Op) -> Iterator[Op]:
             yield from need.ops
 
 
-def _arrivals(columns: Columns, costs: Sequence[StageCost], links: Links) -> tuple[Floats, Floats, Ints]:
-    """For each kind that waits for another rank: its message's latency and time on the wire, and which link it takes
-    (sending rank * ranks + receiving rank).
+def _by_number(costs: Sequence[Sequence[StageCost]], name: str) -> Floats:
+    """One field of all costs, by stage and number; a single number if no stage's costs differ by it. NaN is None."""
+    found = np.empty((len(costs), max(map(len, costs))))
+    for stage, each in enumerate(costs):
+        found[stage] = np.array([getattr(cost, name) for cost in each], dtype=float)
+    return found
+
+
+def _arrivals(columns: Columns, size: Floats, links: Links) -> tuple[Floats, Floats, Ints]:
+    """For each kind of node that waits for another rank, and number: its message's latency and time on the wire. And
+    for each kind which link it takes (sending rank * ranks + receiving rank).
+
+    `size` is of each stage's output, by number.
     """
-    latency, wire = np.zeros(len(columns.source)), np.zeros(len(columns.source))
-    pairs = np.full(len(columns.source), -1)
+    shape = len(columns.source), size.shape[1]
+    latency, wire, pairs = np.zeros(shape), np.zeros(shape), np.full(len(columns.source), -1)
     used = np.flatnonzero(columns.source >= 0)
     stage, source = used % columns.stages, columns.source[used]
     # The same bytes cross a cut in both directions: the lower stage's output, or its gradient.
-    size = np.array([cost.output_bytes for cost in costs], dtype=float)[np.minimum(stage, source)]
+    crossing = size[np.minimum(stage, source)]
     pairs[used] = columns.rank_of[source] * columns.ranks + columns.rank_of[stage]
     for pair in np.unique(pairs[used]).tolist():
         link = cost_between(links, *divmod(pair, columns.ranks))
         on = np.full(len(used), True) if isinstance(links, LinkCost) else pairs[used] == pair
         latency[used[on]] = link.latency_seconds
-        wire[used[on]] = size[on] / link.bytes_per_second
+        wire[used[on]] = crossing[on] / link.bytes_per_second
         if isinstance(links, LinkCost):
             break
     return latency, wire, pairs

@@ -73,7 +73,7 @@ class Control:
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
                 self.groups = Groups(world, backend, group_options)
-                said = self.gather((device.type, backend))
+                said = self.gather((device.type, backend), "its backend")
             with self.agreed():
                 check_types([said[number][0] for number in world.numbers])
                 check_backends([said[number][1] for number in world.numbers])
@@ -252,7 +252,7 @@ class Control:
             return [value]
         values: list[Any] = [None] * self.world.ranks
         group = self.groups.control
-        with self.waiting_for("gather", self.line):
+        with self.waiting_for("a connection", self.line):
             dist.all_gather_object(values, value, group=group)
         return values
 

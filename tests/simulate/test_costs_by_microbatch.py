@@ -1,0 +1,92 @@
+"""Costs that differ by microbatch: held against the plain definition of earliest times, and memory by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slow import seconds
+
+from penstock.errors import ArgumentError
+from penstock.schedule import Dependencies, Placement, Schedule, generate
+from penstock.schedule.order import earliest_times
+from penstock.search import search
+from penstock.simulate import StageCost, memory, peaks, simulate
+from penstock.simulate.costs import LinkCost
+from scaffolding.some_schedules import small_ones
+
+whole = st.integers(0, 9).map(float)
+stage_costs = st.builds(StageCost, whole, whole, whole, output_bytes=whole)
+
+
+@settings(max_examples=100)
+@given(small_ones().map(lambda s: s.with_rows([list(row) for row in s.rows])), st.data(), st.booleans())
+def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+    """Some stages have one cost, others one for each microbatch."""
+    each = st.lists(stage_costs, min_size=schedule.numbers, max_size=schedule.numbers)
+    costs = [data.draw(st.one_of(stage_costs, each)) for _ in range(schedule.stages)]
+    link = LinkCost(data.draw(whole), math.inf if contended else data.draw(st.sampled_from([0.25, 0.5, 1.0])))
+    dependencies = Dependencies(schedule)
+    actions, rank_of = dependencies.actions, dependencies.rank_of
+
+    def cost(stage: int, number: int | None) -> StageCost:
+        of_stage = costs[stage]
+        return of_stage if isinstance(of_stage, StageCost) else of_stage[number or 0]
+
+    def duration(node: int) -> float:
+        return seconds(actions[node], cost(actions[node].stage, actions[node].microbatch))
+
+    def delay(made: int, used: int) -> float:
+        if rank_of[made] == rank_of[used]:
+            return 0.0
+        lower = min(actions[made].stage, actions[used].stage)
+        return link.seconds(cost(lower, actions[used].microbatch).output_bytes)
+
+    timeline = simulate(schedule, costs, link, contended=contended)
+    assert [(s.start_seconds, s.end_seconds) for s in timeline] == list(
+        zip(*earliest_times(dependencies, duration, delay), strict=True)
+    )
+
+
+def test_the_same_for_every_microbatch_is_one_cost() -> None:
+    for schedule in (generate("dualpipe", 4, 8), generate("seq1f1b", 2, 3), generate("zb-h1", 3, 5)):
+        cost = StageCost(1.5, 2, 1, 3, 7, 2, 1, 1, 2, 3.75)
+        link = LinkCost(0.25, 4)
+        one, each = [cost] * schedule.stages, [[cost] * schedule.numbers] * schedule.stages
+        for contended in (False, True):
+            timeline = simulate(schedule, one, link, contended=contended)
+            assert simulate(schedule, each, link, contended=contended) == timeline
+            assert memory(schedule, each, timeline) == memory(schedule, one, timeline)
+
+
+def test_two_that_overlap_take_what_the_forwards_microbatch_says() -> None:
+    schedule = Schedule.parse(
+        "x: 3 microbatches, stages on ranks 0\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2"
+    )
+    cost = StageCost(1, 2, 0)
+    costs = [[cost, replace(cost, overlapped_seconds=2.5), cost]]
+    assert list(simulate(schedule, costs).tracks[0].end)[2::2] == [3.5, 6.5]
+
+
+def test_one_long_microbatch_with_much_to_keep() -> None:
+    schedule = generate("gpipe", 1, 3)
+    small, large = StageCost(1, 1, 0, activation_bytes=1), StageCost(5, 5, 0, activation_bytes=10)
+    timeline = simulate(schedule, [[small, large, small]])
+    assert list(timeline.tracks[0].end) == [1, 6, 7, 8, 13, 14]
+    (found,) = memory(schedule, [[small, large, small]], timeline)
+    held = [(0, 1), (1, 11), (6, 12), (8, 11), (13, 1), (14, 0)]
+    assert list(zip(found.seconds, found.activations, strict=True)) == held
+    assert peaks(schedule, [[small, large, small]], timeline)[0].activations == 12
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    schedule, cost = generate("1f1b", 2, 4), StageCost(1, 1, 1)
+    with pytest.raises(ArgumentError, match="stage 1 has 3 costs for 4 microbatches; give one, or one for each"):
+        simulate(schedule, [cost, [cost] * 3])
+    with pytest.raises(ArgumentError, match="stage 0: parameter_bytes is not the same for all microbatches"):
+        simulate(schedule, [[cost, cost, cost, replace(cost, parameter_bytes=1)], cost])
+    with pytest.raises(ArgumentError, match="the search takes one for each stage"):
+        search(Placement.loop(2), 4, [cost, [cost] * 4], seconds=1)  # type: ignore[list-item]
