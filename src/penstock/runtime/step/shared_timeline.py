@@ -27,10 +27,9 @@ def share_timeline(
     if not wanted:
         return None
     times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
-    local = engine.world.is_local
-    if not local:
-        times = dict(enumerate(_gathered(engine, schedule, times[engine.ranks[0]])))
-    return Timeline.of_rows(schedule.rows, [times[rank] for rank in range(engine.world.ranks)], in_turns=local)
+    if engine.world.is_local:
+        return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+    return Timeline.of_rows(schedule.rows, _gathered(engine, schedule, times[engine.ranks[0]]))
 
 
 def _gathered(engine: Engine, schedule: Schedule, mine: Sequence[Times]) -> list[list[Times]]:
