@@ -35,9 +35,9 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.runtime.step.shared_loss import share_loss
+from penstock.runtime.step.shared_timeline import share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
-from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
 
 
@@ -341,12 +341,7 @@ class Steps:
         bound = cached.bound
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = None
-        if call.timeline:
-            rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds(
-                [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
-            )
+        timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)
         outputs = tuple(bound.head.outputs) if feed.keep_outputs else None
         if call.outputs:
             outputs = bring(self._engine, bound.schedule, outputs, call.outputs)

@@ -70,16 +70,21 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
+    marking = {rank: clock.mark for rank, clock in clocks.items()}
     for each in actions:
-        clock = clocks[each.rank]
-        began = clock.mark()
-        if each.wait is not None:
+        mark = marking[each.rank]
+        began = mark()
+        if each.wait is None:
+            was_ready = mark()
+            watched.position = each.running
+            each.work()
+        else:
             watched.position = each.waiting
-        ready = () if each.wait is None else (each.wait(),)
-        was_ready = clock.mark()
-        watched.position = each.running
-        each.work(*ready)
-        marks[each.rank].append((each.action, began, was_ready, clock.mark()))
+            ready = each.wait()
+            was_ready = mark()
+            watched.position = each.running
+            each.work(ready)
+        marks[each.rank].append((each.action, began, was_ready, mark()))
     watched.position = OUTSIDE
     return marks
 
