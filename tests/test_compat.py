@@ -34,6 +34,15 @@ def test_fake_tensors_have_no_values() -> None:
             x.nonzero()
 
 
+def test_fakes_of_real_numbers_have_no_values_either() -> None:
+    mode, number = compat.fake_mode(), torch.tensor(3)
+    fake = mode.from_tensor(number)
+    with mode:
+        for each in (fake, number + fake, fake.view(1)[0]):
+            with pytest.raises(compat.DATA_DEPENDENT):
+                each.item()
+
+
 @pytest.mark.parametrize("has_engine", [True, False])
 def test_backward_runs_with_and_without_torchs_own_checks(has_engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_engine:

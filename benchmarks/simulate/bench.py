@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -19,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy
+from common.machine import environment
 from rich.console import Console
 from rich.table import Table
 
-import penstock
 from penstock.schedule import Schedule, add_communication, check, generate
 from penstock.simulate import critical_path, idle, memory, simulate
 from penstock.simulate.costs import LinkCost, StageCost
@@ -79,19 +80,6 @@ def timed(run: Callable[[], object], rounds: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    """A description of the machine, and how busy it was with other things."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": numpy.__version__,
-        "penstock": penstock.__version__,
-        "load_before": round(os.getloadavg()[0], 2),
-    }
-
-
 def show(results: dict[str, Any]) -> None:
     table = Table(title="1F1B: medians")
     for column in ("case", "step", "actions", "seconds", "CPU seconds", "M actions/s", "us/action", "peak GB"):
@@ -129,7 +117,8 @@ def main() -> None:
     if chosen.case:
         print(json.dumps(measure(chosen.case, chosen.rounds or (3 if chosen.case == "p=512" else 15))))
         return
-    results: dict[str, Any] = {"environment": environment(), "cases": {}}
+    machine = environment(numpy=numpy.__version__, load_before=round(os.getloadavg()[0], 2))
+    results: dict[str, Any] = {"environment": machine, "cases": {}}
     rounds = [] if chosen.rounds is None else ["--rounds", str(chosen.rounds)]
     for name in chosen.cases:
         command = [sys.executable, __file__, "--case", name, *rounds]

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
@@ -53,8 +53,11 @@ UNSUPPORTED = (UnsupportedOperatorException, UnsupportedFakeTensorException, Not
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A mode in which tensors are fake, with static shapes. Real tensors may be mixed in.
+
+    `export`: the fake of a real number has no value either. Torch 2.15 would give it one, as if it were a constant.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True, export=True)
 
 
 @contextmanager
@@ -168,6 +171,11 @@ def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
     return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
 
+def any_autocast() -> bool:
+    """Whether autocast is on for any type of device."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def autocast_kinds() -> tuple[str, ...]:
     """The types of devices that autocast can be on for: the CPU, CUDA, and the accelerator here if it is another."""
     here = torch.accelerator.current_accelerator()
@@ -230,16 +238,29 @@ def reduction_dtype(part: nn.Module) -> torch.dtype | None:
     return dtype
 
 
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """`torch.autograd.graph.get_gradient_edge`; that takes longer, because it asks first what kind of node it finds."""
+    node: Any = tensor.grad_fn
+    if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf, or the node of a function in Python
+        return get_gradient_edge(tensor)
+    return GradientEdge(node, tensor.output_nr)
+
+
 def run_backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """`torch.autograd.backward`, without its checks of what it is given, which take longer than a small stage does.
 
-    The engine itself checks shapes, dtypes and devices of the gradients against the roots.
+    The engine itself checks shapes, dtypes and devices of the gradients against the roots. On the CPU, where it runs in
+    this thread, torch's settings for other threads are left out too.
     """
     engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if engine is None:
         torch.autograd.backward(tuple(roots), tuple(grads))
-    else:
-        engine(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return
+    run = _ENGINE.run_backward if _ENGINE is not None and grads[0].is_cpu else engine
+    run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+_ENGINE: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
 
 
 def plain_tensors() -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from command_line import as_json, output, penstock, refusal
+from torch import nn
 
 from penstock.balance import Profile, UnitCost
 from penstock.plan import Cluster, Sizes, make_plans, read_plan
@@ -49,7 +50,7 @@ def test_json_has_all_choices(profile: str) -> None:
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     done = penstock(*JOB, "--profile", profile, "--memory", "200mib", columns=400)
     assert done.exit_code == 1
-    assert done.stdout.startswith("Nothing fits into 200 MiB a device.")
+    assert done.stdout.startswith("Nothing fits into 209.7 MB a device.")
     enough = done.stdout.partition("--memory ")[2].partition(";")[0]
     less = f"{int(enough.removesuffix('MiB')) - 1}MiB"
     assert penstock(*JOB, "--profile", profile, "--memory", enough).exit_code == 0
@@ -68,6 +69,35 @@ def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
 )
 def test_bad_options_are_refused(profile: str, options: tuple[str, ...], message: str) -> None:
     assert message in refusal(*JOB, "--profile", profile, *options)
+
+
+TARGET = """
+import torch
+from torch import nn
+
+def make():
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(*layers), (torch.randn(16, 64),), torch.randn(16, 64), nn.functional.mse_loss
+"""
+
+
+@pytest.mark.long
+def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(TARGET)
+    target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
+    text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
+    assert text.splitlines()[4].split()[1:3] in (["1", "2"], ["2", "1"])
+    found = read_plan(file)
+    names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
+    assert set(found.cuts) <= names.keys()
+    # Two profiles were made, of 16 rows and 2, so that microbatches of all sizes were weighed.
+    rows = {one["choice"]["rows"] for one in as_json("plan", target, "--devices", "2", "--global-batch", "16")["lost"]}
+    assert rows >= {1, 2, 4, 8}
+
+
+def test_either_a_target_or_profiles(profile: str) -> None:
+    assert "give either a TARGET to measure, or --profile" in refusal(*JOB)
+    assert "give either a TARGET to measure, or --profile" in refusal(*JOB, "model.py:make", "--profile", profile)
 
 
 def test_two_profiles_of_one_size_are_refused(profile: str) -> None:

@@ -15,6 +15,7 @@ from command_line import stay
 from processes import has_ended
 
 from penstock.launch import processes as launch
+from penstock.plan import Choice, Plan
 
 SHOW = """
 import json, os, sys, time
@@ -145,6 +146,8 @@ def test_death_of_the_launcher_ends_everything(staying: tuple[subprocess.Popen[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["show.py"], "how many processes? Give --ranks 4, for example, or the --plan that says it"),
+        (["--plan", "nowhere.json", "show.py"], "plan 'nowhere.json' cannot be read"),
         (["--ranks", "0", "show.py"], "--ranks 0, but at least 1 process has to run: give --ranks 2, for example"),
         (["--ranks", "2", "--threads", "0", "show.py"], "--threads 0, but a process needs at least 1"),
         (
@@ -179,3 +182,14 @@ def test_no_verb_loads_torch_or_scipy_before_it_runs(folder: Path) -> None:
         command = [sys.executable, "-c", look.format(arguments)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == status, done.stderr
+
+
+def test_a_plan_says_how_many_processes_and_reaches_them(folder: Path) -> None:
+    plan = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
+    plan.save(folder / "plan.json")
+    (folder / "told.py").write_text("import os\nprint(os.environ['WORLD_SIZE'], os.environ['PENSTOCK_PLAN'])\n")
+    done = penstock(folder, "run", "--plan", "plan.json", "told.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(folder / "plan.json")) == 2
+    refused = penstock(folder, "run", "--plan", "plan.json", "--ranks", "3", "told.py")
+    assert "--ranks 3, but plan.json is for 2 processes; leave --ranks out" in refused.stderr

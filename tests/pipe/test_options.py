@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
+from penstock.plan import Choice, Plan
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
@@ -50,12 +51,27 @@ def shows_kwargs() -> None:
     assert loss == step(model=mlp(1), ranks=1).loss
 
 
+PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
+
+
 def shows_balance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
     assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'parameters', 'layers'", balance="size")
+    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'memory', 'parameters'", balance="size")
     assert made(model=model, balance=lambda name, module: name in "01").cuts == ("1",)
     assert made(model=model, balance="type:Linear").cuts == made(model=model, balance="layers").cuts
+
+
+def shows_memory_limit() -> None:
+    given = {"model": mlp(8), "args": (torch.randn(400, WIDTH),), "ranks": 4, "microbatches": 4, "balance": "flops"}
+    assert made(**given).cuts == ("2", "4", "6")
+    assert made(**given, memory_limit=30_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
+    assert made(**{**given, "balance": "memory"}).cuts == ("1", "2", "4")
+    refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The least", **given, memory_limit=2e4)
+    two = {"chunks": 2, "schedule": "gpipe"}
+    refused(ArgumentError, "a rank's memory is shared equally by its 2 stages", memory_limit=9, **two)
+    refused(ArgumentError, "memory_limit='80GiB': expected a number of bytes", memory_limit="80GiB")
+    refused(ArgumentError, "memory_limit=9: it is for cuts that are found", memory_limit=9, cuts=["2"])
 
 
 def shows_leaves() -> None:
@@ -248,6 +264,8 @@ SHOWN: dict[str, Callable[[], None]] = {
     "leaves": shows_leaves,
     "opens": shows_opens,
     "balance": shows_balance,
+    "memory_limit": shows_memory_limit,
+    "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),
     "share_loss": lambda: assert_equal(step(share_loss=False).loss.shape, ()),  # seen on other ranks only

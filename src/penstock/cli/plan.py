@@ -15,11 +15,13 @@ from rich.table import Table
 
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.cli._target import loaded
 from penstock.errors import ArgumentError
 from penstock.simulate import Cause
-from penstock.words import counted
+from penstock.words import counted, sized
 
 if TYPE_CHECKING:
+    from penstock.balance import Profile
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
     from penstock.simulate import LinkCost
 
@@ -88,10 +90,16 @@ def _link(text: str) -> LinkCost:
 def plan(
     cluster: ClusterOptions,
     global_batch: Annotated[int, typer.Option(help="Rows of one step, over all replicas.")],
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
+    ] = None,
     profile: Annotated[
-        list[Path],
-        typer.Option(metavar="FILE", help="What `penstock profile` wrote; repeat it for microbatches of other sizes."),
-    ],
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of TARGET: what `penstock profile` wrote; repeat it for microbatches of other sizes.",
+        ),
+    ] = None,
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
     out: Annotated[
         Path | None,
@@ -99,12 +107,17 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Choose replicas, ranks, cuts, microbatches, schedule and recomputation for a model and its devices."""
-    from penstock.balance import read_profile
+    """Choose replicas, ranks, cuts, microbatches, schedule and recomputation for a model and its devices.
+
+    TARGET is a function that returns (model, args, target, loss), as for
+    `penstock verify`. It is measured here, with its whole batch and an eighth
+    of it as microbatches. To plan for another device, profile there, and give
+    the files.
+    """
     from penstock.plan import Sizes, make_plans
 
     known = cluster.read()
-    sizes = Sizes.of(read_profile(path) for path in profile)
+    sizes = Sizes.of(_profiles(target, profile or []))
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
@@ -116,6 +129,28 @@ def plan(
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
         raise typer.Exit(1)
+
+
+def _profiles(target: str | None, files: Sequence[Path]) -> list[Profile]:
+    """Those in the files, or measured."""
+    from penstock.balance import read_profile
+
+    if (target is None) != bool(files):
+        raise ArgumentError("give either a TARGET to measure, or --profile with what was measured")
+    if target is None:
+        return [read_profile(path) for path in files]
+    from penstock.plan.sizes import rows_of
+
+    with loaded(target, "the model") as given:
+        from penstock.pipe.profiling import profile as measured
+
+        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        example = given.model, given.args, given.kwargs
+        whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
+        pieces = min(8, rows_of(whole))
+        if pieces == 1:
+            return [whole]
+        return [whole, measured(*example, microbatches=pieces, budget_seconds=1.0, **cutting)]
 
 
 def _names(text: str | None) -> list[str] | None:
@@ -181,7 +216,7 @@ def _plans(plans: Sequence[Plan]) -> Table:
             *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes),
             *((reduces(plan.reduce_seconds),) if sums else ()),
             f"{len(plan.recompute)} of {choice.stages}" if plan.recompute else "-",
-            bytes_text(max(plan.memory_bytes)),
+            sized(max(plan.memory_bytes)),
         )
     return made
 
@@ -222,12 +257,16 @@ def _named(choice: Choice) -> str:
 
 def _why(lost: Lost, best: Plan) -> str:
     if lost.lacking_bytes:
-        return f"does not fit: its fullest rank needs {bytes_text(lost.lacking_bytes)} more"
+        return f"does not fit: its fullest rank needs {sized(lost.lacking_bytes)} more"
     slower = f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
     if lost.bubble is None:
         return f"at least {slower}: its busiest rank's work alone takes that long"
-    again = f", and {counted(lost.recomputed, 'stage')} recomputed" if lost.recomputed else ""
-    return f"{slower}: ranks idle {lost.bubble:.1%} of the time{again}"
+    why = [f"ranks idle {lost.bubble:.1%} of the time"] if lost.bubble else []
+    if lost.recomputed:
+        why.append(f"{counted(lost.recomputed, 'stage')} recomputed")
+    if lost.reduce_seconds:
+        why.append(f"{lost.reduce_seconds / lost.step_seconds:.1%} of the step for sums of gradients")
+    return f"{slower}: {', '.join(why)}" if why else slower
 
 
 def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
@@ -237,14 +276,8 @@ def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
     needed = max(nearest.memory_bytes)
     rank = nearest.memory_bytes.index(needed)
     console.print(
-        f"[bold]Nothing fits[/] into {bytes_text(cluster.memory_bytes)} a device. {_named(nearest.choice)}, with "
+        f"[bold]Nothing fits[/] into {sized(cluster.memory_bytes)} a device. {_named(nearest.choice)}, with "
         f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
-        f"{bytes_text(needed)}, {bytes_text(nearest.lacking_bytes)} more than there is. It fits with --memory "
+        f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is. It fits with --memory "
         f"{math.ceil(needed / 2**20)}MiB; otherwise give more devices, or smaller microbatches."
     )
-
-
-def bytes_text(size: float) -> str:
-    """A size for people: 12.5 GiB."""
-    power = next((power for power in (4, 3, 2, 1) if size >= 1024**power), 0)
-    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,8 +29,14 @@ def run(
         list[str],
         typer.Argument(metavar="SCRIPT [ARGUMENTS]", help="The script, or a module with -m; then its own arguments."),
     ],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes; each is a rank.")],
     asked: NetworkOptions,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", help="How many processes; each is a rank. By default the plan's.")
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What `penstock plan` wrote: the script's pipeline follows it."),
+    ] = None,
     hosts: Annotated[
         int | None,
         typer.Option(
@@ -57,6 +65,7 @@ def run(
             f"--nproc-per-node {ranks} ...` on each machine; see 'Several machines' in the guide"
         )
     command = ["-m", *command] if module else command
+    ranks = _ranks(ranks, plan)
     check(command, ranks, threads)
     if hosts is None:
         if asked.given():
@@ -69,6 +78,21 @@ def run(
     network = asked.network(hosts)
     machines = network.machines()
     raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines))
+
+
+def _ranks(given: int | None, plan: Path | None) -> int:
+    """How many processes to start, with the plan in their environment. Raises ArgumentError unless something says."""
+    if plan is None:
+        if given is None:
+            raise ArgumentError("how many processes? Give --ranks 4, for example, or the --plan that says it")
+        return given
+    from penstock.plan.plan import VARIABLE, read_plan
+
+    planned = read_plan(plan).choice.devices
+    if given not in (None, planned):
+        raise ArgumentError(f"--ranks {given}, but {plan} is for {planned} processes; leave --ranks out")
+    os.environ[VARIABLE] = str(plan.resolve())
+    return planned
 
 
 def _over_network(job: Job, network: Network, machines: Machines) -> int:

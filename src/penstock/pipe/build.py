@@ -5,6 +5,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import Balance, Partitioner, RandomSource, TooFewLayersError
+from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.planned import Followed
 from penstock.pipe.session import Session
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -44,6 +46,7 @@ from penstock.second_names import OF_PIPELINE, also
 from penstock.words import a, counted
 
 if TYPE_CHECKING:
+    from penstock.plan import Plan
     from penstock.runtime.features.frame import Parallelize
 
 
@@ -66,6 +69,7 @@ def pipeline(
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
+    memory_limit: float | None = None,
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -84,6 +88,7 @@ def pipeline(
     lost_after: float | None = None,
     group_timeout: float | None = None,
     pg_options: Any = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Splits a model into stages and prepares them for training.
 
@@ -122,6 +127,9 @@ def pipeline(
             its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
             path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
             `balance(name, module)`, what a module costs.
+        memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
+            each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
+            (as if nothing were recomputed or offloaded). Cuts that need more are left out.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
@@ -163,12 +171,18 @@ def pipeline(
             device hangs. None: an hour. Give more than the longest time that a first step takes to compile.
         pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
             `torch.distributed.new_group`. Each group gets a copy, with `group_timeout`.
+        plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, chunks, microbatches,
+            cuts and recompute, and, in one process, ranks. A plan with replicas needs a `mesh` as well.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
         PartitionError: the model cannot be recorded or cut as asked.
         ScheduleError: the schedule is not legal, or could deadlock.
     """
+    followed = Followed.of(
+        plan, schedule=schedule, chunks=chunks, microbatches=microbatches, cuts=cuts, recompute=recompute
+    )
+    schedule, chunks, microbatches, cuts, recompute = followed.decided
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_model(model)
     example = checked_inputs(args, kwargs)
@@ -182,6 +196,7 @@ def pipeline(
         leaves=leaves,
         opens=opens,
         balance=balance,
+        memory_limit=memory_limit,
         devices=devices,
         share_loss=share_loss,
         transport=transport,
@@ -201,7 +216,8 @@ def pipeline(
         pg_options=pg_options,
     )
     kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
-    world = join(ranks, mesh, kind)
+    world = join(followed.ranks(ranks), mesh, kind)
+    followed.check(world)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)
     return build(model, example, world, order, options, by_default=by_default)
@@ -234,6 +250,12 @@ def build(
             "share_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        warn(
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"devices={str(kind)!r}, or devices='cpu' if that is meant"
+        )
     seed = torch.initial_seed() if options.seed is None else options.seed
     silent = options.lost_after
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
@@ -247,7 +269,7 @@ def build(
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, sees_saved)
+                make = front_end or partial(_recorder, options, options.room(order), sees_saved)
                 cutter = make(model, order.placement.depth, engine.streams)
             split = SplitModel(
                 cutter,
@@ -269,6 +291,7 @@ def build(
 
 def _recorder(
     options: Options,
+    room: Room,
     sees_saved: bool,
     model: nn.Module | Sequence[nn.Module],
     stages: int,
@@ -281,6 +304,7 @@ def _recorder(
         leaves=options.leaves,
         opens=options.opens,
         balance=options.choice,
+        room=room,
         streams=streams,
         sees_saved=sees_saved,
     )

@@ -34,9 +34,9 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.runtime.step.shared_loss import share_loss
+from penstock.runtime.step.shared_timeline import share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
-from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
 
 
@@ -135,7 +135,7 @@ class Steps:
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.accepting_own_changes():
+            with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
             return self._result(prepared, call, moments)
 
@@ -286,7 +286,10 @@ class Steps:
         positions = model_inputs(cached.bound.partitions[0].stages[0].meta)
         devices = self._devices(cached, self._order.placement.is_first)
         pairs = zip(self.bound_schedules.inputs(cached, cut), devices, strict=True)
-        return [dict(zip(positions, batches.on(given, device), strict=True)) for given, device in pairs]
+        return [
+            {position: batches.on(tensor, device) for position, tensor in zip(positions, given, strict=True)}
+            for given, device in pairs
+        ]
 
     def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
         """Moves each target to the device that computes its loss."""
@@ -338,12 +341,7 @@ class Steps:
         bound = cached.bound
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = None
-        if call.timeline:
-            rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds(
-                [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
-            )
+        timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)
         outputs = tuple(bound.head.outputs) if feed.keep_outputs else None
         if call.outputs:
             outputs = bring(self._engine, bound.schedule, outputs, call.outputs)

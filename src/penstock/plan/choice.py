@@ -36,7 +36,13 @@ class Choice:
     inner: Inner = "pp"
 
     @property
+    def devices(self) -> int:
+        """How many it uses."""
+        return self.replicas * self.ranks
+
+    @property
     def stages(self) -> int:
+        """How many stages the model is cut into."""
         return self.ranks * self.chunks
 
 

@@ -17,6 +17,9 @@ from penstock.words import shortened
 VERSION = 1
 """Of the file. Others are refused."""
 
+VARIABLE = "PENSTOCK_PLAN"
+"""Of the environment: the file of the plan that `penstock run` was told to follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

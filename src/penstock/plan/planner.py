@@ -26,6 +26,7 @@ class Lost:
         bubble: the share of time lost; None if it was not simulated.
         lacking_bytes: what the fullest rank needs beyond its memory.
         recomputed: how many stages are recomputed.
+        reduce_seconds: what the sums of replicas' gradients take of the step.
     """
 
     choice: Choice
@@ -33,6 +34,7 @@ class Lost:
     bubble: float | None = None
     lacking_bytes: float = 0.0
     recomputed: int = 0
+    reduce_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ def _candidates(
 
 
 def _as_lost(plan: Plan) -> Lost:
-    return Lost(plan.choice, plan.step_seconds, plan.bubble, plan.lacking_bytes, len(plan.recompute))
+    return Lost(
+        plan.choice, plan.step_seconds, plan.bubble, plan.lacking_bytes, len(plan.recompute), plan.reduce_seconds
+    )
 
 
 def _order(plan: Plan) -> tuple[float, int, float]:

@@ -56,7 +56,7 @@ class Sizes:
         """
         by_rows: dict[int, Profile] = {}
         for profile in profiles:
-            rows = _rows(profile)
+            rows = rows_of(profile)
             if rows in by_rows:
                 raise ArgumentError(
                     f"profiles: two are of microbatches of {counted(rows, 'row')}; give one of each size"
@@ -88,8 +88,12 @@ class Sizes:
         return tuple(_between(below, above, share) for below, above in pairs)
 
 
-def _rows(profile: Profile) -> int:
-    """The first dimension of most inputs."""
+def rows_of(profile: Profile) -> int:
+    """The rows of the microbatch that was measured: the first dimension of most inputs.
+
+    Raises:
+        ArgumentError: the profile does not say.
+    """
     shapes = (re.search(r"\[([0-9]+)", text) for text in profile.inputs.values())
     found = Counter(int(shape[1]) for shape in shapes if shape)
     if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,36 @@ def test_autograd_functions_of_the_user_are_one_call() -> None:
     assert "apply" in made.code
     assert "mul" not in made.code
     assert torch.autograd.Function.__dict__["apply"] is apply
+
+
+@pytest.mark.parametrize("how", ["by its class", "by a name of its own"])
+def test_autograd_functions_are_one_call_where_torch_calls_them_from_c(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.15 does: `Function.apply` is no method of Python's."""
+    in_c = torch._C._FunctionBase.__dict__["apply"]
+    monkeypatch.setattr(torch.autograd.Function, "apply", in_c)
+    model = Model(lambda self, x: self.layers[1](self.triple(self.layers[0](x))))
+    model.triple = Triple.apply if how == "by a name of its own" else triple
+    made = check(model, torch.randn(2, 3), stages=2)
+    assert "mul" not in made.code
+    assert torch.autograd.Function.__dict__["apply"] is in_c
+    assert how == "by its class" or model.triple == Triple.apply
+
+
+def triple(x: Tensor) -> Tensor:
+    made: Tensor = Triple.apply(x)
+    return made
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 30
 
 
 def test_lstm_between_blocks() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
             return reentrant.run(*args)
         return recorder.call_autograd_function(own.__get__(None, cls), cls, args, kwargs)
 
+    bound = list(_bound(own, recorder))
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    bound = list(_bound(own.__func__, recorder))
     for names, name, method in bound:
         names[name] = MethodType(apply, method.__self__)
     try:
@@ -38,10 +38,19 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
             names[name] = method
 
 
-def _bound(function: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, MethodType]]:
-    """The places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module."""
+def _bound(own: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The places that hold a bound `apply`, such as `swish = Swish.apply` in a file or a module.
+
+    Args:
+        own: torch's `apply`: a class method in Python, since torch 2.15 in C.
+    """
     attributes = (vars(module) for module in recorder.model.modules())
     for names in (*attributes, *(value for value in recorder.reach.named if type(value) is dict)):
         for name, value in list(names.items()):
-            if type(value) is MethodType and value.__func__ is function:
+            if type(value) in (MethodType, BuiltinMethodType) and _is_apply(value, own):
                 yield names, name, value
+
+
+def _is_apply(method: Any, own: Any) -> bool:
+    cls = method.__self__
+    return isinstance(cls, type) and issubclass(cls, torch.autograd.Function) and method == own.__get__(None, cls)

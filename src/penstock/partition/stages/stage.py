@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -215,7 +214,7 @@ class _Root(nn.Module):
         for path, value in extra.items():
             first, _, rest = path.partition(".")
             if rest:
-                setattr(found.setdefault(first, SimpleNamespace()), rest, value)
+                setattr(found.setdefault(first, nn.Module()), rest, value)
             else:
                 found[first] = value
         self.__dict__["_source"] = model

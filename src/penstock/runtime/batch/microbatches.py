@@ -222,7 +222,9 @@ def on(tree: Any, device: torch.device | None) -> Any:
             tensor = tensor.pin_memory()
         return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
-    return tree if device is None else map_tensors(moved, tree)
+    if device is None or (isinstance(tree, Tensor) and tree.device == device):
+        return tree
+    return map_tensors(moved, tree)
 
 
 def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:

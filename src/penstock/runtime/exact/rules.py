@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.compat import run_backward
+from penstock.compat import any_autocast, run_backward
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -76,9 +76,8 @@ def backward(roots: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     An input that is a root gets its later consumers' gradient before this stage's own terms are added, which is the
     order in which autograd adds them in the unsplit model.
     """
-    device_type = grads[0].device.type
-    if torch.is_autocast_enabled(device_type):
-        with outside_autocast(device_type):
+    if any_autocast():
+        with outside_autocast(grads[0].device.type):
             run_backward(roots, grads)
     else:
         run_backward(roots, grads)
@@ -105,9 +104,8 @@ def seeds(weights: Sequence[float], total: float | None = None) -> list[float]:
 
 def own(tensor: Tensor) -> Tensor:
     """A copy in its own aligned allocation, with the same strides (a slice of a batch has neither)."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    if is_dense(shape, stride):
-        return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    if is_dense(tensor.shape, tensor.stride()):
+        return tensor.detach().clone()
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
@@ -210,6 +208,8 @@ def copy_as(
 ) -> Tensor:
     """A copy of `tensor` in fresh memory with this layout, on `device` (default: where it is)."""
     buffer = allocate(layout, tensor.device if device is None else device)
+    if not buffer.packed and tensor.stride() == layout.stride and tensor.shape == layout.shape:
+        return buffer.tensor.copy_(tensor.detach(), non_blocking=non_blocking)
     buffer.flat.copy_(pack(tensor), non_blocking=non_blocking)
     return unpack(buffer)
 

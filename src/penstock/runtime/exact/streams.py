@@ -59,13 +59,15 @@ class Streams:
         loss function of the user's own, which may draw from anything, they always are."""
         self.seedings = 0
         """How often the generators were set."""
+        self.strays = False
+        """Whether something has drawn in a step for which no generator was set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
         self._again = False
         self._step = -1
         self._base: int | None = None
-        self._began_loss = False
+        self._foreign: tuple[Any, Any] | None = None  # Python's and numpy's states before they were set
         self._generators: tuple[torch.Generator, ...] = ()
         self._handles: list[RemovableHandle] = []
         self._hooked: set[int] = set()
@@ -91,17 +93,15 @@ class Streams:
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
-        numpy = sys.modules.get("numpy")
-        foreign = random.getstate(), numpy.random.get_state() if numpy else None
-        self._step, self._began_loss = step, False
+        seeds = [generator.initial_seed() for generator in self._generators]
+        self._step, self._foreign, before = step, None, self.seedings
         try:
             yield
+            if self.seedings == before and not self.strays:
+                self.strays = self._has_drawn(seeds, states)
         finally:
             self._base = None
-            if self.seeds_foreign or self._began_loss:
-                random.setstate(foreign[0])
-                if numpy:
-                    numpy.random.set_state(foreign[1])
+            self._restore_foreign()
             for generator, state in zip(self._generators, states, strict=True):
                 generator.set_state(state)
 
@@ -120,7 +120,6 @@ class Streams:
 
     def begin_loss(self, microbatch: int, *, foreign: bool = True) -> None:
         """Sets the stream of a loss function, which may draw. `foreign`: also as Python and numpy do."""
-        self._began_loss |= foreign
         self._seed(mix(self.seed, self._step, self.first_microbatch + microbatch, _LOSS), foreign=foreign)
 
     def enter(self, name: str) -> None:
@@ -155,9 +154,23 @@ class Streams:
         for generator in self._generators:
             generator.manual_seed(seed)
         if foreign or self.seeds_foreign:
+            numpy = sys.modules.get("numpy")
+            if self._foreign is None:
+                self._foreign = random.getstate(), numpy.random.get_state() if numpy else None
             random.seed(seed)
-            if (numpy := sys.modules.get("numpy")) is not None:
+            if numpy is not None:
                 numpy.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+
+    def _restore_foreign(self) -> None:
+        if self._foreign is not None:
+            random.setstate(self._foreign[0])
+            if self._foreign[1] is not None:
+                sys.modules["numpy"].random.set_state(self._foreign[1])
+
+    def _has_drawn(self, seeds: list[int], states: list[torch.Tensor]) -> bool:
+        """Whether a generator has moved on from the same seed."""
+        before = zip(self._generators, seeds, states, strict=True)
+        return any(g.initial_seed() == seed and not torch.equal(g.get_state(), state) for g, seed, state in before)
 
 
 class _Hook:

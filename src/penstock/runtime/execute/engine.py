@@ -59,6 +59,8 @@ class BoundSchedule:
     """This process's parameters that several stages hold and train."""
     schedule: Schedule
     training: bool
+    draws: bool
+    """Whether a forward or the loss may draw random numbers."""
 
 
 class Engine:
@@ -155,7 +157,8 @@ class Engine:
             tied = tied_among(first.stages, here, pipelines) if training else ()
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
-            programs = self._programs(binding, head, averages)
+            draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(first)
+            programs = self._programs(binding, head, averages, self.streams if draws else None)
         number, self._bound = self._bound, self._bound + 1
         self._agree(schedule, first)
         self._pair(schedule.placement, first)
@@ -171,16 +174,17 @@ class Engine:
             tied=tied,
             schedule=schedule,
             training=training,
+            draws=draws or binding.others_draw,
         )
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
         """`Control.agreed` until a schedule is bound: replicas bind the first together, later ones independently."""
         return nullcontext() if self._bound else self.control.agreed()
 
-    def _programs(self, binding: Binding, head: LossHead, averages: Mapping[int, Average]) -> dict[int, Program]:
+    def _programs(
+        self, binding: Binding, head: LossHead, averages: Mapping[int, Average], streams: Streams | None
+    ) -> dict[int, Program]:
         """The program of each of this process's ranks."""
-        partitions = binding.partitions
-        draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(partitions[0])
         return {
             rank: Program(
                 self._bound,
@@ -188,7 +192,7 @@ class Engine:
                 self.transports[rank],
                 head,
                 self._reducers[rank],
-                self.streams if draws else None,
+                streams,
                 self.devices[rank],
                 self.world.numbers,
                 self.world.partners,
@@ -304,7 +308,8 @@ class Engine:
         self.control.watchdog.step += 1
         self.control.watchdog.check()
         for program in bound.programs:
-            program.start(feed, reduces=self.replicas is None or self.replicas.active)
+            reduces = self.replicas is None or self.replicas.active
+            program.start(feed, reduces=reduces, draws=bound.draws or self.streams.strays)
         bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)

@@ -19,7 +19,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.assembly import assemble
 from penstock.runtime.execute.clock import Clock, Marks
-from penstock.runtime.execute.stage_runner import StageRunner, number
+from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.features.feature import Features, Start, within
 from penstock.runtime.gradients.replicas import Average
@@ -70,16 +70,21 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
+    marking = {rank: clock.mark for rank, clock in clocks.items()}
     for each in actions:
-        clock = clocks[each.rank]
-        began = clock.mark()
-        if each.wait is not None:
+        mark = marking[each.rank]
+        began = mark()
+        if each.wait is None:
+            was_ready = mark()
+            watched.position = each.running
+            each.work()
+        else:
             watched.position = each.waiting
-        ready = () if each.wait is None else (each.wait(),)
-        was_ready = clock.mark()
-        watched.position = each.running
-        each.work(*ready)
-        marks[each.rank].append((each.action, began, was_ready, clock.mark()))
+            ready = each.wait()
+            was_ready = mark()
+            watched.position = each.running
+            each.work(ready)
+        marks[each.rank].append((each.action, began, was_ready, mark()))
     watched.position = OUTSIDE
     return marks
 
@@ -158,9 +163,9 @@ class Program:
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
-    def start(self, feed: Feed, *, reduces: bool) -> None:
-        """Gives a step's inputs to the first stage, if it is here. `reduces`: reduce gradients of sharded stages."""
-        start = Start(reduces, feed.loss_scale, feed.changes)
+    def start(self, feed: Feed, *, reduces: bool, draws: bool) -> None:
+        """Gives a step's inputs to the first stage, if it is here. `reduces`, `draws`: see `Start`."""
+        start = Start(reduces, feed.loss_scale, feed.changes, draws)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 
@@ -174,18 +179,18 @@ class Program:
             act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
             return BoundAction(rank, action, None, act, running, running)
         runner = self.runners[action.stage]
-        routes, microbatch = runner.routes, number(action)
+        routes, microbatch = runner.routes, _number(action)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)
-                work = partial(within(runner.features.around, runner.forward), action)
+                work = _around(runner.features, action, runner.forward)
                 return BoundAction(rank, action, partial(runner.await_inputs, microbatch), work, waiting, running)
             case Op.B | Op.I:
                 waiting = self._waiting("RECV_B", action, routes.grads_in)
-                work = partial(within(runner.features.around, runner.backward), action)
+                work = _around(runner.features, action, runner.backward)
                 return BoundAction(rank, action, partial(runner.await_grads, microbatch), work, waiting, running)
             case Op.W:
-                work = partial(within(runner.features.around, runner.weight_backward), action)
+                work = _around(runner.features, action, runner.weight_backward)
                 return BoundAction(rank, action, None, work, running, running)
             case Op.SEND_F | Op.SEND_B:
                 forward = action.op is Op.SEND_F
@@ -208,6 +213,23 @@ class Program:
     def _waiting(self, what: str, action: Action, routes: Sequence[Route]) -> Position:
         peers = sorted({self._numbers[self._placement.rank_of[route.stage]] for route in routes if route.remote})
         return Position(f"{action.stage}{what}{action.microbatch}", tuple(peers))
+
+
+def _around(features: Features, action: Action, run: Callable[..., None]) -> Callable[..., None]:
+    """What runs a computation, with what features have around it."""
+    work = partial(run, _number(action))
+
+    def with_features(_: Action, *ready: Any) -> None:
+        work(*ready)
+
+    wrapped = within(features.around, with_features)
+    return work if wrapped is with_features else partial(wrapped, action)
+
+
+def _number(action: Action) -> int:
+    """A computation's microbatch."""
+    assert action.microbatch is not None
+    return action.microbatch
 
 
 def _after_unshard(bound: BoundAction, sharded: Sharded, partners: Sequence[int]) -> BoundAction:

@@ -8,13 +8,13 @@ Values and gradients are dropped as soon as they are passed on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from penstock.compat import gradient_edge
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
@@ -23,28 +23,26 @@ from penstock.runtime.gradients.distribution import is_distributed
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import Route, RouteBuilder
-from penstock.schedule import Action
 from penstock.stages import needs_backward
 
 
-@dataclass(slots=True)
-class _Saved:
+class _Saved(NamedTuple):
     roots: list[GradientEdge | None]
     slots: dict[int, list[Tensor]]
 
 
-@dataclass(slots=True)
-class _Outbox:
-    mail: dict[tuple[int, int], list[Tensor | None]] = field(default_factory=dict)
+Mail = dict[tuple[int, int], list[Tensor | None]]
+"""What waits to be sent, by the stage that gets it and the microbatch."""
 
-    def dispatch(self, routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None]) -> None:
-        """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
-        for route in routes:
-            message = [values[position] for position in route.positions]
-            if route.remote:
-                self.mail[route.stage, microbatch] = message
-            else:
-                route.channel.send(microbatch, message)
+
+def _dispatch(routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None], mail: Mail) -> None:
+    """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
+    for route in routes:
+        message = [values[position] for position in route.positions]
+        if route.remote:
+            mail[route.stage, microbatch] = message
+        else:
+            route.channel.send(microbatch, message)
 
 
 class StageRunner:
@@ -84,8 +82,8 @@ class StageRunner:
         self._root_inputs = [root.position for root in roots if not root.is_output]
         self._saved: dict[int, _Saved] = {}
         self._kept: dict[int, Rerun] = {}
-        self._values = _Outbox()
-        self._grads = _Outbox()
+        self._values: Mail = {}
+        self._grads: Mail = {}
         self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by position among the stage's inputs."""
 
@@ -94,8 +92,8 @@ class StageRunner:
         self.batch = list(batch)
         self._saved.clear()
         self._kept.clear()
-        self._values.mail.clear()
-        self._grads.mail.clear()
+        self._values.clear()
+        self._grads.clear()
         if self.split is not None:
             self.split.begin_step()
         self.features.begin_step(start)
@@ -112,9 +110,8 @@ class StageRunner:
                 args[position] = value
         return args
 
-    def forward(self, action: Action, args: list[Any]) -> None:
+    def forward(self, microbatch: int, args: list[Any]) -> None:
         """Runs the stage, keeps what backward starts from, and passes the outputs on."""
-        microbatch = number(action)
         rerun = None
         if self.features.keeps and not self._learns_from_loss(microbatch):
             rerun = self.features.keep(microbatch, args)
@@ -125,7 +122,7 @@ class StageRunner:
         elif self._training:
             self._saved[microbatch] = saved
         if self.routes.values_out:
-            self._values.dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs])
+            _dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs], self._values)
 
     def _run_code(
         self, microbatch: int, args: list[Any], *, runs_again: bool = False
@@ -145,7 +142,7 @@ class StageRunner:
         for position in self._tracked:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         roots: list[GradientEdge | None] = []
-        passed_on = [get_gradient_edge(args[position]) for position in self._root_inputs] if self._root_inputs else []
+        passed_on = [gradient_edge(args[position]) for position in self._root_inputs] if self._root_inputs else []
         split = None if self.split is None else self._split_of(microbatch)
         outputs = self._compute(microbatch, args, split, runs_again)
         args.clear()
@@ -153,7 +150,7 @@ class StageRunner:
         if self._head is None:
             for position in self._root_outputs:
                 output = outputs[position]
-                roots.append(get_gradient_edge(output) if output.requires_grad else None)
+                roots.append(gradient_edge(output) if output.requires_grad else None)
         elif not runs_again:  # only the second run computes the loss, which may count or write into its target
             root = self._head(microbatch, outputs)
             if root is not None:
@@ -188,9 +185,8 @@ class StageRunner:
                 grads[position] = grad
         return grads
 
-    def backward(self, action: Action, grads: list[Tensor | None]) -> None:
+    def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I, and passes the gradients of the inputs on."""
-        microbatch = number(action)
         with self.features.backward(microbatch):
             again = microbatch in self._kept
             saved = self._again(microbatch) if again else self._saved.pop(microbatch)
@@ -204,7 +200,7 @@ class StageRunner:
                 for position, slot in saved.slots.items():
                     if slot:
                         given[position] = exact.settled(slot[0])
-                self._grads.dispatch(self.routes.grads_out, microbatch, given)
+                _dispatch(self.routes.grads_out, microbatch, given, self._grads)
 
     def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
         """Runs backward from the roots that have a gradient. Empties `grads`."""
@@ -224,20 +220,19 @@ class StageRunner:
             with split.input_gradients(microbatch), self.features.autograd(microbatch):
                 exact.backward(edges, seeds)
 
-    def weight_backward(self, action: Action) -> None:
+    def weight_backward(self, microbatch: int) -> None:
         """Runs W: the part of a microbatch's backward that the I part put off."""
         assert self.split is not None
-        microbatch = number(action)
         with self.features.weights(microbatch):
             self.split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
         """Sends the outputs of a microbatch to a stage on another rank."""
-        route.channel.send(microbatch, self._values.mail.pop((route.stage, microbatch)))
+        route.channel.send(microbatch, self._values.pop((route.stage, microbatch)))
 
     def send_grads(self, microbatch: int, route: Route) -> None:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
-        route.channel.send(microbatch, self._grads.mail.pop((route.stage, microbatch)))
+        route.channel.send(microbatch, self._grads.pop((route.stage, microbatch)))
 
     def _split_of(self, microbatch: int) -> SplitBackward | None:
         return self.split if self.split is not None and microbatch in self.split.microbatches else None
@@ -252,7 +247,7 @@ class StageRunner:
 
     def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
         if loss.requires_grad:
-            return get_gradient_edge(loss)
+            return gradient_edge(loss)
         if self._training and needs_backward(self.meta):
             raise no_gradient()
         return None
@@ -274,9 +269,3 @@ class StageRunner:
                     "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
                     "if for some inputs, move the cut behind one that never does (cuts=[...])"
                 )
-
-
-def number(action: Action) -> int:
-    """A computation's microbatch."""
-    assert action.microbatch is not None
-    return action.microbatch

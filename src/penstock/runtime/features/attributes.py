@@ -40,19 +40,24 @@ class Attributes:
         self._names = [(name, own) for name, _, own in found.values()]
         self._holders = [held for _, held, _ in found.values()]
         self._usual: tuple[list[int], list[Any]] = [], []
+        self._last: Reading = [], [], []
 
     def read(self) -> Reading:
-        """The current contents."""
-        held = self._holders
-        return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
+        """The current contents; the same object as last time if they are the same."""
+        if not self._are(self._last):
+            self._last = self._now()
+        return self._last
 
     def set_since(self, before: Reading, known: Collection[Key]) -> Mapping[Key, tuple[Place, Any]]:
         """The places that have changed, apart from known ones, each with its previous contents."""
-        lengths, keys, values = self.read()
+        if self._are(before):
+            return {}
+        self._last = [], [], []  # what has been replaced must not stay alive
+        lengths, keys, values = self._now()
         changed: list[int] = []
         if lengths == before[0]:
             changed = [*compress(count(), map(is_not, values, before[2]))]
-            if not changed or (changed == self._usual[0] and all(map(is_, keys, self._usual[1]))):
+            if changed == self._usual[0] and all(map(is_, keys, self._usual[1])):
                 return {}
         owners = {key[0] for key in known}
         new = {
@@ -63,6 +68,16 @@ class Attributes:
         if not new:
             self._usual = changed, keys
         return new
+
+    def _are(self, reading: Reading) -> bool:
+        """Whether the contents are still those of a reading."""
+        lengths, _, values = reading
+        held = self._holders
+        return [*map(len, held)] == lengths and all(map(is_, chain.from_iterable(map(dict.values, held)), values))
+
+    def _now(self) -> Reading:
+        held = self._holders
+        return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
 
     def _changes(self, before: Reading) -> Iterator[tuple[Place, Any]]:
         start = 0

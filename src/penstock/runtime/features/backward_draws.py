@@ -9,9 +9,8 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from penstock.compat import generator_of
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import Context, Feature
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start, Watch
 
 LOOKS = 3
 """How many of a stage's backwards are checked for draws from Python's and numpy's generators: later ones behave alike,
@@ -29,6 +28,9 @@ and in a long run other threads draw from these generators too."""
 
 class BackwardDraws(Feature):
     """Refuses draws from torch's default generators, or Python's or numpy's, in a stage's backward.
+
+    After the first backwards, it looks at each only if something else draws too, or if torch's generators have moved
+    on in a whole step for which they were not set (`Streams.strays`).
 
     Args:
         stage: the stage's index.
@@ -45,16 +47,21 @@ class BackwardDraws(Feature):
         self._stage = stage
         self._streams = streams
         self._looks = 0
-        generators = dict.fromkeys([torch.default_generator, generator_of(device)])
-        self._refused_later = _Undrawn(generators, partial(self._refusal, "a torch.Generator"))
+        self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
+        self._refused_later = Watch(self._states, self._refuse_draws)
+        self._later: Context = self._refused_later
+
+    def begin_step(self, start: Start) -> None:
+        """Learns whether a look at the whole step is enough."""
+        self._later = self._refused_later if start.draws else NOTHING
 
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward: see `refused`."""
-        return self.refused() if self._looks < LOOKS else self._refused_later
+        return self.refused() if self._looks < LOOKS else self._later
 
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off: see `refused`."""
-        return self.refused() if self._looks < LOOKS else self._refused_later
+        return self.refused() if self._looks < LOOKS else self._later
 
     @contextmanager
     def refused(self) -> Iterator[None]:
@@ -72,6 +79,15 @@ class BackwardDraws(Feature):
         if self._seedings() == count and _foreign() != others:
             raise self._refusal("a random.Random")
 
+    def _states(self) -> list[tuple[int, bytes]]:
+        return [(generator.initial_seed(), _state_of(generator)) for generator in self._generators]
+
+    def _refuse_draws(self, before: list[tuple[int, bytes]]) -> None:
+        """Raises PartitionError if a generator has moved on from the same seed."""
+        for (seed, state), (seed_now, now) in zip(before, self._states(), strict=True):
+            if seed_now == seed and now != state:
+                raise self._refusal("a torch.Generator")
+
     def _seedings(self) -> int:
         return 0 if self._streams is None else self._streams.seedings
 
@@ -82,29 +98,6 @@ class BackwardDraws(Feature):
             "device. Draw them in the forward, and keep them for backward (ctx.save_for_backward). If another thread "
             f"draws meanwhile, give it {own} of its own"
         )
-
-
-class _Undrawn:
-    """Wraps code in which some generators must not draw; may be entered again once it is left.
-
-    It is a class, and compares plain bytes, since it is around every backward.
-    """
-
-    def __init__(self, generators: Iterable[torch.Generator], refusal: Callable[[], PartitionError]) -> None:
-        self._generators = tuple(generators)
-        self._refusal = refusal
-        self._before: list[tuple[int, bytes]] = []
-
-    def __enter__(self) -> None:
-        self._before = [(generator.initial_seed(), _state_of(generator)) for generator in self._generators]
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        before, self._before = self._before, []
-        if kind is not None:
-            return
-        for generator, (seed, state) in zip(self._generators, before, strict=True):
-            if generator.initial_seed() == seed and _state_of(generator) != state:
-                raise self._refusal()
 
 
 def _state_of(generator: torch.Generator) -> bytes:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from penstock.errors import PartitionError
 from penstock.partition.values.memory import same_bits
 from penstock.partition.watch.observer import RUNNING, argument_names, written_arguments
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start, Watch
 from penstock.runtime.features.recomputed_layers import RunsAgain
 from penstock.runtime.front_end import Stage
 from penstock.runtime.gradients.distribution import is_distributed
@@ -101,12 +101,14 @@ class BackwardUpdates(Feature):
             if name not in forward and not is_distributed(parameter)
         }
         self._held = tuple(self._parameters.values())
-        self._steps = _SameVersions(self._held, self._refuse_steps)
+        self._steps = Watch(self._versions, self._refuse_steps)
+        self._noting = Watch(self._gradient_hooks, self._note)
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
         self._changes = 0  # the count of the model's changes when watching began
-        self._latest = -1
+        self._latest = -1  # the microbatch of the last forward
+        self._runs_again = False  # whether that runs again in backward
         self._left: dict[int, dict[str, Tensor]] = {}
         self._uncounted: set[int] = set()  # microbatches whose W is the first that is watched of their backward
         self._hooked: str | None = None
@@ -120,19 +122,17 @@ class BackwardUpdates(Feature):
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: notes what it leaves behind."""
-        self._latest = microbatch
-        return self._noting(microbatch, runs_again) if self._looks < LOOKS else NOTHING
+        self._latest, self._runs_again = microbatch, runs_again
+        return self._noting if self._looks < LOOKS else NOTHING
 
-    @contextmanager
-    def _noting(self, microbatch: int, runs_again: bool) -> Iterator[None]:
-        hooks = self._gradient_hooks()
-        yield
+    def _note(self, hooks: set[tuple[str, int]]) -> None:
+        """Ends a forward that began with these hooks on gradients."""
         if new := self._gradient_hooks() - hooks:
             self._hooked = next(name for name, _ in new)
-            if runs_again or self._has_layers:
+            if self._runs_again or self._has_layers:
                 raise self._refuses_hook("would register once more where it runs again")
-        if not self._copies:
-            self._left[microbatch] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
+        if self._buffers and not self._copies:
+            self._left[self._latest] = {name: buffer.detach().clone() for name, buffer in self._buffers.items()}
 
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward.
@@ -237,12 +237,15 @@ class BackwardUpdates(Feature):
     def _no_steps(self) -> Iterator[None]:
         found = {name: some for name, p in self._parameters.items() if (some := accumulation_hooks(p))}
         values = self._hooked_values(found) if found or self._hooks else {}
-        versions = _versions(self._held)
+        versions = self._versions()
         yield
         self._refuse_steps(versions, values)
 
-    def _refuse_steps(self, versions: Sequence[int], values: Mapping[str, Tensor]) -> None:
-        if not values and versions == _versions(self._held):
+    def _versions(self) -> list[int]:
+        return [*map(_version_of, self._held)]
+
+    def _refuse_steps(self, versions: Sequence[int], values: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        if not values and versions == self._versions():
             return
         for version, (name, parameter) in zip(versions, self._parameters.items(), strict=True):
             if parameter._version != version or (name in values and not same_bits(values[name], parameter)):
@@ -275,30 +278,6 @@ class BackwardUpdates(Feature):
             "that the updates are not in the order of plain training. Switch gradient checkpointing off in the model, "
             "and choose recompute='always' instead, or leave the buffer alone in backward"
         )
-
-
-class _SameVersions:
-    """Wraps a backward that must not update some parameters, if nothing else can go wrong; may be entered again once it
-    is left. It is a class since it is around most backwards.
-    """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], check: Callable[[Sequence[int], Mapping[str, Tensor]], None]
-    ) -> None:
-        self._parameters = parameters
-        self._check = check
-        self._versions: list[int] = []
-
-    def __enter__(self) -> None:
-        self._versions = _versions(self._parameters)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            self._check(self._versions, {})
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [*map(_version_of, tensors)]
 
 
 _version_of = attrgetter("_version")

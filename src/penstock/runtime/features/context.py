@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
-from penstock.runtime.loss.loss import Loss, LossHead
+from penstock.runtime.loss.loss import Loss, LossHead, may_draw
 from penstock.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class Binding:
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
     features: Sequence[MakeFeature] = ()
+
+    @property
+    def others_draw(self) -> bool:
+        """Whether the loss or the user's own features may draw random numbers."""
+        return bool(self.features) or may_draw(self.loss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ first in the order of `assembly.py` is the outermost.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -24,8 +24,35 @@ Context = AbstractContextManager[Any]
 T = TypeVar("T")
 
 
-NOTHING: Context = nullcontext()
+class _Nothing:
+    """`nullcontext` without calls of Python: it enters and leaves by functions in C, which do nothing here."""
+
+    __enter__ = [].clear
+    __exit__ = "".format  # takes any arguments, and returns an empty text, so that exceptions pass
+
+
+NOTHING: Context = cast(Context, _Nothing())
 """For a feature that has nothing to do; may be entered any number of times."""
+
+
+class Watch(Generic[T]):
+    """Wraps some work with a look at something before it and a check of it afterwards, unless the work raises.
+
+    It may be entered again once it is left. It is a class, which takes less time than a generator, since it is around
+    most forwards and backwards.
+    """
+
+    __slots__ = ("_check", "_look", "_seen")
+
+    def __init__(self, look: Callable[[], T], check: Callable[[T], None]) -> None:
+        self._look, self._check = look, check
+
+    def __enter__(self) -> None:
+        self._seen = self._look()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self._check(self._seen)
 
 
 class Start(NamedTuple):
@@ -36,11 +63,14 @@ class Start(NamedTuple):
         loss_scale: what gradients are multiplied by.
         changes: how often the model was found changed between two steps, or a step raised: what was learned about the
             model may no longer hold, or be incomplete.
+        draws: whether anything but a backward may draw random numbers in this step: as recorded, or since something has
+            drawn in an earlier step.
     """
 
     reduces: bool = True
     loss_scale: float = 1.0
     changes: int = 0
+    draws: bool = True
 
 
 class Rerun(Protocol):
@@ -58,7 +88,9 @@ class Rerun(Protocol):
 
 
 class Feature:
-    """A feature's hooks. Contexts may raise before or after the work that they wrap."""
+    """A feature's hooks. Contexts may raise before or after the work that they wrap. All hooks of one kind are called
+    before the first of their contexts is entered.
+    """
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
         """Replaces a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
@@ -165,26 +197,22 @@ class Features:
 class _Nested:
     """What several hooks return for one action, each entered within those before it.
 
-    Most have nothing to do. An `ExitStack` does the same, but takes longer than they do; it serves where one raises.
+    An `ExitStack` does the same, but takes longer than most features do; it serves where one raises.
     """
 
-    __slots__ = ("_args", "_entered", "_hooks", "_kwargs")
+    __slots__ = ("_contexts",)
 
-    def __init__(
-        self, first: Context, hooks: Sequence[Callable[..., Context]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._entered = [first]
-        self._hooks, self._args, self._kwargs = hooks, args, kwargs
+    def __init__(self, contexts: list[Context]) -> None:
+        self._contexts = contexts
 
     def __enter__(self) -> None:
-        self._entered[0].__enter__()
+        entered = 0
         try:
-            for hook in self._hooks:
-                context = hook(*self._args, **self._kwargs)
-                if context is not NOTHING:
-                    context.__enter__()
-                    self._entered.append(context)
+            for context in self._contexts:
+                context.__enter__()
+                entered += 1
         except BaseException:
+            del self._contexts[entered:]
             with self._unwinding():
                 raise
 
@@ -193,9 +221,10 @@ class _Nested:
     ) -> bool | None:
         if kind is not None:
             return self._unwinding().__exit__(kind, error, trace)
+        contexts = self._contexts
         try:
-            while self._entered:
-                self._entered.pop().__exit__(None, None, None)
+            while contexts:
+                contexts.pop().__exit__(None, None, None)
         except BaseException:
             with self._unwinding():
                 raise
@@ -204,18 +233,17 @@ class _Nested:
     def _unwinding(self) -> ExitStack:
         """Exits what is entered, the latest first, and tells each what was raised."""
         stack = ExitStack()
-        for context in self._entered:
+        for context in self._contexts:
             stack.push(context)
         return stack
 
 
 def _nested(hooks: Sequence[Callable[..., Context]]) -> Callable[..., Context]:
     def nested(*args: Any, **kwargs: Any) -> Context:
-        for place, hook in enumerate(hooks, 1):
-            first = hook(*args, **kwargs)
-            if first is not NOTHING:
-                return _Nested(first, hooks[place:], args, kwargs) if place < len(hooks) else first
-        return NOTHING
+        contexts = [context for hook in hooks if (context := hook(*args, **kwargs)) is not NOTHING]
+        if len(contexts) > 1:
+            return _Nested(contexts)
+        return contexts[0] if contexts else NOTHING
 
     return nested
 

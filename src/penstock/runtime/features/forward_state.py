@@ -24,7 +24,7 @@ from penstock.partition.state.places import MISSING, Contents, Key, Place, Surve
 from penstock.partition.state.reach import Trace
 from penstock.runtime.features.attributes import Attributes, Reading, holders
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start, Watch
 from penstock.schedule import Op
 
 
@@ -91,7 +91,8 @@ class ForwardState(Feature):
         self._kept: dict[int, Snapshots] = {}
         self._ran: list[int] = []  # the microbatches of this step's forwards
         self._latest = -1  # the microbatch of the last one
-        self._noticing = _Noticing(self)
+        self._running = -1  # the microbatch of the present one
+        self._noticing = Watch(self._read, self._notice)
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
@@ -107,7 +108,7 @@ class ForwardState(Feature):
         """Wraps a forward: keeps what it sets."""
         if self._learning or self._places:
             return self._keeping(microbatch)
-        self._noticing.microbatch = microbatch
+        self._running = microbatch
         return self._noticing
 
     @contextmanager
@@ -130,9 +131,12 @@ class ForwardState(Feature):
             before = {key: before.get(key, MISSING) for key in self._places}
             self._kept[microbatch] = Snapshots(before, self._now(), {})
 
-    def end_plain(self, microbatch: int, reading: Reading) -> None:
+    def _read(self) -> Reading:
+        return self.attributes.read()
+
+    def _notice(self, reading: Reading) -> None:
         """Ends a forward that began when no forward was known to set anything. `reading`: of the attributes, then."""
-        self._latest = microbatch
+        microbatch = self._latest = self._running
         late = self.attributes.set_since(reading, self._places)
         if late:
             self._learn_anew(late, {})
@@ -225,23 +229,6 @@ class ForwardState(Feature):
     def _put(self, values: Values) -> None:
         for key, value in values.items():
             self._places[key].write(value)
-
-
-class _Noticing:
-    """Wraps a forward while none is known to set anything, which is most of them: a class takes less time than a
-    generator. May be entered again once it is left.
-    """
-
-    def __init__(self, state: ForwardState) -> None:
-        self._state = state
-        self.microbatch = -1
-
-    def __enter__(self) -> None:
-        self._reading = self._state.attributes.read()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            self._state.end_plain(self.microbatch, self._reading)
 
 
 class OfLoss(Feature):

@@ -10,6 +10,7 @@ from inspect import unwrap
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
@@ -102,18 +103,40 @@ def no_gradient() -> ArgumentError:
 
 
 def is_of_torch(loss: Callable[..., Any] | None) -> bool:
-    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone.
+    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
+    function = _plain_function(loss)
+    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
 
-    Parts and hooks of such a module are the user's.
-    """
+
+def may_draw(loss: Callable[..., Any] | None) -> bool:
+    """Whether a loss may draw random numbers: torch's own losses do not."""
+    if loss is None:
+        return False
+    function = _plain_function(loss)
+    if isinstance(function, nn.Module):
+        takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
+        return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
+    return not any(function is one for one in _LOSSES)
+
+
+def _plain_function(loss: Callable[..., Any] | None) -> Any:
+    """The function or module that a loss is made of; None for a module with parts or hooks, which are the user's."""
     function: Any = None if loss is None else unwrap(loss)
     while isinstance(function, partial):
         function = function.func
     if isinstance(function, nn.Module) and (
         function._modules or function._forward_hooks or function._forward_pre_hooks
     ):
-        return False
-    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
+        return None
+    return function
+
+
+_LOSSES = tuple(
+    function
+    for name, function in vars(F).items()
+    if name.endswith(("_loss", "cross_entropy", "_with_logits")) and "distance" not in name  # which calls the user's
+)
+"""Torch's own losses that are functions."""
 
 
 class LossHead:
@@ -150,7 +173,7 @@ class LossHead:
         self._scale = 1.0
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
-        self._draws = True
+        self._draws = self._draws_foreign = True
         self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
         self._watched = not self._elsewhere
         self._shared = shared and needed
@@ -181,7 +204,8 @@ class LossHead:
         All gradients are `scale` times those of the loss; the reported loss is not scaled.
         """
         self._targets, self._weights, self._keep_outputs, self._scale = targets, weights, keep_outputs, scale
-        self._draws = not is_of_torch(self._loss)
+        self._draws = may_draw(self._loss)
+        self._draws_foreign = self._draws and not is_of_torch(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
         self.outputs = [None] * len(weights)
@@ -197,19 +221,20 @@ class LossHead:
         if self._loss is None:
             loss = own_loss(output)
         else:
-            self._streams.begin_loss(microbatch, foreign=self._draws)
+            if self._draws:
+                self._streams.begin_loss(microbatch, foreign=self._draws_foreign)
             made = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None] if self._shared else []
             loss = None
             if self._targets is not None:
                 target = self._targets[microbatch]
-                run = partial(self._loss, output, target)
-                again = partial(_apart, self._loss, build, leaves, target)
-                call = partial(self._state.call, self.losses, microbatch, run, again)
-                if self._watched and not partition.left:
-                    loss = call()
+                plain = self._watched and not partition.left
+                if plain and self._state.needs_no_look(self.losses, microbatch):
+                    loss = self._loss(output, target)
                 else:
+                    run = partial(self._loss, output, target)
+                    again = partial(_apart, self._loss, build, leaves, target)
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
-                        loss = call()
+                        loss = self._state.call(self.losses, microbatch, run, again)
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True

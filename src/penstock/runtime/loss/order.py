@@ -59,9 +59,7 @@ class LossState:
         Raises:
             ArgumentError: the loss keeps state, and should have been called for other microbatches before.
         """
-        # `None in losses` would compare every tensor with None, which takes longer than the loss.
-        in_order = self._pipelines == 1 and not any(map(_is_none, losses[:microbatch]))
-        if self._loss is None or (in_order and not self._first):
+        if self.needs_no_look(losses, microbatch):
             return run()
         before = self._now()
         look = _Look(self.survey()) if self._looks else None
@@ -78,6 +76,12 @@ class LossState:
             if not self._looks:
                 self._first.clear()
         return result
+
+    def needs_no_look(self, losses: Sequence[Tensor | None], microbatch: int) -> bool:
+        """Whether the loss is called as on one device: after it was called for all microbatches before this one."""
+        # `None in losses` would compare every tensor with None, which takes longer than the loss.
+        in_order = self._pipelines == 1 and not any(map(_is_none, losses[:microbatch]))
+        return self._loss is None or (in_order and not self._first)
 
     @contextmanager
     def undone(self) -> Iterator[None]:

@@ -5,7 +5,8 @@ place is refused.
 from __future__ import annotations
 
 from collections.abc import Collection
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 
 from torch import Tensor, nn
 
@@ -27,6 +28,8 @@ class Originals:
     def __init__(self, model: nn.Module, opened: Collection[int]) -> None:
         self._model = model
         self.parameters = list(model.parameters())
+        self._modules = list(model.modules())
+        self._held = self._now()
         self._names = [name for name, _ in model.named_parameters()]
         self._places = [
             (f"{name}.{key}".lstrip("."), module, key)
@@ -41,8 +44,13 @@ class Originals:
         for (name, _, _), before, buffer in zip(self._places, self._buffers, self._current_buffers(), strict=True):
             if buffer is not before:
                 raise ArgumentError(_replaced(name, before, buffer))
+        held = self._now()
+        if len(held) == len(self._held) and all(map(is_, held, self._held)):
+            return
         now = list(self._model.parameters())
         if len(now) == len(self.parameters) and all(map(is_, now, self.parameters)):
+            self._modules = list(self._model.modules())
+            self._held = self._now()
             return
         known, left = {id(p) for p in self.parameters}, {id(p) for p in now}
         new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
@@ -67,8 +75,19 @@ class Originals:
                 )
         self._buffers = now  # a forward may replace a buffer of constants that it computes
 
+    def _now(self) -> list[object]:
+        """The parameters and modules that each module holds. If they are the same, so are the model's parameters, which
+        take longer to find."""
+        return [
+            *chain.from_iterable(map(dict.values, map(_parameters, self._modules))),
+            *chain.from_iterable(map(dict.values, map(_parts, self._modules))),
+        ]
+
     def _current_buffers(self) -> list[Tensor | None]:
         return [module._buffers.get(key) for _, module, key in self._places]
+
+
+_parameters, _parts = attrgetter("_parameters"), attrgetter("_modules")
 
 
 def _replaced(name: str, before: Tensor | None, now: Tensor | None) -> str:

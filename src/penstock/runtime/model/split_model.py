@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import autocast_kinds, autocast_state
+from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.runtime.batch.outline import Outline, telling_rows
@@ -117,9 +118,11 @@ class SplitModel:
     def signature(self) -> tuple[Any, ...]:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
         and the plain attributes of modules whose forwards were recorded call by call."""
+        with plain_tensors():  # those of other ranks would look at each call
+            trained = tuple(map(_requires_grad, self._originals.parameters))
         return (
-            tuple(module.training for module in self._modules),
-            tuple(parameter.requires_grad for parameter in self._originals.parameters),
+            tuple(map(_training, self._modules)),
+            trained,
             tuple(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
             self._partitioner.attributes(),
         )
@@ -134,16 +137,19 @@ class SplitModel:
         return self._touched.look()
 
     @contextmanager
-    def accepting_own_changes(self) -> Iterator[None]:
+    def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model."""
-        before = self._partitioner.attributes()
+        raises may have ended before anything was learned about the model.
+
+        Args:
+            signature: what `signature` returned before the step.
+        """
         try:
             yield
         except BaseException:
             self._touched.changes += 1
             raise
-        self._partitioner.settle(before)
+        self._partitioner.settle(signature[-1])
         self._touched.settle()
         self._originals.settle()
 
@@ -344,6 +350,9 @@ class SplitModel:
                     f"{sorted(devices)}; choose cuts that keep its uses on one device, or run one process per device "
                     "under torchrun, where copies are kept equal"
                 )
+
+
+_requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
 
 
 def _names(stage: Stage) -> tuple[str, ...]:

@@ -14,9 +14,10 @@ are left out by chance, all microbatches up to the first in which the whole stag
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +67,7 @@ class SplitBackward:
         self._in_order = in_order
         self._unsplit: set[int] = set()
         self._learning = False
+        self._deferred: list[nn.Parameter] = []  # those whose gradient waits
         self._keeper = keeper
         self._compiled = compiled
         self._uses = WeightUses(())
@@ -97,8 +99,7 @@ class SplitBackward:
         self._waiting.clear()
         self._early.clear()
 
-    @contextmanager
-    def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
+    def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
         """Wraps a microbatch's forward. `runs_again`: whether I runs it anew, and starts from that run."""
         if not self._looked:
             self._look()
@@ -106,14 +107,11 @@ class SplitBackward:
             if not runs_again:
                 self._unsplit.add(microbatch)
             self._learning = True
-            with self._uses.learning():
-                yield
-        elif runs_again:
-            yield
-        else:
-            waiting = self._waiting[microbatch] = []
-            with self._uses.putting_off(waiting, self._anchor):
-                yield
+            return self._uses.learning()
+        if runs_again:
+            return nullcontext()
+        waiting = self._waiting[microbatch] = []
+        return self._uses.putting_off(waiting, self._anchor)
 
     def _look(self) -> None:
         """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
@@ -133,20 +131,27 @@ class SplitBackward:
             if not all(gate.has_run for gate in gates_of(self._module)):
                 return  # calls that were left out were not seen
             self._uses.decide([root.node for root in roots if root is not None])
+            self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
-    @contextmanager
-    def input_gradients(self, microbatch: int) -> Iterator[None]:
+    def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
         """Wraps the backward of a microbatch, at I."""
         early = self._early[microbatch] = []
         if self._in_order:
-            before = [(p, p.grad, _version(p.grad)) for p in self._parameters if id(p) in self._uses.can_wait]
+            return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
+        return self._diverting(microbatch, early)
+
+    @contextmanager
+    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+        with self._kept_until_w(early):
             yield
-            after = ((p, grad, version) for p, grad, version in before if p.grad is not None)  # FSDP may take it away
-            found = {id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version}
-        else:
-            with self._kept_until_w(early):
-                yield
-            found = {id(p) for p, _ in early} & self._uses.can_wait.keys()
+        self._refuse_found(microbatch, {id(p) for p, _ in early} & self._uses.can_wait.keys())
+
+    def _refuse_found(self, microbatch: int, found: set[int]) -> None:
+        """Ends the backward at I. Raises PartitionError if it has found a gradient that was to wait.
+
+        Args:
+            found: by id, the parameters for which it has.
+        """
         if microbatch in self._unsplit:
             self._unsplit.remove(microbatch)
         elif refused := {key for key in found if not self._compiled or _has_hooks(self._uses.candidates[key])}:
@@ -159,7 +164,9 @@ class SplitBackward:
     def weight_gradients(self, microbatch: int) -> None:
         """Runs W: sums each parameter's terms of a microbatch in autograd's order, and adds them to `.grad` once."""
         waiting = self._waiting.pop(microbatch, [])
-        left = Counter(id(base_of(weight)) for call in waiting for weight in call.weights)
+        left: dict[int, int] = {}  # a `Counter` takes longer to make
+        for key in [id(base_of(weight)) for call in waiting for weight in call.weights]:
+            left[key] = left.get(key, 0) + 1
         terms: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         waiting.reverse()
         with torch.no_grad(), exact.outside_autocast(self._anchor.device.type):
@@ -203,6 +210,28 @@ class SplitBackward:
             for parameter, grad, handle in zip(self._parameters, before, handles, strict=True):
                 handle.remove()
                 parameter.grad = grad
+
+
+class _Untouched:
+    """Wraps a backward that is to leave the gradients of some parameters alone: it is in every split backward, and a
+    generator would take longer.
+
+    Args:
+        end: called with the parameters, by id, whose gradient has changed, unless the backward raises.
+    """
+
+    __slots__ = ("_before", "_end", "_parameters")
+
+    def __init__(self, parameters: Sequence[nn.Parameter], end: Callable[[set[int]], None]) -> None:
+        self._parameters, self._end = parameters, end
+
+    def __enter__(self) -> None:
+        self._before = [(p, p.grad, _version(p.grad)) for p in self._parameters]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            after = [each for each in self._before if each[0].grad is not None]  # FSDP may take it away
+            self._end({id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version})
 
 
 def is_compiled(module: nn.Module) -> bool:

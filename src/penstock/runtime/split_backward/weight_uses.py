@@ -10,7 +10,7 @@ from __future__ import annotations
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,16 +86,18 @@ class WeightUses:
             yield
         self._learned, self._seen = self._seen, None
 
-    @contextmanager
-    def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> Iterator[None]:
+    def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> AbstractContextManager[None]:
         """Wraps a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
+        return _PuttingOff(partial(self._begin_putting_off, waiting, anchor), self._end_putting_off)
+
+    def _begin_putting_off(self, waiting: list[Waiting], anchor: Tensor) -> None:
         self._waiting, self._anchor = waiting, anchor
         self._cached.clear()
-        try:
-            with self._running():
-                yield
-        finally:
-            self._waiting = self._anchor = None
+        self._begin()
+
+    def _end_putting_off(self) -> None:
+        self._waiting = self._anchor = None
+        self._end()
 
     def deferral(self, groups: Iterable[tuple[Tensor, ...]]) -> Deferral:
         """Called by compiled code before it runs.
@@ -143,13 +145,19 @@ class WeightUses:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        self._set_classes(self._of_parameters)
-        token = _RUNNING.set(self)
+        self._begin()
         try:
             yield
         finally:
-            _RUNNING.reset(token)
-            self._set_classes(nn.Parameter)
+            self._end()
+
+    def _begin(self) -> None:
+        self._set_classes(self._of_parameters)
+        self._token = _RUNNING.set(self)
+
+    def _end(self) -> None:
+        _RUNNING.reset(self._token)
+        self._set_classes(nn.Parameter)
 
     def _set_classes(self, kind: type[Tensor]) -> None:
         for parameter in self._watched:
@@ -258,6 +266,19 @@ class WeightUses:
                 "the backward was learned; give a schedule that does not split it: penstock.schedule.merge_backward "
                 "makes one"
             )
+
+
+class _PuttingOff(NamedTuple):
+    """What `WeightUses.putting_off` returns: a class, which takes less time than a generator."""
+
+    begin: Callable[[], None]
+    end: Callable[[], None]
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
 
 class Deferral:

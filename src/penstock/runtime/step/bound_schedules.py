@@ -54,7 +54,7 @@ class Cached:
 
     bound: BoundSchedule
     sizes: tuple[int, ...]
-    mode: Hashable
+    mode: tuple[Any, ...]
     kind: Hashable
     kept: Sequence[Any]
 

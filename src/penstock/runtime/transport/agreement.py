@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
+
 from penstock.errors import ShapeError
-from penstock.runtime.exact.rules import Layout
+from penstock.runtime.exact.rules import CACHE_LINE_BYTES, Layout
 from penstock.runtime.transport.protocol import Message
 from penstock.stages import Link
 
@@ -40,6 +42,8 @@ class Agreement:
         Raises:
             ShapeError: a layout is not as agreed.
         """
+        if not self.learning and all(map(_fits, message, self._layouts[microbatch])):
+            return self._layouts[microbatch]
         layouts = [None if tensor is None else Layout.of(tensor) for tensor in message]
         if self.learning:
             self.learn(microbatch, layouts)
@@ -75,6 +79,19 @@ class Agreement:
             f"microbatch {microbatch}, is {describe(new)}; {describe(old)} was agreed on in the first step. "
             "Nothing was sent. Keep shapes the same, or make a pipeline for the new ones."
         )
+
+
+def _fits(tensor: Tensor | None, layout: Layout | None) -> bool:
+    """Whether a tensor has exactly this layout: `Layout.of`, and a comparison, in a third of the time."""
+    if tensor is None or layout is None:
+        return tensor is None and layout is None
+    return (
+        tensor.stride() == layout.stride
+        and tensor.shape == layout.shape
+        and tensor.dtype is layout.dtype
+        and tensor.requires_grad is layout.requires_grad
+        and tensor.data_ptr() % CACHE_LINE_BYTES == layout.misalignment
+    )
 
 
 def _alike(one: Layout | None, other: Layout | None) -> bool:

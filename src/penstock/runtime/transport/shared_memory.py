@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,10 +185,7 @@ class SharedMemoryChannel:
         program, link, backward = key
         self._key = (program, link.source, link.target, int(backward))
         self._lane: _Lane | None = None
-
-    @property
-    def agreement(self) -> Agreement:
-        return self._inner.agreement
+        self.agreement = inner.agreement
 
     def send(self, microbatch: int, message: Message) -> None:
         if self.agreement.learning:
@@ -258,6 +256,9 @@ class _Lane:
         self._size = size
         self._agreement = agreement
         self._pinned = pinned
+        self._empty: Callable[..., Tensor] = torch.empty_strided  # in pinned memory, it takes longer to be asked
+        if pinned:
+            self._empty = partial(torch.empty_strided, pin_memory=True)
         self._places: dict[int, list[_Place | None]] = {}
         self._turn = 0
         self._full = 0
@@ -286,8 +287,10 @@ class _Lane:
             (arrived,) = _MESSAGE.unpack(self._heard(_MESSAGE.size))
             slot = self._next_slot()
             self._early[arrived] = [self._copied(slot, place) for place in self._places_of(arrived)]
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a sender may end before its receiver
+            try:  # noqa: SIM105  `contextlib.suppress` takes longer than the call
                 self._bell.sendall(b"\0")
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # a sender may end before its receiver
         return self._early.pop(microbatch)
 
     def close(self) -> None:
@@ -312,7 +315,7 @@ class _Lane:
             return None
         layout = place.layout
         if place.plain and not layout.misalignment:
-            tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, pin_memory=self._pinned)
+            tensor = self._empty(layout.shape, layout.stride, dtype=layout.dtype)
             ctypes.memmove(tensor.data_ptr(), slot + place.offset, place.size)
             return tensor
         buffer = exact.allocate(layout, torch.device("cpu"), pinned=self._pinned)

@@ -1,0 +1,105 @@
+"""Follows a plan: what it decides takes the place of arguments that were not given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ArgumentError, warn
+from penstock.plan import Plan, read_plan
+from penstock.plan.plan import VARIABLE
+from penstock.runtime.processes.world import World
+
+USUAL: Mapping[str, Any] = {
+    "schedule": "1f1b",
+    "chunks": None,
+    "microbatches": None,
+    "cuts": None,
+    "recompute": "never",
+}
+"""The arguments of `penstock.pipeline` that a plan decides, with their defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """The plan that a pipeline follows, if any.
+
+    Attributes:
+        plan: None if there is none.
+        arguments: those of `USUAL`, as the plan decides them, or as they were given.
+    """
+
+    plan: Plan | None
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, plan: Plan | str | os.PathLike[str] | None, **given: Any) -> Followed:
+        """What to follow: the plan given, or else that of `penstock run --plan`, which goes before what a script gives.
+
+        Raises:
+            ArgumentError: it is no plan, or was given together with an argument that it decides.
+        """
+        path = os.environ.get(VARIABLE)
+        if plan is None and not path:
+            return cls(None, given)
+        found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
+        twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
+        if twice and plan is not None:
+            raise ArgumentError(f"plan= already decides {', '.join(twice)}; give only one of the two")
+        if twice:
+            warn(f"{', '.join(twice)}: as in {path}, the plan of penstock run, rather than as in the script")
+        return cls(found, _decided(found))
+
+    @property
+    def decided(self) -> tuple[Any, ...]:
+        """The arguments, in the order of `USUAL`."""
+        return tuple(self.arguments[name] for name in USUAL)
+
+    def ranks(self, given: int | None) -> int | None:
+        """How many ranks to ask for."""
+        alone = given is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
+        return self.plan.choice.ranks if self.plan is not None and alone else given
+
+    def check(self, world: World) -> None:
+        """Refuses processes that are not those of the plan."""
+        if self.plan is None:
+            return
+        choice = self.plan.choice
+        if (world.ranks, world.data_parallel) == (choice.ranks, choice.replicas):
+            return
+        shape, names = (
+            ((choice.replicas, choice.ranks), ("dp", "pp"))
+            if choice.inner == "pp"
+            else ((choice.ranks, choice.replicas), ("pp", "dp"))
+        )
+        remedy = (
+            f"start {choice.replicas * choice.ranks} processes and give mesh=init_device_mesh(type, {shape}, "
+            f"mesh_dim_names={names})"
+            if choice.replicas > 1
+            else f"start {choice.ranks} processes, or one that runs all ranks"
+        )
+        raise ArgumentError(
+            f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
+            f"{world.data_parallel} x {world.ranks}: {remedy}"
+        )
+
+
+def _read(given: Any) -> Plan:
+    if not isinstance(given, (str, os.PathLike)):
+        raise ArgumentError(
+            f"plan={given!r}: expected a penstock.plan.Plan, or the path of one (`penstock plan --out`)"
+        )
+    return read_plan(given)
+
+
+def _decided(plan: Plan) -> dict[str, Any]:
+    choice = plan.choice
+    return {
+        "schedule": choice.schedule,
+        "chunks": choice.chunks,
+        "microbatches": choice.microbatches,
+        "cuts": list(plan.cuts),
+        "recompute": dict.fromkeys(plan.recompute, "always") or "never",
+    }

@@ -1,0 +1,68 @@
+"""A pipeline follows a plan: the same bits as with the arguments that the plan decides, or one clear refusal."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import ArgumentError, PartitionError, pipeline
+from penstock.plan import Choice, Plan
+from penstock.plan.plan import VARIABLE
+from scaffolding.models import squared_error
+from scaffolding.small import batch, mlp
+
+X, Y = batch()
+PLAN = Plan(
+    Choice(1, 2, 2, "interleaved-1f1b", 4, 2), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), 2.0
+)
+
+
+def _gradients(**options: object) -> tuple[tuple[str, ...], str, list[torch.Tensor]]:
+    with pipeline(mlp(), (X,), loss_fn=squared_error, **options) as pipe:  # type: ignore[arg-type]
+        pipe.step(X, target=Y)
+        found = [parameter.grad for parameter in pipe.parameters()]
+        return pipe.cuts, pipe.schedule.name, [each for each in found if each is not None]
+
+
+def test_a_plan_decides_what_its_arguments_would(tmp_path: Path) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    by_hand = _gradients(
+        ranks=2,
+        schedule="interleaved-1f1b",
+        chunks=2,
+        microbatches=4,
+        cuts=["1", "3", "4"],
+        recompute={0: "always", 2: "always"},
+    )
+    for plan in (PLAN, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        cuts, name, gradients = _gradients(plan=plan)
+        assert (cuts, name) == by_hand[:2] == (PLAN.cuts, "interleaved-1f1b")
+        assert len(gradients) == len(by_hand[2])
+        assert all(torch.equal(one, other) for one, other in zip(gradients, by_hand[2], strict=True))
+    with pipeline(mlp(), (X,), loss_fn=squared_error, plan=PLAN) as pipe:
+        assert pipe.session.options.recompute == {0: "always", 2: "always"}
+
+
+def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLAN.save(tmp_path / "plan.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
+    with pytest.warns(UserWarning, match="microbatches: as in .*plan.json, the plan of penstock run"):
+        assert _gradients(microbatches=8)[:2] == (PLAN.cuts, "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"plan": PLAN, "microbatches": 4}, "plan= already decides microbatches"),
+        ({"plan": PLAN, "cuts": ["4"], "schedule": "gpipe"}, "plan= already decides schedule, cuts"),
+        ({"plan": PLAN, "ranks": 4}, r"is for 1 x 2 ranks .* there are 1 x 4"),
+        ({"plan": 7}, "plan=7: expected a penstock.plan.Plan"),
+        ({"plan": "nowhere.json"}, "plan 'nowhere.json' cannot be read"),
+        ({"plan": replace(PLAN, choice=replace(PLAN.choice, replicas=3))}, r"mesh=init_device_mesh\(type, \(3, 2\)"),
+        ({"plan": replace(PLAN, cuts=("1", "none", "4"))}, "none"),
+    ],
+)
+def test_what_does_not_go_with_a_plan_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises((ArgumentError, PartitionError), match=message):
+        _gradients(**given)
