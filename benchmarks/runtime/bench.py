@@ -9,43 +9,36 @@ import argparse
 import gc
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common.machine import environment
+from common.ranks import CPU, RANKS, Step, Weights, gathered, in_two_processes, measured, transport_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
-from penstock.launch.processes import launch
-from penstock.runtime.execute.engine import Engine
-from penstock.runtime.processes.world import join
 from penstock.stages import Link
 
-RANKS = 2
 LAYERS = 8
 HEADS = 4
 WARMUP_ROUNDS = 3
 PING_PONGS = 2000
 NAMES = ("penstock", "torch", "ceiling")
-CPU = torch.device("cpu")
-
-Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -110,25 +103,16 @@ class Contest:
         self.pipe = penstock.pipeline(layers, (x,), schedule="1f1b", microbatches=size.microbatches, loss=F.mse_loss)
         per_stage = LAYERS // RANKS
         stage = nn.Sequential(*layers[rank * per_stage : (rank + 1) * per_stage])
-        self.parameters = list(stage.parameters())
-        if {id(p) for p in self.pipe.parameters()} != {id(p) for p in self.parameters}:
-            raise RuntimeError("Penstock cut the layers elsewhere than in the middle: the contestants would differ")
+        self.weights = Weights(self.pipe, [stage])
         self.steps: dict[str, Step] = {
             "penstock": lambda: self.pipe.step(x, target=y),
             "torch": _torch_step(stage, rank, size, x, y),
             "ceiling": _ceiling_step(stage, rank, size, x, y),
         }
 
-    def zero(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-
     def gradients(self, name: str) -> list[Tensor]:
         """What one step leaves in `.grad`."""
-        self.zero()
-        self.steps[name]()
-        found = [parameter.grad for parameter in self.parameters]
-        self.zero()
+        found = self.weights.gradients(self.steps[name])
         if any(grad is None for grad in found):
             raise RuntimeError(f"{name}: a parameter has no gradient")
         return [grad for grad in found if grad is not None]
@@ -168,7 +152,7 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
     mine: dict[str, list[float]] = {name: [] for name in NAMES}
     for number in range(-WARMUP_ROUNDS, rounds):
         for name in orders[number % len(orders)]:
-            contest.zero()
+            contest.weights.zero()
             gc.collect()
             step = contest.steps[name]
             dist.barrier()
@@ -177,7 +161,7 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
             seconds = time.perf_counter() - began
             if number >= 0:
                 mine[name].append(seconds)
-    of_ranks = _gathered(mine)
+    of_ranks = gathered(mine)
     return {name: [max(times) for times in zip(*(times[name] for times in of_ranks), strict=True)] for name in NAMES}
 
 
@@ -186,7 +170,7 @@ def compare(contest: Contest) -> dict[str, Any]:
     ours, theirs = contest.gradients("penstock"), contest.gradients("torch")
     equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True))
-    found = _gathered((equal, apart))
+    found = gathered((equal, apart))
     if not all(apart <= 1e-5 for _, apart in found):  # NaN must fail too
         raise RuntimeError(f"Penstock and torch leave different gradients (relative difference by rank: {found})")
     return {"equal": all(equal for equal, _ in found), "max_relative_difference": max(apart for _, apart in found)}
@@ -206,8 +190,7 @@ def latencies(rank: int, folder: Path) -> dict[str, float]:
 
     gloo = _ping_pong(rank, irecv, lambda: finish(dist.isend(sent, peer)), lambda: finish(posted.pop()))
     found = {"gloo isend/irecv": gloo}
-    engine = Engine(join(None, None, "cpu"), [CPU] * RANKS, seed=0)
-    transport = engine.transports[rank]
+    engine, transport = transport_of(rank)
     there = transport.channel(0, Link(0, 1, ((0, "a"),)), 0, 1, backward=False)
     back = transport.channel(0, Link(1, 0, ((0, "a"),)), 1, 0, backward=True)
     out, into = (there, back) if rank == 0 else (back, there)
@@ -258,20 +241,11 @@ def _connected(rank: int, path: Path) -> socket.socket:
     return link
 
 
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * RANKS
-    dist.all_gather_object(values, value)
-    return values
-
-
 # -- the two processes ------------------------------------------------------------------------------------------------
 
 
-def run_rank(sizes: Sequence[Size], folder: Path) -> None:
-    """Runs in each of the two processes. Rank 0 writes what was measured to `folder`."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def run_rank(sizes: Sequence[Size], folder: Path, rank: int) -> dict[str, Any]:
+    """Measures the sizes; runs in each of the two processes. `folder`: for a socket."""
     found: dict[str, Any] = {"sizes": [], "one_way_microseconds": {}}
     for size in sizes:
         contest = Contest(size, rank)
@@ -282,10 +256,7 @@ def run_rank(sizes: Sequence[Size], folder: Path) -> None:
         found["sizes"].append({**asdict(size), "gradients": gradients, **summary(size, seconds)})
         contest.pipe.close()
     found["one_way_microseconds"] = latencies(rank, folder)
-    if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def summary(size: Size, seconds: dict[str, list[float]]) -> dict[str, Any]:
@@ -350,19 +321,6 @@ def show(results: dict[str, Any], console: Console) -> None:
         console.print(f"{'reached    ' if reached else 'NOT reached'}  {text}", highlight=False)
 
 
-def environment() -> dict[str, Any]:
-    """The machine."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "penstock": penstock.__version__,
-        "threads_per_rank": 1,
-    }
-
-
 def others_seconds() -> float:
     """CPU seconds that processes other than this one and its children have used since the machine started."""
     user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
@@ -381,15 +339,12 @@ def main() -> None:
     rounds = 6 if chosen.quick and chosen.rounds is None else chosen.rounds
     if chosen.rank_folder:
         sizes = [SIZES[name] for name in chosen.sizes]
-        run_rank([size if rounds is None else replace(size, rounds=rounds) for size in sizes], chosen.rank_folder)
+        sizes = [size if rounds is None else replace(size, rounds=rounds) for size in sizes]
+        measured(lambda rank: run_rank(sizes, chosen.rank_folder, rank), chosen.rank_folder)
         return
-    results: dict[str, Any] = {"environment": environment()}
+    results: dict[str, Any] = {"environment": environment(torch=torch.__version__, threads_per_rank=1)}
     began, others = time.perf_counter(), others_seconds()
-    with tempfile.TemporaryDirectory() as folder:
-        status = launch([__file__, *sys.argv[1:], "--rank-folder", folder], RANKS, threads=1)
-        if status:
-            sys.exit(status)
-        results |= json.loads((Path(folder) / "found.json").read_text())
+    results |= in_two_processes(__file__)
     capacity = (time.perf_counter() - began) * results["environment"]["cores"]
     results["environment"]["others_share"] = round(max(0.0, others_seconds() - others) / capacity, 3)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -9,16 +9,19 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
 import torch.nn.functional as F
+from common.machine import environment
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -262,19 +265,6 @@ def show(results: dict[str, Any], console: Console) -> None:
             console.print(f"{'reached    ' if reached else 'NOT reached'}  medium: I + W at most 1.10 times B")
 
 
-def environment() -> dict[str, Any]:
-    """The machine."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "penstock": penstock.__version__,
-        "threads": 1,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
@@ -290,7 +280,7 @@ def main() -> None:
         measured = measure(contest, size.rounds)
         shares = contest.pipes["I+W"].split_share
         found.append({**asdict(size), "equal": equal, **summary(measured, dict(shares))})
-    results = {"environment": environment(), "sizes": found}
+    results = {"environment": environment(torch=torch.__version__, threads=1), "sizes": found}
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 160))
 

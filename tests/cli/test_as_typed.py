@@ -48,7 +48,7 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
         ("run --ranks two x.py", "--ranks two: expected a whole number, such as 4"),
         (
             "verify a:b --balance weight",
-            "--balance weight: expected one of time, flops, parameters, layers, type:CLASSES",
+            "--balance weight: expected one of time, flops, memory, parameters, layers, type:",
         ),
         ("search --ranks 2 --seconds 0", "--seconds 0: expected a time above 0"),
         ("simulate --schedule 1f2b --ranks 4", "--schedule 1f2b is not a known schedule; did you mean '1f1b'? known"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.partition import Balance, Choice, Partitioner, decision
+from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
 from penstock.partition.measure.measuring import UnmeasurableError, measure
@@ -285,3 +285,13 @@ def test_cuts_of_your_own_that_are_uneven_are_reported(measures_all: None) -> No
     (note,) = Partitioner(waiting([], 6), 2, ["5"], streams=Silent())((X,)).notes
     assert note.startswith("stage 0 does 1.")
     assert note.endswith("leave cuts= out, or move them")
+
+
+def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None) -> None:
+    found = profile_of(waiting([0]), X)
+    held = found.units[0].held_bytes  # all units hold alike
+    for balance in ("time", found):
+        room = Room(limit_bytes=5 * held + 500, in_flight=(2, 1))
+        partitioner = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, room=room)
+        partitioner.weigh((X,))
+        assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five

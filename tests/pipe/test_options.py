@@ -57,9 +57,21 @@ PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {},
 def shows_balance() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 400), nn.Linear(400, WIDTH), *mlp(4))
     assert made(model=model, balance="layers").cuts != made(model=model, balance="parameters").cuts
-    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'parameters', 'layers'", balance="size")
+    refused(ArgumentError, "balance='size': expected one of 'time', 'flops', 'memory', 'parameters'", balance="size")
     assert made(model=model, balance=lambda name, module: name in "01").cuts == ("1",)
     assert made(model=model, balance="type:Linear").cuts == made(model=model, balance="layers").cuts
+
+
+def shows_memory_limit() -> None:
+    given = {"model": mlp(8), "args": (torch.randn(400, WIDTH),), "ranks": 4, "microbatches": 4, "balance": "flops"}
+    assert made(**given).cuts == ("2", "4", "6")
+    assert made(**given, memory_limit=30_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
+    assert made(**{**given, "balance": "memory"}).cuts == ("1", "2", "4")
+    refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The least", **given, memory_limit=2e4)
+    two = {"chunks": 2, "schedule": "gpipe"}
+    refused(ArgumentError, "a rank's memory is shared equally by its 2 stages", memory_limit=9, **two)
+    refused(ArgumentError, "memory_limit='80GiB': expected a number of bytes", memory_limit="80GiB")
+    refused(ArgumentError, "memory_limit=9: it is for cuts that are found", memory_limit=9, cuts=["2"])
 
 
 def shows_leaves() -> None:
@@ -252,6 +264,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "leaves": shows_leaves,
     "opens": shows_opens,
     "balance": shows_balance,
+    "memory_limit": shows_memory_limit,
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),

@@ -15,7 +15,9 @@ from penstock.schedule import (
     Violation,
     add_communication,
     check,
+    forward_only,
     generate,
+    in_flight_by_stage,
     peak_activations,
     reduce_ties,
     split_backward,
@@ -265,3 +267,10 @@ def test_activations_are_held_until_the_weight_gradient() -> None:
     assert peak_activations(parse("0", 2, "0F0 0I0 0W0 0F1 0I1 0W1")) == [1]
     assert peak_activations(parse("0", 3, "0F0 0F1 0F2")) == [1]
     assert peak_activations(parse("0 0", 1, "0F0 1F0 1B0 0B0")) == [2]
+
+
+def test_microbatches_in_flight_on_each_stage() -> None:
+    assert in_flight_by_stage(generate("1f1b", 4, 8)) == [4, 3, 2, 1]
+    assert in_flight_by_stage(generate("gpipe", 2, 3, 2)) == [3, 3, 3, 3]
+    assert in_flight_by_stage(forward_only(generate("gpipe", 2, 3))) == [1, 1]
+    assert len(in_flight_by_stage(generate("chimera", 4, 8))) == 4

@@ -17,6 +17,9 @@ from penstock.words import shortened
 VERSION = 1
 """Of the JSON. A file of another version is refused."""
 
+OPTIMIZER_VALUES = 2
+"""What Adam keeps for each trained value."""
+
 Source = Literal["measured", "estimate"]
 
 Shape = tuple[int, ...]

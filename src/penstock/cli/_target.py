@@ -28,7 +28,7 @@ Leaves = Annotated[
     str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")
 ]
 
-BALANCES = ("time", "flops", "parameters", "layers")
+BALANCES = ("time", "flops", "memory", "parameters", "layers")
 
 
 def _balance(text: str) -> str:
@@ -45,8 +45,8 @@ BalanceOption = Annotated[
     typer.Option(
         "--balance",
         callback=_balance,
-        help="What to divide evenly among the stages: time (measured), flops, parameters, layers, what a profile says "
-        "(its path), or modules of some classes (type:PATTERN).",
+        help="What to divide evenly among the stages: time (measured), flops, memory, parameters, layers, what a "
+        "profile says (its path), or modules of some classes (type:PATTERN).",
     ),
 ]
 Recompute = Annotated[

@@ -3,6 +3,7 @@
 from penstock.partition.chance.gate import gates_of
 from penstock.partition.cut.balance import TooFewLayersError
 from penstock.partition.cut.choice import BALANCES, Balance, Choice
+from penstock.partition.decision import NO_LIMIT, Room
 from penstock.partition.measure.measuring import BUDGET_SECONDS, UnmeasurableError
 from penstock.partition.measure.running import NoStreams
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
@@ -21,6 +22,7 @@ __all__ = [
     "BUDGET_SECONDS",
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
+    "NO_LIMIT",
     "OVERWRITTEN_BY",
     "Balance",
     "Choice",
@@ -31,6 +33,7 @@ __all__ = [
     "Partitioner",
     "RandomSource",
     "Remembered",
+    "Room",
     "Stage",
     "Surroundings",
     "TooFewLayersError",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,6 +15,7 @@ from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.choice import Choice
 from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
 from penstock.partition.recording.recording import Recording
+from penstock.partition.stages.totals import bytes_by_start
 
 LEAST_WORK = 500_000_000
 """Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
@@ -37,32 +39,78 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What each stage may take of memory.
+
+    Attributes:
+        limit_bytes: of a rank.
+        in_flight: for each stage, how many microbatches are in flight at most.
+        stages: the most stages of a rank, which share its memory equally.
+    """
+
+    limit_bytes: float = math.inf
+    in_flight: tuple[int, ...] = ()
+    stages: int = 1
+
+    @property
+    def is_limited(self) -> bool:
+        return math.isfinite(self.limit_bytes)
+
+
+NO_LIMIT = Room()
+
+
 def work_of_recording(recording: Recording) -> int:
     """All the work of a microbatch."""
     return sum(fact.work for fact in recording.facts.values())
 
 
 def decide(
-    recording: Recording, model: nn.Module, stages: int, choice: Choice, units: Sequence[Candidate] | None = None
+    recording: Recording,
+    model: nn.Module,
+    stages: int,
+    choice: Choice,
+    room: Room = NO_LIMIT,
+    units: Sequence[Candidate] | None = None,
 ) -> Decision:
     """The best cuts by what is known without running anything. `units`: the candidates; None: all.
 
     Raises:
         PartitionError: there are fewer units than stages.
-        ArgumentError: the profile is not of this model, or the function returns something else.
+        ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
     """
     if choice.profile is not None:
-        return _by_profile(recording, model, stages, choice.profile, units)
+        return _by_profile(recording, model, stages, choice.profile, room, units)
     every = candidates(recording, model, choice.by) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
-    if choice.weight is None:
+    if (choice.weight is None and not choice.memory and not room.is_limited) or stages > len(every):
         return Decision(balanced_cuts(recording, model, stages, choice.by, every))
-    weights = [choice.weight_of(unit.name, model.get_submodule(unit.name)) for unit in every]
-    if stages > len(every):
-        return Decision(balanced_cuts(recording, model, stages, choice.by, every))  # raises
-    starts = best_starts(Problem(weights), stages)
+    weights = [float(unit.weight) for unit in every]
+    if choice.weight is not None:
+        weights = [choice.weight_of(unit.name, model.get_submodule(unit.name)) for unit in every]
+    problem = _problem(recording, model, weights, [unit.position for unit in every], room)
+    starts = _best(replace(problem, balanced="bytes") if choice.memory else problem, stages, room)
     return Decision(tuple(every[start].name for start in starts[1:]))
+
+
+def _problem(
+    recording: Recording, model: nn.Module, seconds: Sequence[float], starts: Sequence[int], room: Room
+) -> Problem:
+    """The units that begin at these nodes, with their memory."""
+    held, kept = bytes_by_start(recording, model, starts)
+    limit = room.limit_bytes / room.stages
+    return Problem(seconds, held_bytes=held, activation_bytes=kept, in_flight=room.in_flight, limit_bytes=limit)
+
+
+def _best(problem: Problem, stages: int, room: Room) -> list[int]:
+    try:
+        return best_starts(problem, stages)
+    except ArgumentError as error:
+        if room.stages == 1:
+            raise
+        raise ArgumentError(f"{error} (a rank's memory is shared equally by its {room.stages} stages)") from None
 
 
 def measured(
@@ -71,20 +119,24 @@ def measured(
     by_work: Sequence[str],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    room: Room = NO_LIMIT,
 ) -> Decision:
     """The best cuts by measured times; the cuts by work where these do as well, or nothing can be measured."""
     unchanged = tuple(by_work)
     if work_of_recording(recording) < LEAST_WORK:
         return Decision(unchanged)
+    units = candidates(recording, model, "flops")
     try:
-        profile = measure(recording, model, candidates(recording, model, "flops"), args, kwargs)
+        profile = measure(recording, model, units, args, kwargs)
     except UnmeasurableError as error:
         return Decision(unchanged, notes=(f"stages are cut by work, not by time: {error}",))
     names = [unit.name for unit in profile.units]
     if len(names) <= len(by_work):
         return Decision(unchanged)
-    problem = Problem([unit.seconds for unit in profile.units])
-    starts = best_starts(problem, len(by_work) + 1)
+    positions = {unit.name: unit.position for unit in units}
+    seconds = [unit.seconds for unit in profile.units]
+    problem = _problem(recording, model, seconds, [positions[name] for name in names], room)
+    starts = _best(problem, len(by_work) + 1, room)
     if all(name in names for name in by_work):
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
@@ -129,25 +181,39 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
 
 
 def _by_profile(
-    recording: Recording, model: nn.Module, stages: int, profile: Profile, units: Sequence[Candidate] | None
+    recording: Recording,
+    model: nn.Module,
+    stages: int,
+    profile: Profile,
+    room: Room,
+    units: Sequence[Candidate] | None,
 ) -> Decision:
     """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
     mine = identity(model)
     profile.check_for(mine.parameters, recording.device.type, mine.dtype)
     here = {unit.name for unit in (candidates(recording, model, "flops") if units is None else units)}
     names: list[str] = []
-    seconds: list[float] = []
+    seconds, held, kept = [0.0], [0], [0]
     for unit in profile.units:
         if unit.name in here or not names:
             names.append(unit.name)
-            seconds.append(0.0)
+            for column in (seconds, held, kept):
+                column.append(0)
         seconds[-1] += unit.seconds
+        held[-1] += unit.held_bytes
+        kept[-1] += unit.activation_bytes
     if stages > len(names):
         raise ArgumentError(
             f"stages={stages}: the profile has only {len(names)} units of this model at which it can be cut"
         )
-    problem = Problem(seconds)
-    starts = best_starts(problem, stages)
+    problem = Problem(
+        seconds[1:],
+        held_bytes=held[1:],
+        activation_bytes=kept[1:],
+        in_flight=room.in_flight,
+        limit_bytes=room.limit_bytes / room.stages,
+    )
+    starts = _best(problem, stages, room)
     loads = stage_loads(problem, starts)
     return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), uneven(loads, names, starts, problem))
 

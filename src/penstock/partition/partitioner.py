@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
-from penstock.partition.decision import Decision, decide, measured, notes_on
+from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
@@ -27,6 +26,7 @@ from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.partition import Origin, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.stages.totals import draw_offsets, saved_of, work_of_stages
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
@@ -59,6 +59,7 @@ class Partitioner:
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
+        room: what stages may take of memory.
         balance: what to spread evenly over the stages; see `Choice`. Times are measured by `weigh`; until then, cuts
             even out the work.
 
@@ -76,6 +77,7 @@ class Partitioner:
         opens: Sequence[str] | None = None,
         streams: RandomSource,
         balance: Balance | Choice = "time",
+        room: Room = NO_LIMIT,
         sees_saved: bool = False,
     ) -> None:
         if stages < 1:
@@ -91,7 +93,8 @@ class Partitioner:
         self.cuts = None if cuts is None else tuple(cuts)
         self._chooses = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
-        self._sees_saved = sees_saved
+        self._room = room
+        self._sees_saved = sees_saved or room.is_limited or self._choice.memory
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
         self._is_settled = not (self._choice.measures and self._chooses)  # whether neither will come any more
@@ -126,11 +129,16 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
-        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, key)
+        known = self._weighable.get(key)
+        if known is not None and all(guard.holds(given.leaves) for guard in known.guards):
+            del self._weighable[key]
+        else:  # none was made, or one for another branch
+            known = None
+        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
         partition = self._partition(args, kwargs, recording, split)
         key = (*signature, self._state())  # recording may have opened blocks
         if not self._is_settled:
-            self._weighable[key] = recording
+            self._weighable.setdefault(key, recording)
         self._partitions.setdefault(key, []).append(partition)
         # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
@@ -168,7 +176,7 @@ class Partitioner:
         recording = next(iter(self._weighable.values()), None)
         if recording is None or self.stages == 1:
             return
-        decision = measured(recording, self.model, self.cuts or (), args, kwargs or {})
+        decision = measured(recording, self.model, self.cuts or (), args, kwargs or {}, self._room)
         try:
             self._cut_at(recording, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
@@ -234,6 +242,8 @@ class Partitioner:
         except UnwatchableError:
             if not self._sees_saved:
                 raise
+            if self._room.is_limited or self._choice.memory:
+                raise
             self._sees_saved = False
             return self._record(args, kwargs, opening)
         except Obstacle as obstacle:
@@ -251,7 +261,7 @@ class Partitioner:
         if (recording.grain, recording.opening) != (self._grain, self._opening):
             self._grain, self._opening = recording.grain, recording.opening
         self._look_around()
-        self.cuts, work = tuple(split.cuts), _work(recording, split)
+        self.cuts, work = tuple(split.cuts), work_of_stages(recording, split)
         stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
         check_complete(recording, model, stages)
         given = flatten((tuple(args), kwargs))
@@ -259,10 +269,10 @@ class Partitioner:
         return Partition(
             stages=stages,
             drawing_modules=recording.drawing,
-            draw_offsets=_draw_offsets(recording, split.starts),
+            draw_offsets=draw_offsets(recording, split.starts),
             cuts=self.cuts,
             work=work,
-            saved=_saved(recording, split) if self._sees_saved else (),
+            saved=saved_of(recording, split) if self._sees_saved else (),
             notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
             origins=_origins(recording, stages),
             guards=recording.guards,
@@ -280,10 +290,12 @@ class Partitioner:
             other_way=other_way(model),
         )
 
-    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any], key: Hashable) -> tuple[Recording, CutRecording]:
+    def _divide(
+        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None
+    ) -> tuple[Recording, CutRecording]:
         """The recording, and where to cut it. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
-        if (known := self._weighable.pop(key, None)) is not None:
+        if known is not None:
             return known, self._cut(known)
         while True:
             recording = self._record(args, kwargs, opening)
@@ -308,7 +320,7 @@ class Partitioner:
                     raise _not_as_before(error, self.cuts) from error
                 raise
         try:
-            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice))
+            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room))
         except PartitionError as error:
             every = candidates(recording, self.model, self._choice.by)
             kept = spans(recording, self.model)
@@ -317,7 +329,7 @@ class Partitioner:
                 raise
             if len(units) < self.stages <= len(every):
                 raise too_few(error, self.stages, units, kept) from error
-            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, units))
+            return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room, units))
 
     def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
         split = self._cut_at(recording, decision.cuts)
@@ -376,22 +388,3 @@ def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:
         found.append(pending.pop())
         pending += [child for child in found[-1].children() if id(child) not in units]
     return found
-
-
-def _saved(recording: Recording, split: CutRecording) -> tuple[int, ...]:
-    found = []
-    for plan in split.plans:
-        sizes = {s: size for node in plan.run for s, size in split.facts[node].saved_sizes.items()}
-        found.append(sum(size for storage, size in sizes.items() if storage not in recording.memory))
-    return tuple(found)
-
-
-def _work(recording: Recording, split: CutRecording) -> tuple[int, ...]:
-    work = [0] * split.count
-    for fact in recording.facts.values():
-        work[split.stage_of(fact.index)] += fact.work
-    return tuple(work)
-
-
-def _draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:
-    return tuple({name: bisect_left(calls, start) for name, calls in recording.calls.items()} for start in (0, *starts))

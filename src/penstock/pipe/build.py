@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import Balance, Partitioner, RandomSource, TooFewLayersError
+from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.planned import Followed
@@ -69,6 +69,7 @@ def pipeline(
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
+    memory_limit: float | None = None,
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -126,6 +127,9 @@ def pipeline(
             its operations and bytes, the same in every run), "parameters" or "layers"; a `penstock.Profile`, or the
             path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
             `balance(name, module)`, what a module costs.
+        memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
+            each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
+            (as if nothing were recomputed or offloaded). Cuts that need more are left out.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
@@ -192,6 +196,7 @@ def pipeline(
         leaves=leaves,
         opens=opens,
         balance=balance,
+        memory_limit=memory_limit,
         devices=devices,
         share_loss=share_loss,
         transport=transport,
@@ -245,6 +250,12 @@ def build(
             "share_loss out (result.losses are the microbatches' own)"
         )
     devices = [device_of(options.devices, world, rank, current) for rank in range(world.ranks)]
+    if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator()
+        warn(
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"devices={str(kind)!r}, or devices='cpu' if that is meant"
+        )
     seed = torch.initial_seed() if options.seed is None else options.seed
     silent = options.lost_after
     patience = Patience() if silent is None else Patience(stall_seconds=silent, away_seconds=silent)
@@ -258,7 +269,7 @@ def build(
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
-                make = front_end or partial(_recorder, options, sees_saved)
+                make = front_end or partial(_recorder, options, options.room(order), sees_saved)
                 cutter = make(model, order.placement.depth, engine.streams)
             split = SplitModel(
                 cutter,
@@ -280,6 +291,7 @@ def build(
 
 def _recorder(
     options: Options,
+    room: Room,
     sees_saved: bool,
     model: nn.Module | Sequence[nn.Module],
     stages: int,
@@ -292,6 +304,7 @@ def _recorder(
         leaves=options.leaves,
         opens=options.opens,
         balance=options.choice,
+        room=room,
         streams=streams,
         sees_saved=sees_saved,
     )

@@ -166,6 +166,7 @@ def inspect(
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
+    memory_limit: float | None = None,
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
@@ -183,8 +184,9 @@ def inspect(
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, recompute, offload, deferred_batch_norm,
-            gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, memory_limit, recompute, offload,
+            deferred_batch_norm, gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype`
+            stays as it is.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.
@@ -206,6 +208,7 @@ def inspect(
         leaves=leaves,
         opens=opens,
         balance=balance,
+        memory_limit=memory_limit,
         devices=["meta"] * order.ranks if on_meta else None,
         recompute=recompute,
         offload=offload,

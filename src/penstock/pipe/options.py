@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.gradients import checked_dtype
-from penstock.partition import Balance, Choice
+from penstock.partition import NO_LIMIT, Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
@@ -22,6 +22,7 @@ from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, 
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
+from penstock.schedule import Schedule, in_flight_by_stage
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
@@ -49,6 +50,7 @@ class Options:
     leaves: Sequence[str] | None = None
     opens: Sequence[str] | None = None
     balance: Balance = "time"
+    memory_limit: float | None = None
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
     transport: TransportChoice = "auto"
@@ -76,6 +78,14 @@ class Options:
         object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
         self._check_kinds()
         self._check_together()
+
+    def room(self, order: Schedule) -> Room:
+        """What each stage may take of memory under this schedule, if that matters for the cuts."""
+        if self.memory_limit is None and not self.choice.memory:
+            return NO_LIMIT
+        limit = math.inf if self.memory_limit is None else self.memory_limit
+        most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
+        return Room(limit, tuple(in_flight_by_stage(order)), most)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)
@@ -109,7 +119,16 @@ class Options:
             if not (getattr(self, name) is None or _is_wait(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected seconds, 1 or more, or None")
 
+        limit = self.memory_limit
+        if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
+            raise ArgumentError(f"memory_limit={limit!r}: expected a number of bytes above 0, or None")
+
     def _check_together(self) -> None:
+        if self.memory_limit is not None and self.cuts is not None:
+            raise ArgumentError(
+                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; give "
+                "one of them"
+            )
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "

@@ -212,6 +212,7 @@ def compare(
     reordered: str = "",
     terms: Tensor | None = None,
     computed_in: torch.dtype | None = None,
+    rounded: Tensor | None = None,
 ) -> Comparison:
     """Compares one tensor with that of the unsplit model; either may be absent.
 
@@ -220,6 +221,8 @@ def compare(
         reordered: why terms may have been added in another order; empty if they must not be.
         terms: for each entry, the sum of the sizes of its terms; None if unknown.
         computed_in: the dtype in which its terms were computed; None: the tensor's own.
+        rounded: for each entry, the sizes of all that adding its terms rounds, if one of the two does not round each
+            term before it adds it (`measuring_roundings`). Allows for that where bits are not demanded.
     """
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
@@ -240,7 +243,7 @@ def compare(
         return Comparison(kind, name, stages, "close", difference, largest, reordered)
     if reordered and terms is not None and _is_rounding_of(terms, differences, other.dtype):
         return Comparison(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
-    if not exact and _is_close(differences, other, largest, computed_in or other.dtype):
+    if not exact and _is_close(differences, other, largest, computed_in or other.dtype, rounded):
         return Comparison(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Comparison(kind, name, stages, "different", difference, largest)
 
@@ -265,10 +268,15 @@ def _is_rounding_of(terms: Tensor, differences: Tensor, dtype: torch.dtype) -> b
     return bool((differences <= _tied_tolerance(dtype) * _finite(terms)).all())
 
 
-def _is_close(differences: Tensor, other: Tensor, largest: float, computed_in: torch.dtype) -> bool:
+def _is_close(
+    differences: Tensor, other: Tensor, largest: float, computed_in: torch.dtype, rounded: Tensor | None
+) -> bool:
     relative, absolute = UNDEMANDED.get(computed_in, (1.3e-6, 1e-5))
     in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(computed_in).eps) * largest)
-    return bool((differences <= in_all + relative * _finite(_wide(other)).abs()).all())
+    allowed = in_all + relative * _finite(_wide(other)).abs()
+    if rounded is not None and rounded.shape == other.shape:
+        allowed += torch.finfo(other.dtype).eps * _finite(rounded)
+    return bool((differences <= allowed).all())
 
 
 def _differences(mine: Tensor, other: Tensor) -> Tensor:

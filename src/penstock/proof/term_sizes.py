@@ -1,8 +1,8 @@
-"""How large the terms are that a backward adds up to a gradient.
+"""How large the terms are that backwards add up to a gradient, and the sums on the way.
 
 If they are added in another order, as for a parameter that several stages hold, the sum may differ by rounding of the
 terms: terms of 1e-2 that cancel, like those of a triplet loss in the last bias, leave a sum that is pure rounding, and
-no tolerance based on the sum alone would hold.
+no tolerance based on the sum alone would hold. Likewise if each is added without being rounded first.
 """
 
 from __future__ import annotations
@@ -69,6 +69,33 @@ class TermSizes:
         return self._by_use.get(id(getattr(node, "variable", None)))
 
 
+@contextmanager
+def measuring_roundings(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Wraps the backwards of one step; fills the yielded dict with the sizes of all that adding up a gradient rounds.
+
+    For each entry, in float64, that is the sum of |term| and |sum so far|, over all terms that are added to others. Two
+    sums of the same terms, of which one rounds each term before it adds it, are apart by at most the dtype's epsilon
+    times that: each rounding is off by half an epsilon, and each sum so far is rounded in both.
+    """
+    sums: dict[str, Tensor] = {}
+    found: dict[str, Tensor] = {}
+
+    def note(name: str, term: Tensor) -> None:
+        value = _dense(term).double().cpu()
+        if name in sums:
+            sums[name] += value
+            found[name] += value.abs() + sums[name].abs()
+        else:
+            sums[name], found[name] = value, torch.zeros_like(value)
+
+    hooks = [tensor.register_hook(partial(note, name)) for name, tensor in tensors.items()]  # type: ignore[no-untyped-call]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _noting(sums: dict[str, Tensor], uses: Collection[tuple[int, str]]) -> Callable[[Any, Any], None]:
     def note(gradients: tuple[Tensor | None, ...], _: Any) -> None:
         for place, name in uses:
@@ -79,6 +106,9 @@ def _noting(sums: dict[str, Tensor], uses: Collection[tuple[int, str]]) -> Calla
 
 def _add(sums: dict[str, Tensor], name: str, term: Tensor | None) -> None:
     if term is not None:
-        dense = term.detach() if term.layout == torch.strided else term.detach().to_dense()
-        size = dense.abs().double().cpu()
+        size = _dense(term).abs().double().cpu()
         sums[name] = sums[name] + size if name in sums else size
+
+
+def _dense(term: Tensor) -> Tensor:
+    return term.detach() if term.layout == torch.strided else term.detach().to_dense()

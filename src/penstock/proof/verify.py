@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.gradients import gradient_dtype
 from penstock.pipe.build import build, checked_inputs, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import Comparison, Report, WholeBatch, compare
-from penstock.proof.term_sizes import TermSizes
+from penstock.proof.term_sizes import TermSizes, measuring_roundings
 from penstock.proof.twins import Made, twins
 from penstock.proof.whole_batch import Whole
 from penstock.runtime.batch.cutting import Cutting, Microbatch
@@ -40,6 +41,7 @@ from penstock.runtime.loss.loss import (
 )
 from penstock.runtime.loss.order import LossState
 from penstock.runtime.processes.world import World
+from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule, generate
 from penstock.second_names import OF_PIPELINE, also, nearest
@@ -99,7 +101,7 @@ def verify(
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
-        with LossState(mine.loss, 1, pipe.session.partition).undone():  # a function shares its state with its copy
+        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
             reference = _reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
@@ -132,13 +134,14 @@ class _Expected:
     """One step of the unsplit model. `outputs`: the tensor leaves of each microbatch's output, of all replicas;
     `gradients`: those of parameters, and of buffers that require one; `buffers`: what the first replica's part leaves,
     as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in another
-    order."""
+    order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round first."""
 
     outputs: list[list[Tensor]]
     loss: Tensor
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
     terms: Mapping[str, Tensor] = field(default_factory=dict)
+    rounded: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +185,8 @@ def _reference(
         ),
     )
     with alone:
-        sizes = _term_sizes(alone, pipe)
-        steps = [_step(alone, loss, reduction, replicas, sizes) for _ in range(STEPS)]
+        sizes, fused = _term_sizes(alone, pipe), _added_in_place(alone, pipe)
+        steps = [_step(alone, loss, reduction, replicas, sizes, fused) for _ in range(STEPS)]
         parameters = alone.session.all_parameters()
         exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
         whole = None
@@ -208,9 +211,25 @@ def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
     return TermSizes(trained, by_use=ties(one_copy))
 
 
-def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes) -> _Expected:
+def _added_in_place(alone: Pipeline, pipe: Pipeline) -> dict[str, Tensor]:
+    """The matrices to whose gradients W adds terms in place, where these are so coarse that it shows."""
+    if not adds_in_place(pipe.session.engine.devices, pipe.schedule):
+        return {}
+    coarse = (torch.bfloat16, torch.float16)
+    trained = _trained(alone.session.all_parameters(), alone)
+    return {n: p for n, p in trained if p.requires_grad and p.dim() == 2 and gradient_dtype(p) in coarse}
+
+
+def _step(
+    alone: Pipeline,
+    loss: Loss | None,
+    reduction: Reduction,
+    replicas: int,
+    sizes: TermSizes,
+    fused: Mapping[str, Tensor],
+) -> _Expected:
     _forget_gradients(alone)
-    with sizes.measuring() as terms:
+    with sizes.measuring() as terms, measuring_roundings(fused) as rounded:
         outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
     return _Expected(
         [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
@@ -218,6 +237,7 @@ def _step(alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: in
         {name: _kept(tensor.grad) for name, tensor in _trained(alone.session.all_parameters(), alone)},
         {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
         terms,
+        rounded,
     )
 
 
@@ -322,6 +342,7 @@ def _compare(
                 reordered.get(name, ""),
                 expected.terms.get(name),
                 parameter.dtype,
+                expected.rounded.get(name),
             )
         )
     for name, buffer in pipe.named_buffers():

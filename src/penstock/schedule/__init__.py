@@ -1,7 +1,7 @@
 """What runs where, and in which order. Pure values and functions; standard library only."""
 
 from penstock.schedule.action import Action, Op, Overlap
-from penstock.schedule.check import Violation, check, peak_activations, summary
+from penstock.schedule.check import Violation, check, in_flight_by_stage, peak_activations, summary
 from penstock.schedule.communication import add_communication
 from penstock.schedule.csv import Format, from_csv, read_csv, to_csv, write_csv
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
@@ -48,6 +48,7 @@ __all__ = [
     "generator",
     "generators",
     "grid",
+    "in_flight_by_stage",
     "linearize",
     "merge_backward",
     "names",

@@ -105,6 +105,21 @@ def peak_activations(schedule: Schedule) -> list[int]:
     return [max((held for held, _ in _held_activations(row, kept)), default=0) for row in schedule.rows]
 
 
+def in_flight_by_stage(schedule: Schedule) -> list[int]:
+    """For each stage of the model, the most microbatches that are in flight there at once, on any of its copies."""
+    kept = stages_with_backward(schedule)
+    held, most = [0] * schedule.stages, [0] * schedule.placement.depth
+    for row in schedule.rows:
+        for stage, op in zip(row.stage, row.op, strict=True):
+            if op == _F:
+                held[stage] += 1
+                place = stage % schedule.placement.depth
+                most[place] = max(most[place], held[stage])
+            if op in _ADDS_WEIGHT_GRADIENTS or (op == _F and stage not in kept):
+                held[stage] -= 1
+    return most
+
+
 def _held_activations(row: Row, kept: frozenset[int]) -> Iterator[tuple[int, int]]:
     """How many activations a rank holds during each F, and the index of that F in the row."""
     held: set[tuple[int, int]] = set()

@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Weighed
 from penstock.words import named
 
-BalanceName = Literal["time", "flops", "parameters", "layers"]
+BalanceName = Literal["time", "flops", "memory", "parameters", "layers"]
 
 Weight = Callable[[str, nn.Module], float]
 """What a module costs, by its name and itself."""
@@ -34,6 +34,7 @@ class Choice:
     Attributes:
         by: what the recording alone says, where nothing else is known, and to decide which modules to open.
         measures: whether units are to be run, to see how long they take.
+        memory: whether bytes are to be even, not time.
         profile: what each unit costs.
         weight: the user's function for that.
         kind: where stages may begin: before modules whose class has such a name; each counts the same.
@@ -41,6 +42,7 @@ class Choice:
 
     by: Weighed = "flops"
     measures: bool = False
+    memory: bool = False
     profile: Profile | None = None
     weight: Weight | None = None
     kind: re.Pattern[str] | None = None
@@ -55,6 +57,8 @@ class Choice:
                 return cls(given)
             case "time":
                 return cls(measures=True)
+            case "memory":
+                return cls(memory=True)
             case str() if given.startswith(_TYPE):
                 return cls(kind=_pattern(given))
             case str() if given.endswith(".json"):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile, UnitCost
+from penstock.balance import OPTIMIZER_VALUES, Profile, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.alike import kind_of
@@ -42,9 +42,6 @@ BUDGET_SECONDS = 1.0
 
 MOST_ROUNDS = 15
 """More would not make the medians better."""
-
-OPTIMIZER_VALUES = 2
-"""What Adam keeps for each trained value."""
 
 
 class UnmeasurableError(Exception):

@@ -73,7 +73,7 @@ class Control:
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
                 self.groups = Groups(world, backend, group_options)
-                said = self.gather((device.type, backend))
+                said = self.gather((device.type, backend), "its backend")
             with self.agreed():
                 check_types([said[number][0] for number in world.numbers])
                 check_backends([said[number][1] for number in world.numbers])
@@ -252,8 +252,18 @@ class Control:
             return [value]
         values: list[Any] = [None] * self.world.ranks
         group = self.groups.control
-        with self.waiting_for("gather", self.line):
+        with self.waiting_for("a connection", self.line):
             dist.all_gather_object(values, value, group=group)
+        return values
+
+    def gather_alike(self, value: Tensor) -> list[Tensor]:
+        """Returns each rank's CPU tensor on all ranks of this pipeline, which pass tensors of one shape and dtype."""
+        if self.groups is None:
+            return [value]
+        values = [torch.empty_like(value) for _ in range(self.world.ranks)]
+        group = self.groups.control
+        with self.waiting_for("gather", self.line):
+            dist.all_gather(values, value, group=group)
         return values
 
     @contextmanager

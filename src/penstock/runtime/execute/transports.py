@@ -136,7 +136,7 @@ def _made(factory: TransportFactory, rank: int, device: torch.device, control: C
     world = control.world
 
     def gather(value: Any) -> list[Any]:
-        everyone = control.gather(value)
+        everyone = control.gather(value, "its transport")
         return [everyone[number] for number in world.numbers]
 
     made: PointToPoint | None = None

@@ -25,6 +25,7 @@ from penstock.runtime.processes.launcher import Launcher
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
+_SEARCH_SECONDS = 5.0
 
 
 class Store(Protocol):
@@ -75,6 +76,9 @@ class Missing:
         self._rank, self._patience, self._launcher = rank, patience, Launcher()
         self._began = time.monotonic()
         self._next = self._began + patience.warn_seconds
+        # A pipeline on part of the job counts its ranks by itself, not as torchrun does.
+        self._others = tuple(range(ranks)) if str(ranks) == os.environ.get("WORLD_SIZE") else ()
+        self._next_search = self._began + _SEARCH_SECONDS
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="penstock-joining", daemon=True)
 
@@ -98,6 +102,14 @@ class Missing:
         """Raises PipelineFailure if this rank has waited for `join_seconds`, or who started it is gone."""
         if (without := self._launcher.gone()) is not None:
             raise PipelineFailure(f"rank {self._rank} stops: {without}")
+        if time.monotonic() >= self._next_search:
+            self._next_search = time.monotonic() + _SEARCH_SECONDS
+            if ended := self._launcher.ended(self._others):
+                have = "has" if len(ended) == 1 else "have"
+                raise PipelineFailure(
+                    f"rank {self._rank} stops: {name_ranks(ended)} {have} ended before all ranks had called "
+                    "penstock.pipeline, as each has to"
+                )
         if time.monotonic() - self._began >= self._patience.join_seconds:
             raise PipelineFailure(
                 f"{self._words('waited')}. Each rank of the pipeline has to be started, and to build the pipeline."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from pathlib import Path
 
 
 class Launcher:
@@ -20,3 +22,27 @@ class Launcher:
         if self._pid is None or os.getppid() == self._pid:
             return None
         return f"its torchrun agent (process {self._pid}) is gone"
+
+    def ended(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Of these global ranks, those that the agent started on this machine and of which no process is left.
+
+        Found by their environment, on Linux; none elsewhere, or where this process does not show its own.
+        """
+        if self._pid is None or not Path("/proc/self/environ").exists():
+            return ()
+        first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+        local = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
+        alive = {rank for rank in map(_rank_in, Path("/proc").glob("[0-9]*/environ")) if rank is not None}
+        return tuple(rank for rank in ranks if rank in local and rank not in alive) if alive else ()
+
+
+def _rank_in(environment: Path) -> int | None:
+    """The rank of a process of this job, by the environment that it was started with."""
+    try:
+        given = dict(entry.split(b"=", 1) for entry in environment.read_bytes().split(b"\0") if b"=" in entry)
+    except OSError:  # ended meanwhile, or somebody else's
+        return None
+    job = (b"TORCHELASTIC_RUN_ID", b"MASTER_PORT")
+    if any(given.get(name) != os.environb.get(name) for name in job) or not given.get(b"RANK", b"").isdigit():
+        return None
+    return int(given[b"RANK"])

@@ -49,10 +49,15 @@ def value_of(term: Term) -> Tensor:
     return term.value() if isinstance(term, Product) else term
 
 
+def adds_in_place(devices: Iterable[torch.device], schedule: Schedule) -> bool:
+    """Whether W adds a product to `.grad` without rounding it first, on one of these devices."""
+    splits = any(action.op is Op.W for row in schedule.rows for action in row)
+    return splits and not all(map(exact.computes_apart, devices))
+
+
 def notes(devices: Iterable[torch.device], schedule: Schedule) -> tuple[str, ...]:
     """What the user should know about products that W adds in place."""
-    splits = any(action.op is Op.W for row in schedule.rows for action in row)
-    if not splits or all(map(exact.computes_apart, devices)):
+    if not adds_in_place(devices, schedule):
         return ()
     return ("W adds products to .grad in place, which rounds otherwise than a whole backward does (close, not equal)",)
 
