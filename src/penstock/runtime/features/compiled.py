@@ -193,7 +193,7 @@ class OwnGradients(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> OwnGradients | None:
         """If anything in the stage is compiled."""
-        compiled = stage.binding.compile is not None or any_compiled(stage.recorded.module.modules())
+        compiled = stage.binding.compile is not None or any_compiled(stage.modules())
         return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
