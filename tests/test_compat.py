@@ -201,6 +201,21 @@ def test_backends_of_the_compiler_are_known_by_name() -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+def test_compiled_code_notices_hooks() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.compile(backend="eager")
+    noticing, x = compat.noticing_hooks(), torch.randn(3, 2)
+    with noticing, noticing:
+        before = model(x)
+    handle = model.register_forward_hook(lambda module, args, result: result * 2)
+    with noticing:
+        assert torch.equal(model(x), before * 2)
+    handle.remove()
+    with noticing:
+        assert torch.equal(model(x), before)
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 def test_a_recorded_graph_can_be_copied_and_given_inputs_whose_sizes_are_known() -> None:
     seen: list[Any] = []
 

@@ -328,6 +328,17 @@ def backend_named(name: str) -> Callable[..., Any]:
     return backend
 
 
+def noticing_hooks() -> AbstractContextManager[Any]:
+    """Makes code that torch compiles meanwhile look for module hooks that came or went since, whenever it runs.
+
+    May be entered any number of times.
+    """
+    from torch._dynamo import config
+
+    patch: AbstractContextManager[Any] = config.patch(skip_nnmodule_hook_guards=False)
+    return patch
+
+
 def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
     """The options of inductor that a mode of `torch.compile` stands for."""
     from torch._inductor import list_mode_options

@@ -4,7 +4,7 @@ which runs them. Plain values that do not need torch, so that schedules and pred
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -110,6 +110,45 @@ def backward_links(stages: Sequence[StageMeta]) -> tuple[Link, ...]:
 
 def _varies(stages: Sequence[StageMeta]) -> bool:
     return any(stage.branches for stage in stages)
+
+
+def links_of(
+    kinds: Sequence[Sequence[StageMeta]], links: Callable[[Sequence[StageMeta]], Sequence[Link]]
+) -> tuple[Link, ...]:
+    """The links of a batch whose microbatches are of several kinds, each with its own stages.
+
+    A link carries what any kind sends that way; a microbatch of another kind sends nothing in place of such a value.
+
+    Args:
+        links: `forward_links` or `backward_links`.
+    """
+    first, *others = [links(stages) for stages in kinds]
+    joined = {(link.source, link.target): link for link in first}
+    for link in (link for found in others for link in found):
+        known = joined.setdefault((link.source, link.target), link)
+        values = tuple(dict.fromkeys((*known.values, *link.values)))
+        joined[link.source, link.target] = replace(known, values=values, varies=known.varies or link.varies)
+    return tuple(joined.values())
+
+
+def traffic(stages: Sequence[StageMeta]) -> Hashable:
+    """What distinguishes kinds of microbatches: where each stage's inputs come from, as positions among the source's
+    outputs, and which values take a gradient or are updated in place.
+
+    Leaves out shapes, and names, which are numbered through the recording: an extra call for some size changes them.
+    """
+    places = {(stage.index, o.name): place for stage in stages for place, o in enumerate(stage.outputs)}
+    return tuple(
+        (
+            *(
+                (i.source, places.get((i.source, i.name), i.name), i.meta.requires_grad, i.mutated)
+                for i in stage.inputs
+            ),
+            *(o.meta.requires_grad for o in stage.outputs),
+            (stage.trainable, stage.branches),
+        )
+        for stage in stages
+    )
 
 
 def gradient_routes(stages: Sequence[StageMeta]) -> dict[tuple[int, str], tuple[int, ...]]:

@@ -102,6 +102,14 @@ def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
+def test_averages_that_are_zeroed_in_place_accumulate_without_an_average(ranks2: Ranks) -> None:
+    zeroed = ranks2.run(mesh_jobs.zeroed_in_place, False)
+    dropped = ranks2.run(mesh_jobs.zeroed_in_place, True)
+    assert len(zeroed[0]) > 3
+    for mine, its in zip(zeroed, dropped, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
+
+
 def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Ranks) -> None:
     seen = ranks4.run(mesh_jobs.frozen_before_the_average)
     once = ranks4.run(mesh_jobs.gradients, [True], "mlp")

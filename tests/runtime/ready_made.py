@@ -58,7 +58,6 @@ class ReadyPartition:
     overwritten: ClassVar[frozenset[str]] = frozenset()
     is_foreign = leaves_here = reorders_gradients = False
     notes = left = ()
-    other_way = ""
 
     @property
     def code(self) -> str:

@@ -226,8 +226,8 @@ def test_replicas_with_fewer_microbatches_gather_and_reduce_in_the_same_order(da
     window = data.draw(st.integers(at_once(schedule), chunks_of(schedule)))
     sharded = Sharded(stages_of(schedule), window)
     fewer = first_microbatches(schedule, data.draw(st.integers(1, schedule.microbatches)))
-    full, less = (lower_training(order, metas, (), sharded, schedule) for order in (schedule, fewer))
+    full, less = (lower_training(order, [metas], (), sharded, schedule) for order in (schedule, fewer))
     assert collectives(less) == collectives(full)
     assert drop_communication(less).microbatches == fewer.microbatches
-    evaluated, little = (lower_evaluation(order, metas, sharded, schedule) for order in (schedule, fewer))
+    evaluated, little = (lower_evaluation(order, [metas], sharded, schedule) for order in (schedule, fewer))
     assert collectives(little) == collectives(evaluated)

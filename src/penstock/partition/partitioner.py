@@ -129,11 +129,16 @@ class Partitioner:
                 f"the forward reads values of its inputs at {guard.source_line}, and got another result for each of "
                 f"{VARIANTS} microbatches (now not {guard.expected!r}). Do it outside of the model"
             )
-        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, key)
+        known = self._weighable.get(key)
+        if known is not None and all(guard.holds(given.leaves) for guard in known.guards):
+            del self._weighable[key]
+        else:  # none was made, or one for another branch
+            known = None
+        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
         partition = self._partition(args, kwargs, recording, split)
         key = (*signature, self._state())  # recording may have opened blocks
         if not self._is_settled:
-            self._weighable[key] = recording
+            self._weighable.setdefault(key, recording)
         self._partitions.setdefault(key, []).append(partition)
         # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
@@ -285,10 +290,12 @@ class Partitioner:
             other_way=other_way(model),
         )
 
-    def _divide(self, args: Sequence[Any], kwargs: dict[str, Any], key: Hashable) -> tuple[Recording, CutRecording]:
+    def _divide(
+        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None
+    ) -> tuple[Recording, CutRecording]:
         """The recording, and where to cut it. Until the cuts are decided, modules may be opened for balance."""
         opening = self._opening
-        if (known := self._weighable.pop(key, None)) is not None:
+        if known is not None:
             return known, self._cut(known)
         while True:
             recording = self._record(args, kwargs, opening)

@@ -231,7 +231,7 @@ class Pipeline:
             (bound.programs for bound in reversed(list(self.session.steps.bound_schedules)) if bound.training), ()
         )
         runners = (runner for program in programs for runner in program.runners.values())
-        return {runner.meta.index: runner.split for runner in runners if runner.split is not None}
+        return {runner.index: runner.splits[0] for runner in runners if runner.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, by their names in the unsplit model."""

@@ -20,12 +20,13 @@ from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
-from penstock.runtime.execute.program import Feed, model_inputs
+from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import arguments_for
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
+from penstock.runtime.kinds import Kinds, all_uses
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
@@ -34,9 +35,9 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
 from penstock.runtime.step.shared_loss import share_loss
+from penstock.runtime.step.shared_timeline import share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
-from penstock.schedule.timeline import Timeline
 from penstock.trees import unflatten
 
 
@@ -86,7 +87,7 @@ class Steps:
         first = self._first.bound
         if norms is not None:
             with engine.control.agreed():
-                refuse_none(first.partitions[0].stages)
+                refuse_none(all_uses(first.partitions))
         self.schedule = first.schedule
 
     @cached_property
@@ -225,16 +226,16 @@ class Steps:
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
-        metas = [stage.meta for stage in partitions[0].stages]
+        kinds = Kinds.among(partitions).metas
         like = self._order if self.world.data_parallel > 1 else None
         with self._engine.agreed_at_first():
             if training:
                 ties = [group.stages for group in split.tie_groups]
-                order = lower_training(order, metas, ties, self._sharded, like)
+                order = lower_training(order, kinds, ties, self._sharded, like)
                 if self._norms is not None:
-                    refuse_unseen(partitions[0], split.model)
+                    refuse_unseen(partitions, split.model)
             else:
-                order = lower_evaluation(order, metas, self._sharded, like)
+                order = lower_evaluation(order, kinds, self._sharded, like)
             binding = Binding(
                 partitions,
                 order,
@@ -277,18 +278,17 @@ class Steps:
         if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
             return
         seen = target if self.looks_at_targets else None
-        refuse_aliases(cached.bound.partitions[0].overwritten, args, kwargs, seen, divided)
+        refuse_aliases(cached.overwritten, args, kwargs, seen, divided)
 
     def _inputs(self, cached: Cached, cut: batches.CutBatch | None) -> list[dict[int, Tensor]]:
         """For each microbatch, the model's inputs by position among the first stage's inputs."""
         if cut is None:
             return []
-        positions = model_inputs(cached.bound.partitions[0].stages[0].meta)
         devices = self._devices(cached, self._order.placement.is_first)
-        pairs = zip(self.bound_schedules.inputs(cached, cut), devices, strict=True)
+        given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [
-            {position: batches.on(tensor, device) for position, tensor in zip(positions, given, strict=True)}
-            for given, device in pairs
+            {position: batches.on(tensor, device) for position, tensor in zip(positions, tensors, strict=True)}
+            for positions, tensors, device in given
         ]
 
     def _to_loss_devices(self, cached: Cached, targets: Sequence[Any] | None) -> Sequence[Any] | None:
@@ -341,12 +341,7 @@ class Steps:
         bound = cached.bound
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
-        timeline = None
-        if call.timeline:
-            rows = {rank: row for part in self._engine.control.gather_line(moments) for rank, row in part.items()}
-            timeline = Timeline.from_nanoseconds(
-                [rows[rank] for rank in range(self.world.ranks)], in_turns=self.world.is_local
-            )
+        timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)
         outputs = tuple(bound.head.outputs) if feed.keep_outputs else None
         if call.outputs:
             outputs = bring(self._engine, bound.schedule, outputs, call.outputs)

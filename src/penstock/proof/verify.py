@@ -101,7 +101,7 @@ def verify(
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
-        with LossState(mine.loss, 1, pipe.session.partition).undone():  # a function shares its state with its copy
+        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
             reference = _reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order

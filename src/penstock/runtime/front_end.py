@@ -16,9 +16,8 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PartitionError
 from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings, Trace
-from penstock.stages import MODEL_INPUT, StageMeta
+from penstock.stages import StageMeta
 from penstock.trees import Flat
 
 
@@ -97,8 +96,6 @@ class Partition(Protocol):
     @property
     def overwritten(self) -> frozenset[str]: ...
     @property
-    def other_way(self) -> str: ...
-    @property
     def reorders_gradients(self) -> bool: ...
     @property
     def code(self) -> str: ...
@@ -159,26 +156,3 @@ class FrontEnd(Protocol):
 
 MakeFrontEnd = Callable[[Any, int, RandomSource], FrontEnd]
 """Makes a front end for a model, a number of stages, and the source of random streams."""
-
-
-def check_alike(one: Partition, other: Partition) -> None:
-    """Checks that microbatches of different sizes give the same stages, apart from shapes."""
-    for index in range(len(one.stages)):
-        if _traffic(one, index) != _traffic(other, index):
-            raise PartitionError(
-                f"stage {index} is not the same for all microbatches of the batch: their sizes or values lead "
-                "the model's forward along different branches; give batches that divide evenly by the number of "
-                f"microbatches and take one branch each, or have the model not branch{one.other_way}"
-            )
-
-
-def _traffic(partition: Partition, index: int) -> tuple[list[tuple[int, object]], int]:
-    """Where a stage's inputs come from, as positions among the source's outputs, and how many values it returns.
-
-    Leaves out their names, which are numbered through the recording: an extra call for some size would change them.
-    """
-    inputs: list[tuple[int, object]] = []
-    for value in partition.stages[index].meta.inputs:
-        sent = () if value.source == MODEL_INPUT else partition.stages[value.source].meta.outputs
-        inputs.append((value.source, [o.name for o in sent].index(value.name) if sent else value.name))
-    return inputs, len(partition.stages[index].meta.outputs)

@@ -23,7 +23,7 @@ from penstock.schedule import (
     summary,
     whole_last_backward,
 )
-from penstock.stages import StageMeta, backward_links, forward_links, needs_backward
+from penstock.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
 from penstock.words import counted
 
 
@@ -112,7 +112,7 @@ def _compute_only(schedule: Schedule) -> Schedule:
 
 def lower_training(
     order: Schedule,
-    metas: Sequence[StageMeta],
+    kinds: Sequence[Sequence[StageMeta]],
     ties: Sequence[Sequence[int]],
     sharded: Sharded,
     replicas_like: Schedule | None,
@@ -121,7 +121,7 @@ def lower_training(
 
     Args:
         order: computations only.
-        metas: of all stages.
+        kinds: all stages, as each kind of microbatch goes through them.
         ties: the stages of each group of tied parameters.
         sharded: the stages that `fully_shard` was applied to.
         replicas_like: the schedule in whose order replicas reduce and gather, of which `order` is the first
@@ -131,30 +131,31 @@ def lower_training(
         ArgumentError: the window of `sharded` is too narrow for what the schedule runs at once.
         ScheduleError: it is illegal, or has no backward for a stage that must be trained.
     """
-    idle = [meta.index for meta in metas if not needs_backward(meta)]
+    needed = {meta.index for metas in kinds for meta in metas if needs_backward(meta)}
+    idle = [meta.index for meta in kinds[0] if meta.index not in needed]
     order = sharded.gathering(order, replicas_like, lambda each: drop_backward(each, idle))
-    order = add_communication(order, forward_links(metas), backward_links(metas))
+    order = add_communication(order, links_of(kinds, forward_links), links_of(kinds, backward_links))
     order = reduce_ties(order, ties)
     if replicas_like is not None:
-        order = reduce_replicas(order, {meta.index for meta in metas if meta.trainable}, replicas_like)
-    _refuse_untrained(order, metas)
+        trained = {meta.index for metas in kinds for meta in metas if meta.trainable}
+        order = reduce_replicas(order, trained, replicas_like)
+    _refuse_untrained(order, needed)
     refuse_illegal(order)
     return order
 
 
 def lower_evaluation(
-    order: Schedule, metas: Sequence[StageMeta], sharded: Sharded, replicas_like: Schedule | None
+    order: Schedule, kinds: Sequence[Sequence[StageMeta]], sharded: Sharded, replicas_like: Schedule | None
 ) -> Schedule:
     """The schedule of an evaluation: forwards only. Arguments and errors as for `lower_training`."""
     order = sharded.gathering(order, replicas_like, forward_only)
-    order = add_communication(order, forward_links(metas), ())
+    order = add_communication(order, links_of(kinds, forward_links), ())
     refuse_illegal(order)
     return order
 
 
-def _refuse_untrained(order: Schedule, metas: Sequence[StageMeta]) -> None:
-    trained = stages_with_backward(order)
-    untrained = [meta.index for meta in metas if needs_backward(meta) and meta.index not in trained]
+def _refuse_untrained(order: Schedule, needed: Set[int]) -> None:
+    untrained = sorted(needed - stages_with_backward(order))
     if untrained:
         raise ScheduleError(
             f"schedule {order.name!r} has no backward for stage {untrained[0]}, which holds parameters to train or "

@@ -19,6 +19,9 @@ from penstock.schedule.action import Action, Op
 from penstock.schedule.row import Row
 from penstock.words import counted
 
+Times = Sequence[int]
+"""When an action began to wait, was ready, and ended, in nanoseconds."""
+
 _COMPUTE_CODES = frozenset(op.code for op in Op if op.is_compute)
 
 
@@ -76,8 +79,12 @@ class Timeline:
                     raise ArgumentError(
                         f"{span.action} of rank {span.rank} is in row {rank}; give one row for each rank"
                     )
-            columns = ((s.start_seconds, s.end_seconds, s.waited_seconds) for s in spans)
-            tracks.append(_track([span.action for span in spans], columns))
+            columns = [
+                [s.start_seconds for s in spans],
+                [s.end_seconds for s in spans],
+                [s.waited_seconds for s in spans],
+            ]
+            tracks.append(_track(Row([s.action for s in spans]), *columns))
         return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
@@ -92,13 +99,25 @@ class Timeline:
         Raises:
             ArgumentError: begin, ready and end are not in this order.
         """
-        zero = min((row[0][1] for row in rows if row), default=0)
+        actions = [Row([action for action, *_ in row]) for row in rows]
+        return cls.of_rows(actions, [[times for _, *times in row] for row in rows], in_turns=in_turns)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False) -> Timeline:
+        """Like `from_nanoseconds`, with the actions of each rank apart from their times.
+
+        Raises:
+            ArgumentError: begin, ready and end are not in this order.
+        """
+        zero = min((of_rank[0][0] for of_rank in times if of_rank), default=0)
         tracks = []
-        for row in rows:
-            columns = (
-                ((ready - zero) / 1e9, (end - zero) / 1e9, (ready - begin) / 1e9) for _, begin, ready, end in row
-            )
-            tracks.append(_track([action for action, *_ in row], columns))
+        for row, of_rank in zip(rows, times, strict=True):
+            columns = [
+                [(ready - zero) / 1e9 for _, ready, _ in of_rank],
+                [(end - zero) / 1e9 for _, _, end in of_rank],
+                [(ready - begin) / 1e9 for begin, ready, _ in of_rank],
+            ]
+            tracks.append(_track(row, *columns))
         return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
@@ -107,8 +126,8 @@ class Timeline:
         try:
             tracks = [
                 _track(
-                    [Action.parse(text) for text in track["actions"]],
-                    list(zip(track["start_seconds"], track["end_seconds"], track["waited_seconds"], strict=True)),
+                    Row([Action.parse(text) for text in track["actions"]]),
+                    *(track[column] for column in ("start_seconds", "end_seconds", "waited_seconds")),
                 )
                 for track in data["ranks"]
             ]
@@ -208,15 +227,11 @@ def _busy_seconds(track: Track) -> float:
     return sum(durations)
 
 
-def _track(actions: Sequence[Action], times: Iterable[tuple[float, float, float]]) -> Track:
-    """A track of the actions and their (start, end, waited)."""
-    start, end, waited = array("d"), array("d"), array("d")
-    for action, (started, ended, blocked) in zip(actions, times, strict=True):
+def _track(row: Row, start: Sequence[float], end: Sequence[float], waited: Sequence[float]) -> Track:
+    """A track, once its columns have been checked. Looks at no action, which would have to be made."""
+    for index, started, ended, blocked in zip(range(len(row)), start, end, waited, strict=True):
         if ended < started or blocked < 0:
             raise ArgumentError(
-                f"{action} waited {blocked} s, started at {started} s and ended at {ended} s; expected this order"
+                f"{row[index]} waited {blocked} s, started at {started} s and ended at {ended} s; expected this order"
             )
-        start.append(started)
-        end.append(ended)
-        waited.append(blocked)
-    return Track(Row(actions), start, end, waited)
+    return Track(row, array("d", start), array("d", end), array("d", waited))

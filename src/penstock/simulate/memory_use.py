@@ -158,10 +158,14 @@ def _course(
     """When memory changes, and to what, by kind. A rank runs one action after another, so its nodes are in order of
     time.
     """
-    moments, changes = np.empty(2 * len(op)), np.empty((len(table), 2 * len(op)))
-    moments[::2], moments[1::2] = start, end
     place = (op, stage, number if table.shape[-1] > 1 else 0)  # what gathers take is the same for every number
-    changes[:, ::2], changes[:, 1::2] = table[:, 0, *place], -table[:, 1, *place]
+    moments, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
+    moments[::2], moments[1::2] = start, end
+    for change, (taken, freed) in zip(changes, table, strict=True):
+        if taken.any():
+            change[::2], change[1::2] = taken[place], -freed[place]
     changed = changes.any(axis=0)
-    activations, unsharded = np.cumsum(changes[:, changed], axis=1)
-    return moments[changed], activations, unsharded
+    if not changed.all():
+        moments, changes = moments[changed], changes[:, changed]
+    activations, unsharded = np.cumsum(changes, axis=1)
+    return moments, activations, unsharded

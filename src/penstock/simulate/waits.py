@@ -6,6 +6,7 @@ Both use only the timeline and the dependencies of its actions, so they explain 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import Enum
 
@@ -133,15 +134,17 @@ class Waits:
 
     def critical_path(self) -> CriticalPath:
         """See `critical_path`."""
-        joined = set(self.columns.joined.tolist())
+        joined, first = set(self.columns.joined.tolist()), self.columns.first.tolist()
         spans: list[Span] = []
         node, link = self._last(), 0.0
         while node >= 0:
-            rank, place = self._place(node)
+            rank = bisect_right(first, node) - 1
+            place = node - first[rank]
             start, end = float(self.starts[rank][place]), float(self.ends[rank][place])
             before = float(self.ends[rank][place - 1]) if place else 0.0
-            action = self.columns.rows[rank][place]
-            spans.append(Span(rank, action, start, end, start - before))
+            if spans:
+                link += spans[-1].start_seconds - end
+            spans.append(Span(rank, self.columns.rows[rank][place], start, end, start - before))
             # Either the rank was busy with the previous action until this one could start, or it waited for the other
             # rank's.
             other = int(self.need[node])
@@ -149,17 +152,8 @@ class Waits:
             node = other if waited else node - 1 if place else -1
             if waited and other in joined:
                 node += 1  # the output of two overlapping actions left when both had ended
-            link += start - (self._end(node) if node >= 0 else 0.0)
+        link += spans[-1].start_seconds if spans else 0.0
         return CriticalPath(tuple(reversed(spans)), link)
-
-    def _place(self, node: int) -> tuple[int, int]:
-        """A node's rank, and its place among the rank's nodes."""
-        rank = int(np.searchsorted(self.columns.first, node, side="right")) - 1
-        return rank, node - int(self.columns.first[rank])
-
-    def _end(self, node: int) -> float:
-        rank, place = self._place(node)
-        return float(self.ends[rank][place])
 
     def _last(self) -> int:
         """The first of the nodes that end last; -1 if there are none."""

@@ -77,7 +77,7 @@ def lowered(pipelines: Pipelines) -> Schedule:
     """The schedule as a pipeline runs it: with messages, reductions and gathers. Raises ScheduleError."""
     order, ties_between = pipelines.order, _tie_groups(pipelines)
     sharded = Sharded(set(range(order.stages))) if pipelines.sharded else UNSHARDED
-    return lower_training(order, pipelines.metas, ties_between, sharded, order if pipelines.replicas > 1 else None)
+    return lower_training(order, [pipelines.metas], ties_between, sharded, order if pipelines.replicas > 1 else None)
 
 
 def _tie_groups(pipelines: Pipelines) -> list[tuple[int, ...]]:

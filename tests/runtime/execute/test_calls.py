@@ -54,5 +54,5 @@ def test_losses_are_not_compared() -> None:
         __hash__ = torch.Tensor.__hash__
 
     losses = [torch.zeros(()).as_subclass(Loss), torch.zeros(()).as_subclass(Loss), None]
-    state = LossState(F.mse_loss, 1, None)  # type: ignore[arg-type]  # it needs the partition for later copies only
+    state = LossState(F.mse_loss, 1, [])  # it needs the partitions for later copies only
     assert state.call(losses, 2, lambda: "called", lambda: "again") == "called"

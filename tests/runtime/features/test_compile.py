@@ -371,3 +371,31 @@ def test_averages_that_a_checkpoint_would_update_once_more_are_refused() -> None
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 2}
     with pytest.raises(penstock.PartitionError, match=r"compile=: stage 0 updates buffer 'blocks\.0\.1\.running_mean'"):
         penstock.pipeline(Checkpoints(), (x,), compile=SAME_BITS, **options)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_hooks_that_come_and_go_between_steps_have_their_effect(schedule: str) -> None:
+    def losses(compile: Any) -> list[float]:
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch(6)
+        with penstock.pipeline(
+            model, (x,), ranks=2, microbatches=3, schedule=schedule, loss=F.mse_loss, compile=compile
+        ) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+            def step() -> float:
+                optimizer.zero_grad()
+                loss = float(pipe.step(x, target=y).loss)
+                optimizer.step()
+                return loss
+
+            seen = [step()]
+            triples = model[0].register_forward_hook(lambda module, args, result: result * 3)
+            model[4].register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+            seen.append(step())
+            triples.remove()
+            return [*seen, step(), step()]
+
+    wanted = losses(False)
+    assert len(set(wanted)) == 4
+    assert losses({"backend": "eager"}) == wanted

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
+from penstock.errors import PartitionError
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from scaffolding.models import TRANSFORMERS
 from scaffolding.small import WIDTH, batch, mlp
@@ -218,6 +219,30 @@ def test_within_a_checkpoint_of_the_models_own(reentrant: bool) -> None:
     whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
     split, _, _ = trained(model, SPLIT, SAME_BITS, data=data)
     assert_equal(split, whole)
+
+
+class Force(nn.Module):
+    """Adds the gradient of an energy, as models of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.b(self.a(z).tanh()).sum(), z, create_graph=True)
+        return x + force
+
+
+def test_a_gradient_with_a_graph_in_the_forward_is_refused_not_wrong() -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Force(), nn.Linear(WIDTH, WIDTH)), batch(6)
+    whole, _, _ = trained(model, WHOLE, {"backend": "eager"}, data=data)
+    with pytest.raises(PartitionError, match=r"create_graph=True.*leave compile= out"):
+        trained(model, SPLIT, {"backend": "eager"}, data=data, steps=1)
+    uncompiled, _, _ = trained(model, SPLIT, False, data=data)
+    assert_equal(uncompiled, whole)
 
 
 def test_hooks_of_parameters_see_one_gradient_a_microbatch() -> None:

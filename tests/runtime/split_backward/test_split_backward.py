@@ -19,11 +19,12 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import PartitionError, ScheduleError
-from penstock.runtime.execute.assembly import _split
+from penstock.runtime.execute.assembly import _splits
 from penstock.runtime.features.context import Binding, StageContext
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.split_backward.weight_uses import WeightUses
 from penstock.schedule import Action, Op
+from penstock.stages import StageMeta
 from scaffolding.models import GPT, ConvNet
 
 MICROBATCHES = 3
@@ -49,12 +50,12 @@ class Stage:
         self.model, self.order, self.inputs = model, order.split(), inputs
         row = [Action(0, Op(action[0]), int(action[1:])) for action in self.order]
         part: Any = SimpleNamespace(
-            meta=SimpleNamespace(index=0), module=model, parameters=dict(model.named_parameters()), buffers={}
+            meta=StageMeta(0, (), ()), module=model, parameters=dict(model.named_parameters()), buffers={}
         )
-        partition: Any = SimpleNamespace(stages=[part])
+        partitions: Any = [SimpleNamespace(stages=[part])] * (1 + max(action.microbatch or 0 for action in row))
         schedule: Any = SimpleNamespace(rows=[row])
-        binding = Binding([partition], schedule, loss=None, training=True)
-        found = _split(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))
+        binding = Binding(partitions, schedule, loss=None, training=True)
+        (found,) = {*_splits(StageContext(binding, 0, 0, [part], row, torch.device("cpu"), None, None))} - {None}
         assert found is not None
         self.split = found
 
@@ -665,7 +666,7 @@ def test_a_backward_inside_a_later_forward_is_refused() -> None:
 
 def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), range(2), in_order=True)
+    split = SplitBackward(lambda: dict(model.named_parameters()), model, torch.device("cpu"), in_order=True)
 
     def until_i(microbatch: int) -> None:
         with split.forward(microbatch):

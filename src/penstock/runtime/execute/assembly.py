@@ -99,7 +99,7 @@ def assemble(stage: StageContext, routes: RouteBuilder) -> StageRunner:
         for feature in stage.made:
             run = feature.forward_of(run, each)
         runs.append(run)
-    return StageRunner(stage, runs, routes, _split(stage), Features(stage.made))
+    return StageRunner(stage, runs, routes, _splits(stage), Features(stage.made))
 
 
 def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | None:
@@ -128,13 +128,24 @@ def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | Non
     return feature
 
 
-def _split(stage: StageContext) -> SplitBackward | None:
-    """What runs this stage's split backwards, if the row has any."""
-    split = stage.microbatches(Op.I)
-    if not split:
-        return None
+def _splits(stage: StageContext) -> list[SplitBackward | None]:
+    """What runs the split backward of each microbatch; None for one that is not split.
+
+    Each kind of microbatch has one of its own, which learns from its first microbatch what can wait for W.
+    """
+    split, kinds = set(stage.microbatches(Op.I)), stage.binding.kinds.of
+    first = {kind: microbatch for microbatch, kind in reversed([*enumerate(kinds)]) if microbatch in split}
+    own = {kind: _split(stage, microbatch) for kind, microbatch in first.items()}
+    return [own[kind] if k in split else None for k, kind in enumerate(kinds)]
+
+
+def _split(stage: StageContext, first: int) -> SplitBackward:
     in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
-    module, device = stage.recorded.module, stage.device
-    keeper = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
-    compiled = stage.binding.compile is not None
-    return SplitBackward(stage.parameters, module, device, split, in_order=in_order, keeper=keeper, compiled=compiled)
+    return SplitBackward(
+        stage.parameters,
+        stage.binding.partitions[first].stages[stage.index].module,
+        stage.device,
+        in_order=in_order and len(stage.binding.kinds.metas) == 1,
+        keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
+        compiled=stage.binding.compile is not None,
+    )

@@ -256,6 +256,16 @@ class Control:
             dist.all_gather_object(values, value, group=group)
         return values
 
+    def gather_alike(self, value: Tensor) -> list[Tensor]:
+        """Returns each rank's CPU tensor on all ranks of this pipeline, which pass tensors of one shape and dtype."""
+        if self.groups is None:
+            return [value]
+        values = [torch.empty_like(value) for _ in range(self.world.ranks)]
+        group = self.groups.control
+        with self.waiting_for("gather", self.line):
+            dist.all_gather(values, value, group=group)
+        return values
+
     @contextmanager
     def reporting(
         self,

@@ -22,10 +22,11 @@ from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
 from penstock.runtime.execute.transports import STAGES_NOTHING, TransportChoice, staged_note, transport_of
 from penstock.runtime.features.context import Binding
-from penstock.runtime.front_end import Partition, Stage, check_alike
+from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
+from penstock.runtime.kinds import Kinds, all_uses, distinct, refuse_apart
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.failure_detector import Patience
@@ -142,10 +143,9 @@ class Engine:
     def bind(self, binding: Binding) -> BoundSchedule:
         """Binds a schedule to the partitions of its microbatches. Every rank binds the same ones in the same order."""
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
-        first = partitions[0]
+        stages = all_uses(partitions)
         with self.agreed_at_first():
-            for other in partitions[1:]:
-                check_alike(first, other)
+            refuse_apart(partitions)
             for partition in partitions:
                 self.streams.watch(partition.drawing_modules)
                 self.streams.seeds_foreign |= partition.is_foreign
@@ -153,15 +153,15 @@ class Engine:
             rank_of = schedule.placement.rank_of
             shared = self._shares_losses(schedule.placement) and not binding.sharded
             head = LossHead(binding.loss, partitions, self.streams, needed=training, pipelines=pipelines, shared=shared)
-            here = [stage for stage in first.stages if rank_of[stage.meta.index] in self.ranks]
-            tied = tied_among(first.stages, here, pipelines) if training else ()
+            here = [stage for stage in stages if rank_of[stage.meta.index] in self.ranks]
+            tied = tied_among(stages, here, pipelines) if training else ()
             refuse_hooks(tied)
             averages = self._averages(here) if training else {}
-            draws = any(partition.drawing_modules for partition in partitions) or draws_in_glue(first)
+            draws = any(each.drawing_modules or draws_in_glue(each) for each in distinct(partitions))
             programs = self._programs(binding, head, averages, self.streams if draws else None)
         number, self._bound = self._bound, self._bound + 1
-        self._agree(schedule, first)
-        self._pair(schedule.placement, first)
+        self._agree(schedule, binding.kinds)
+        self._pair(schedule.placement, binding.kinds)
         self._connect(schedule)
         return BoundSchedule(
             number=number,
@@ -228,12 +228,12 @@ class Engine:
         tied = [p for rank in self.ranks for reducer in self._reducers[rank].values() for p in reducer.parameters]
         return self.replicas.averages(here, tied)
 
-    def _agree(self, schedule: Schedule, partition: Partition) -> None:
+    def _agree(self, schedule: Schedule, kinds: Kinds) -> None:
         """Checks before the first message that all ranks split the same model in the same way. Schedules bound later
         concern only their own pipeline."""
         if self.control.groups is None:
             return
-        mine = hashlib.sha256(repr((str(schedule), [stage.meta for stage in partition.stages])).encode()).hexdigest()
+        mine = hashlib.sha256(repr((str(schedule), kinds)).encode()).hexdigest()
         if self._bound == 1:
             differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
         else:
@@ -245,7 +245,7 @@ class Engine:
                 "every rank must call penstock.pipeline with the same model, example and arguments"
             )
 
-    def _pair(self, placement: Placement, partition: Partition) -> None:
+    def _pair(self, placement: Placement, kinds: Kinds) -> None:
         """Makes the groups of pairs of ranks, for forwards and backwards alike, where each way is to have its own.
 
         Replicas bind later programs independently, so what only those exchange stays in the groups of all ranks.
@@ -253,7 +253,7 @@ class Engine:
         groups = self.control.groups
         if groups is not None and groups.paired and (self._bound == 1 or len(self.world.lines) == 1):
             with self.control.waiting("process groups"):
-                groups.pair(between_ranks([stage.meta for stage in partition.stages], placement))
+                groups.pair(between_ranks(kinds.metas, placement))
 
     def _connect(self, schedule: Schedule) -> None:
         """Connects the pairs of ranks that exchange messages, in the same order on all ranks, so none waits forever.

@@ -1,4 +1,4 @@
-"""A schedule bound to the stages of one partition: for each action of a rank, what to wait for and what to run.
+"""A schedule bound to the stages of a batch's partitions: for each action of a rank, what to wait for and what to run.
 
 `Program` knows no schedule by name; `run_actions` is the only executor. If one process drives all ranks, it gets the
 actions of all of them, in an order that respects dependencies; otherwise those of its own rank's row.
@@ -70,16 +70,21 @@ def run_timed(actions: Sequence[BoundAction], watched: Watched, clocks: Mapping[
     marks: dict[int, list[Marks]] = {rank: [] for rank in clocks}
     for clock in clocks.values():
         clock.start()
+    marking = {rank: clock.mark for rank, clock in clocks.items()}
     for each in actions:
-        clock = clocks[each.rank]
-        began = clock.mark()
-        if each.wait is not None:
+        mark = marking[each.rank]
+        began = mark()
+        if each.wait is None:
+            was_ready = mark()
+            watched.position = each.running
+            each.work()
+        else:
             watched.position = each.waiting
-        ready = () if each.wait is None else (each.wait(),)
-        was_ready = clock.mark()
-        watched.position = each.running
-        each.work(*ready)
-        marks[each.rank].append((each.action, began, was_ready, clock.mark()))
+            ready = each.wait()
+            was_ready = mark()
+            watched.position = each.running
+            each.work(ready)
+        marks[each.rank].append((each.action, began, was_ready, mark()))
     watched.position = OUTSIDE
     return marks
 
@@ -106,7 +111,7 @@ class Feed:
 
 
 class Program:
-    """One rank's part of a partition, and how its actions run.
+    """One rank's part of a bound schedule, and how its actions run.
 
     Args:
         number: tells programs of one pipeline apart; the same on every rank.
@@ -132,8 +137,7 @@ class Program:
     ) -> None:
         partitions, placement, rank = binding.partitions, binding.schedule.placement, transport.rank
         row = binding.schedule.rows[rank]
-        metas = [stage.meta for stage in partitions[0].stages]
-        builder = RouteBuilder(number, metas, placement, transport, training=binding.training)
+        builder = RouteBuilder(number, binding.kinds.metas, placement, transport, training=binding.training)
         self.head = head if any(map(placement.is_last, placement.stages_on(rank))) else None
         self.runners: dict[int, StageRunner] = {}
         for index in placement.stages_on(rank):
@@ -174,7 +178,8 @@ class Program:
             act = sharded.unshard if action.op is Op.UNSHARD else sharded.reshard
             return BoundAction(rank, action, None, act, running, running)
         runner = self.runners[action.stage]
-        routes, microbatch = runner.routes, _number(action)
+        microbatch = _number(action)
+        routes = runner.routes(microbatch)
         match action.op:
             case Op.F:
                 waiting = self._waiting("RECV_F", action, routes.values_in)

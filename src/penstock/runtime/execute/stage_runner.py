@@ -20,15 +20,36 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Features, Forward, Rerun, Start, within
 from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
-from penstock.runtime.transport.routes import Route, RouteBuilder
-from penstock.stages import needs_backward
+from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
+from penstock.stages import StageMeta, needs_backward
 
 
 class _Saved(NamedTuple):
     roots: list[GradientEdge | None]
     slots: dict[int, list[Tensor]]
+
+
+class _Kind:
+    """How microbatches of one kind pass through a stage.
+
+    Attributes:
+        meta, routes: the stage's, for this kind.
+        tracked: the positions of the inputs that take a gradient.
+        untracked_outputs: the positions of the outputs that take none.
+        root_outputs, root_inputs: the positions of those to which gradients come in.
+    """
+
+    def __init__(self, number: int, meta: StageMeta, builder: RouteBuilder, *, training: bool) -> None:
+        self.meta = meta
+        self.routes = builder.routes(meta.index, number)
+        self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
+        roots = builder.roots(meta.index, number).values()
+        self.root_outputs = [root.position for root in roots if root.is_output]
+        self.root_inputs = [root.position for root in roots if not root.is_output]
 
 
 Mail = dict[tuple[int, int], list[Tensor | None]]
@@ -38,7 +59,7 @@ Mail = dict[tuple[int, int], list[Tensor | None]]
 def _dispatch(routes: Sequence[Route], microbatch: int, values: Sequence[Tensor | None], mail: Mail) -> None:
     """Passes values on to stages of this rank, and keeps the rest until the schedule sends them."""
     for route in routes:
-        message = [values[position] for position in route.positions]
+        message = [None if position is None else values[position] for position in route.positions]
         if route.remote:
             mail[route.stage, microbatch] = message
         else:
@@ -50,9 +71,9 @@ class StageRunner:
 
     Args:
         stage: the stage and what surrounds it.
-        functions: the stage's forward for each microbatch (the same function, unless sizes differ).
+        functions: the stage's forward for each microbatch (the same function, unless sizes or kinds differ).
         routes: where values and gradients come from and go to.
-        split: runs the backward of some microbatches in two parts; None if all are full.
+        splits: runs each microbatch's backward in two parts; None for one that is not split.
         features: what else the stage does.
     """
 
@@ -61,25 +82,23 @@ class StageRunner:
         stage: StageContext,
         functions: Sequence[Forward],
         routes: RouteBuilder,
-        split: SplitBackward | None,
+        splits: Sequence[SplitBackward | None],
         features: Features,
     ) -> None:
-        self.meta = meta = stage.stage.meta
-        self.routes = routes.routes(stage.index)
+        self.index = stage.index
         self.features = features
-        self.split = split
+        self._splits = splits
+        self.splits = distinct(split for split in splits if split is not None)
         self._compute = within(features.code, self._outputs)
         self._functions = functions
         self._head = stage.head
         self._streams = stage.streams
-        self._draw_offsets = stage.partition.draw_offsets[stage.index]
         self._training = stage.training
         self._anchor = torch.empty(0, device=stage.device, requires_grad=True)
-        self._tracked = [p for p, i in enumerate(meta.inputs) if self._training and i.meta.requires_grad]
-        self._untracked_outputs = [p for p, o in enumerate(meta.outputs) if self._training and not o.meta.requires_grad]
-        roots = routes.roots(stage.index)
-        self._root_outputs = [root.position for root in roots if root.is_output]
-        self._root_inputs = [root.position for root in roots if not root.is_output]
+        kinds = stage.binding.kinds
+        every = [_Kind(k, metas[self.index], routes, training=stage.training) for k, metas in enumerate(kinds.metas)]
+        self._kinds = [every[kind] for kind in kinds.of]
+        self._draw_offsets = [stage.draw_offsets(microbatch) for microbatch in range(len(kinds.of))]
         self._saved: dict[int, _Saved] = {}
         self._kept: dict[int, Rerun] = {}
         self._values: Mail = {}
@@ -94,16 +113,22 @@ class StageRunner:
         self._kept.clear()
         self._values.clear()
         self._grads.clear()
-        if self.split is not None:
-            self.split.begin_step()
+        for split in self.splits:
+            split.begin_step()
         self.features.begin_step(start)
+
+    def routes(self, microbatch: int) -> Routes:
+        """Where a microbatch's values and gradients come from and go to."""
+        return self._kinds[microbatch].routes
 
     def await_inputs(self, microbatch: int) -> list[Any]:
         """Waits for everything that a microbatch's forward needs."""
-        args: list[Any] = [None] * len(self.meta.inputs)
-        for route in self.routes.values_in:
+        kind = self._kinds[microbatch]
+        args: list[Any] = [None] * len(kind.meta.inputs)
+        for route in kind.routes.values_in:
             for position, value in zip(route.positions, route.channel.receive(microbatch), strict=True):
-                args[position] = value
+                if position is not None:
+                    args[position] = value
         if self.batch:
             inputs, self.batch[microbatch] = self.batch[microbatch], {}
             for position, value in inputs.items():
@@ -121,8 +146,9 @@ class StageRunner:
             self._kept[microbatch] = rerun
         elif self._training:
             self._saved[microbatch] = saved
-        if self.routes.values_out:
-            _dispatch(self.routes.values_out, microbatch, [exact.settled(output) for output in outputs], self._values)
+        routes = self._kinds[microbatch].routes.values_out
+        if routes:
+            _dispatch(routes, microbatch, [exact.settled(output) for output in outputs], self._values)
 
     def _run_code(
         self, microbatch: int, args: list[Any], *, runs_again: bool = False
@@ -136,25 +162,26 @@ class StageRunner:
             args: the stage's inputs.
             runs_again: whether backward starts from another run rather than this one.
         """
+        kind = self._kinds[microbatch]
         if self._streams is not None:
-            self._streams.begin(microbatch, self._draw_offsets, stage=self.meta.index)
+            self._streams.begin(microbatch, self._draw_offsets[microbatch], stage=self.index)
         slots: dict[int, list[Tensor]] = {}
-        for position in self._tracked:
+        for position in kind.tracked:
             args[position], slots[position] = exact.receive(self._anchor, args[position])
         roots: list[GradientEdge | None] = []
-        passed_on = [gradient_edge(args[position]) for position in self._root_inputs] if self._root_inputs else []
-        split = None if self.split is None else self._split_of(microbatch)
+        passed_on = [gradient_edge(args[position]) for position in kind.root_inputs] if kind.root_inputs else []
+        split = self._splits[microbatch]
         outputs = self._compute(microbatch, args, split, runs_again)
         args.clear()
-        self._check(outputs)
+        self._check(kind, outputs)
         if self._head is None:
-            for position in self._root_outputs:
+            for position in kind.root_outputs:
                 output = outputs[position]
                 roots.append(gradient_edge(output) if output.requires_grad else None)
         elif not runs_again:  # only the second run computes the loss, which may count or write into its target
             root = self._head(microbatch, outputs)
             if root is not None:
-                roots.append(self._loss_edge(root))
+                roots.append(self._loss_edge(kind.meta, root))
         if split is not None and not (runs_again and self._head is not None):
             split.learn(roots)
         roots += passed_on
@@ -179,28 +206,31 @@ class StageRunner:
         """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
         if self._head is not None:
             return [] if microbatch in self._kept else [self._head.seed(microbatch)]
-        grads: list[Tensor | None] = [None] * (len(self._root_outputs) + len(self._root_inputs))
-        for route in self.routes.grads_in:
+        kind = self._kinds[microbatch]
+        grads: list[Tensor | None] = [None] * (len(kind.root_outputs) + len(kind.root_inputs))
+        for route in kind.routes.grads_in:
             for position, grad in zip(route.positions, route.channel.receive(microbatch), strict=True):
-                grads[position] = grad
+                if position is not None:
+                    grads[position] = grad
         return grads
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I, and passes the gradients of the inputs on."""
+        kind = self._kinds[microbatch]
         with self.features.backward(microbatch):
             again = microbatch in self._kept
             saved = self._again(microbatch) if again else self._saved.pop(microbatch)
             if again and self._head is not None:
                 grads = [self._head.seed(microbatch)]
             if self._streams is not None:
-                self._streams.begin(microbatch, self._draw_offsets, again=True)
+                self._streams.begin(microbatch, self._draw_offsets[microbatch], again=True)
             self._run_autograd(microbatch, saved.roots, grads)
-            if self.routes.grads_out:
-                given: list[Tensor | None] = [None] * len(self.meta.inputs)
+            if kind.routes.grads_out:
+                given: list[Tensor | None] = [None] * len(kind.meta.inputs)
                 for position, slot in saved.slots.items():
                     if slot:
                         given[position] = exact.settled(slot[0])
-                _dispatch(self.routes.grads_out, microbatch, given, self._grads)
+                _dispatch(kind.routes.grads_out, microbatch, given, self._grads)
 
     def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
         """Runs backward from the roots that have a gradient. Empties `grads`."""
@@ -212,7 +242,7 @@ class StageRunner:
         grads.clear()
         if not edges:
             return
-        split = None if self.split is None else self._split_of(microbatch)
+        split = self._splits[microbatch]
         if split is None:
             with self.features.autograd(microbatch):
                 exact.backward(edges, seeds)
@@ -222,9 +252,10 @@ class StageRunner:
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: the part of a microbatch's backward that the I part put off."""
-        assert self.split is not None
+        split = self._splits[microbatch]
+        assert split is not None
         with self.features.weights(microbatch):
-            self.split.weight_gradients(microbatch)
+            split.weight_gradients(microbatch)
 
     def send_values(self, microbatch: int, route: Route) -> None:
         """Sends the outputs of a microbatch to a stage on another rank."""
@@ -234,37 +265,34 @@ class StageRunner:
         """Sends the gradients of a microbatch's inputs to a stage on another rank."""
         route.channel.send(microbatch, self._grads.pop((route.stage, microbatch)))
 
-    def _split_of(self, microbatch: int) -> SplitBackward | None:
-        return self.split if self.split is not None and microbatch in self.split.microbatches else None
-
     def _learns_from_loss(self, microbatch: int) -> bool:
         """Whether a split is learned from the graph of this microbatch's loss.
 
         If so, its forward does not run again, which would call the loss twice.
         """
-        split = self._split_of(microbatch) if self._head is not None else None
+        split = self._splits[microbatch] if self._head is not None else None
         return split is not None and not split.decided
 
-    def _loss_edge(self, loss: Tensor) -> GradientEdge | None:
+    def _loss_edge(self, meta: StageMeta, loss: Tensor) -> GradientEdge | None:
         if loss.requires_grad:
             return gradient_edge(loss)
-        if self._training and needs_backward(self.meta):
+        if self._training and needs_backward(meta):
             raise no_gradient()
         return None
 
-    def _check(self, outputs: Sequence[Tensor]) -> None:
+    def _check(self, kind: _Kind, outputs: Sequence[Tensor]) -> None:
         """Raises PartitionError for outputs that other stages could not take."""
-        for output, meta in zip(outputs, self.meta.outputs, strict=True):
+        for output, meta in zip(outputs, kind.meta.outputs, strict=True):
             if type(output) is not Tensor and is_distributed(output):
                 raise PartitionError(
-                    f"value {meta.name!r} leaves stage {self.meta.index} as a DTensor, of which each process holds a "
+                    f"value {meta.name!r} leaves stage {self.index} as a DTensor, of which each process holds a "
                     "part; have the plan of parallelize_module give whole tensors there (RowwiseParallel, or "
                     "PrepareModuleOutput with desired_layouts=Replicate() and use_local_output=True), or move the cut"
                 )
-        for position in self._untracked_outputs:
+        for position in kind.untracked_outputs:
             if outputs[position].requires_grad:
                 raise PartitionError(
-                    f"value {self.meta.outputs[position].name!r} of stage {self.meta.index} takes a gradient, but did "
+                    f"value {kind.meta.outputs[position].name!r} of stage {self.index} takes a gradient, but did "
                     "not when the model was recorded. If requires_grad was changed, build the pipeline again. If a "
                     "block before it leaves its parameters out by chance, take all such blocks apart with opens=[...]; "
                     "if for some inputs, move the cut behind one that never does (cuts=[...])"

@@ -36,7 +36,7 @@ class BackwardCounts(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> BackwardCounts | None:
         """In training, if the stage has copies."""
-        return cls(stage.index, stage.stage.module.modules()) if stage.training and stage.copies else None
+        return cls(stage.index, stage.modules()) if stage.training and stage.copies else None
 
     def __init__(self, index: int, modules: Iterable[nn.Module]) -> None:
         self._index = index

@@ -54,6 +54,7 @@ class BackwardUpdates(Feature):
     """Refuses updates in a stage's backward that would differ from plain training, and reads of what has changed.
 
     Args:
+        layers: those that run again in backward.
         copies: whether the schedule runs several copies of the stage.
         splits: the microbatches whose backward ends with W.
         deferred: buffers of batch norms that are updated once per step.
@@ -66,6 +67,7 @@ class BackwardUpdates(Feature):
             return None
         return cls(
             stage.stage,
+            [part for part in stage.modules() if isinstance(part, RunsAgain)],
             copies=stage.copies,
             splits=stage.microbatches(Op.W),
             deferred=stage.binding.norms.buffers() if stage.binding.norms is not None else (),
@@ -74,6 +76,7 @@ class BackwardUpdates(Feature):
     def __init__(
         self,
         stage: Stage,
+        layers: Sequence[RunsAgain] = (),
         *,
         copies: bool,
         splits: Iterable[int] = (),
@@ -91,7 +94,6 @@ class BackwardUpdates(Feature):
         self._taken: Mapping[str, Tensor] = {
             name: buffer for name, buffer in buffers.items() if name in stage.reads and name not in self._buffers
         }
-        layers = [part for part in stage.module.modules() if isinstance(part, RunsAgain)]
         again = {id(buffer) for layer in layers for buffer in layer.buffers()}
         self._taken_again = {name: buffer for name, buffer in self._taken.items() if id(buffer) in again}
         self._has_layers = bool(layers)

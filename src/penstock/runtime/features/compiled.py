@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from penstock.compat import backend_named, inductor_options
+from penstock.compat import backend_named, inductor_options, noticing_hooks
 from penstock.errors import ArgumentError
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
@@ -153,12 +153,19 @@ class Compiled(Feature):
         self._arguments = arguments
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
-        """The stage's module, compiled once."""
+        """The stage's module, compiled once, and again for hooks that come or go."""
         if not is_compiled(stage.module):
             if isinstance(stage.module, fx.GraphModule):
                 _change_modes_outside(stage.module)
             stage.module.compile(**self._arguments)
-        return stage.module
+        noticing = noticing_hooks()
+
+        def run_compiled(*args: Any) -> Sequence[Tensor]:
+            with noticing:
+                values: Sequence[Tensor] = stage.module(*args)
+                return values
+
+        return run_compiled
 
 
 def _change_modes_outside(module: fx.GraphModule) -> None:
@@ -186,7 +193,7 @@ class OwnGradients(Feature):
     @classmethod
     def of(cls, stage: StageContext) -> OwnGradients | None:
         """If anything in the stage is compiled."""
-        compiled = stage.binding.compile is not None or any_compiled(stage.recorded.module.modules())
+        compiled = stage.binding.compile is not None or any_compiled(stage.modules())
         return cls(stage.recorded.parameters.values()) if stage.training and compiled else None
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

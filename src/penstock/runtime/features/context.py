@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
+from penstock.runtime.kinds import Kinds, any_use, distinct
 from penstock.runtime.loss.loss import Loss, LossHead, may_draw
 from penstock.schedule import Action, Op, Schedule
 
@@ -25,7 +26,7 @@ class Binding:
     """What a bound schedule is made from: partitions, a schedule, and the user's choices about how stages run.
 
     Attributes:
-        partitions: one per microbatch; they differ only in shapes.
+        partitions: one per microbatch.
         schedule: includes communication.
         training: whether backward runs too.
         recompute: one choice per stage of one copy of the model, for training.
@@ -35,6 +36,7 @@ class Binding:
         compile: arguments of `torch.compile` for each stage; None: stages run uncompiled.
         check_finite: in training, raise if a value, the loss or a gradient is NaN or Inf.
         features: makes the user's own features, for evaluation too.
+        kinds: the kinds of microbatches among the partitions.
     """
 
     partitions: Sequence[Partition]
@@ -48,6 +50,10 @@ class Binding:
     compile: Mapping[str, Any] | None = None
     check_finite: bool = False
     features: Sequence[MakeFeature] = ()
+    kinds: Kinds = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kinds", Kinds.among(self.partitions))
 
     @property
     def others_draw(self) -> bool:
@@ -69,6 +75,7 @@ class StageContext:
         head: what follows the last stage; None on other stages.
         streams: random streams, if anything draws.
         made: the features made earlier.
+        recorded: the stage with everything that any microbatch uses there, and the first one's recorded code.
     """
 
     binding: Binding
@@ -80,21 +87,24 @@ class StageContext:
     head: LossHead | None
     streams: Streams | None
     made: tuple[Feature, ...] = ()
+    recorded: Stage = field(init=False)
+
+    def __post_init__(self) -> None:
+        recorded = any_use([partition.stages[self.index] for partition in self.binding.partitions])
+        object.__setattr__(self, "recorded", recorded)
 
     @property
     def stage(self) -> Stage:
-        """The stage of the first microbatch."""
-        return self.stages[0]
+        """The same, with the code that earlier features gave it."""
+        return any_use(self.stages)
 
-    @property
-    def partition(self) -> Partition:
-        """The partition of the first microbatch."""
-        return self.binding.partitions[0]
+    def modules(self) -> list[nn.Module]:
+        """Every module in the stage's code, for any microbatch."""
+        return list(dict.fromkeys(module for each in distinct(self.stages) for module in each.module.modules()))
 
-    @property
-    def recorded(self) -> Stage:
-        """The stage of the first microbatch with its recorded code."""
-        return self.partition.stages[self.index]
+    def draw_offsets(self, microbatch: int) -> Mapping[str, int]:
+        """How often each drawing module is called on earlier stages, for a microbatch."""
+        return self.binding.partitions[microbatch].draw_offsets[self.index]
 
     @property
     def training(self) -> bool:

@@ -22,6 +22,7 @@ from penstock.errors import ArgumentError
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
+from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.backward import is_compiled
 
 
@@ -239,11 +240,11 @@ class _Compare(_Hook):
 # -- what cannot be deferred ------------------------------------------------------------------------------------------
 
 
-def refuse_unseen(partition: Partition, model: nn.Module) -> None:
+def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
     """Raises ArgumentError for running statistics that no hook sees."""
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
     compiled = {id(part) for m in model.modules() if is_compiled(m) for part in m.modules()}
-    for stage in partition.stages:
+    for stage in (stage for partition in distinct(partitions) for stage in partition.stages):
         _refuse_calls(stage)
         for buffer_name in stage.meta.updated:
             if buffer_name.rpartition(".")[2] not in ("running_mean", "running_var"):

@@ -94,7 +94,7 @@ class Feature:
 
     def rewrite(self, stages: Sequence[Stage]) -> Sequence[Stage]:
         """Replaces a stage's code before anything else looks at it. Takes and returns one stage per microbatch; they
-        differ in shapes.
+        differ in shapes, and those of different kinds in everything but what `any_use` joins.
         """
         return stages
 

@@ -20,6 +20,7 @@ from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Partition, Stage
+from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import LossHead
 from penstock.schedule import Action, Op
 from penstock.trees import flatten
@@ -31,6 +32,8 @@ class FiniteStage(Feature):
     """Checks what one stage of one rank computes in training.
 
     Args:
+        partitions: one per microbatch.
+        stage: with everything that any microbatch uses there.
         head: what follows the last stage; None on other stages.
     """
 
@@ -38,16 +41,17 @@ class FiniteStage(Feature):
     def of(cls, stage: StageContext) -> FiniteStage | None:
         """If `check_finite=True` asks for it."""
         wanted = stage.training and stage.binding.check_finite
-        return cls(stage.number, stage.partition, stage.index, stage.head) if wanted else None
+        return cls(stage.number, stage.binding.partitions, stage.recorded, stage.head) if wanted else None
 
-    def __init__(self, rank: int, partition: Partition, index: int, head: LossHead | None) -> None:
-        stage = partition.stages[index]
+    def __init__(self, rank: int, partitions: Sequence[Partition], stage: Stage, head: LossHead | None) -> None:
+        index = stage.meta.index
         self._rank = rank
-        self._meta = stage.meta
+        self._metas = [partition.stages[index].meta for partition in partitions]
         self._parameters = stage.parameters
         self._head = head
-        self._origins = partition.origins
-        self._names = {id(module): name for name, module in stage.module.named_modules()}
+        self._origins = [partition.origins for partition in partitions]
+        codes = (partition.stages[index].module for partition in distinct(partitions))
+        self._names = {id(module): name for code in codes for name, module in code.named_modules()}
         self._last: tuple[_Watching, Sequence[Tensor]] | None = None
         self._gradients: list[str] = []
         self._inputs: list[str] = []
@@ -63,7 +67,7 @@ class FiniteStage(Feature):
         module = recorded_code(stage, "check_finite=True")
 
         def forward(*args: Any) -> Sequence[Tensor]:
-            for value, arg in zip(self._meta.inputs, args, strict=True):
+            for value, arg in zip(stage.meta.inputs, args, strict=True):
                 if isinstance(arg, Tensor) and arg.requires_grad:
                     arg.register_hook(partial(self._note, self._inputs, value.name))  # type: ignore[no-untyped-call]
             watching = _Watching(module, self._names, partial(self._note, self._gradients))
@@ -92,15 +96,13 @@ class FiniteStage(Feature):
             found.append(where)
 
     def _check_outputs(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
-        for value, output in zip(self._meta.outputs, outputs, strict=True):
+        assert action.microbatch is not None
+        for value, output in zip(self._metas[action.microbatch].outputs, outputs, strict=True):
             kind = kind_of(output) if value.meta.requires_grad else None
             if kind:
-                self._raise(
-                    action,
-                    f"value {value.name!r}{self._origin(value.name)}, which leaves stage {action.stage}, holds {kind}",
-                    watching,
-                    kind,
-                )
+                origin = self._origin(action, value.name)
+                text = f"value {value.name!r}{origin}, which leaves stage {action.stage}, holds {kind}"
+                self._raise(action, text, watching, kind)
 
     def _check_loss(self, action: Action, watching: _Watching, outputs: Sequence[Tensor]) -> None:
         assert self._head is not None
@@ -120,15 +122,16 @@ class FiniteStage(Feature):
         if not parameters and not self._inputs:
             return
         what = [f"the gradient of parameter {name!r}" for name in parameters]
-        what += [f"the gradient of value {name!r}{self._origin(name)}" for name in self._inputs]
+        what += [f"the gradient of value {name!r}{self._origin(action, name)}" for name in self._inputs]
         more = f" and {len(what) - 3} more are" if len(what) > 3 else " is" if len(what) == 1 else " are"
         text = ", ".join(what[:3]) + more + " not finite"
         if self._gradients:
             text += f"; backward met it first in the gradient of what {self._gradients[0]} returned"
         self._raise(action, text)
 
-    def _origin(self, name: str) -> str:
-        origin = self._origins.get(name)
+    def _origin(self, action: Action, name: str) -> str:
+        assert action.microbatch is not None
+        origin = self._origins[action.microbatch].get(name)
         places = [] if origin is None else [f"module {origin.module!r}" if origin.module else "", origin.source_line]
         return " (made by " + ", ".join(filter(None, places)) + ")" if any(places) else ""
 

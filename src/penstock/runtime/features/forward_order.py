@@ -27,6 +27,7 @@ from penstock.runtime.features.feature import Feature, Forward, Start
 from penstock.runtime.features.kept_state import KeptState
 from penstock.runtime.features.run_again import Run, undone
 from penstock.runtime.front_end import Stage
+from penstock.runtime.kinds import distinct
 from penstock.schedule import Op
 from penstock.words import shortened
 
@@ -59,18 +60,19 @@ class ForwardOrder(Feature):
         updated = [repr(name) for name in one.meta.updated if id(one.buffers.get(name)) not in deferred]
         for carried in (*updated, *(each.text for each in one.remembered)):
             raise _refusal(stage.index, carried, why)
-        modules = dict.fromkeys(module for each in stage.stages for module in each.module.modules())
         gathered = one.parameters.values() if stage.sharded is not None else ()
-        return cls(stage, why, KeptState(modules, one.traces, (*deferred.values(), *gathered)))
+        return cls(stage, why, KeptState(stage.modules(), one.traces, (*deferred.values(), *gathered)))
 
     def __init__(self, stage: StageContext, why: str, kept: KeptState) -> None:
         self._stage, self._why, self._kept = stage, why, kept
+        self._use = stage.stage
+        self._code = [each.module for each in distinct(stage.stages)]
         self._set: dict[Key, Place] = {}
         self._first: dict[Key, Any] = {}  # what was in these places before a forward set them
         self._left: dict[Key, Any] = {}  # what the latest forward left there
         self._looks = LOOKS
         self._changes = 0  # those of the model that are watched
-        self._copies = any(each.mutated for each in stage.stage.meta.inputs)
+        self._copies = any(each.mutated for one in stage.stages for each in one.meta.inputs)
         self._waits = False
         self._run: Run | None = None
 
@@ -124,14 +126,14 @@ class ForwardOrder(Feature):
 
     def _may_read(self, before: Values) -> bool:
         """Whether a forward that has found `before` has set something that a block may read for some values only."""
-        if not self._stage.stage.depends_on_values:
+        if not self._use.depends_on_values:
             return False
         changed = (place for key, place in self._set.items() if not place.same(self._left[key], before[key]))
         return any(not place.key[1] or place.key[1] in self._names_read for place in changed)
 
     @cached_property
     def _names_read(self) -> frozenset[str]:
-        return names_read(self._stage.stage.module)
+        return frozenset().union(*map(names_read, self._code))
 
     def _examine(self, run: Run, microbatch: int, before: Values, *, closely: bool) -> None:
         """Runs a forward that has found `before` again. Raises PartitionError if it has carried something over."""
@@ -171,16 +173,14 @@ class ForwardOrder(Feature):
     def _begin_streams(self, microbatch: int) -> None:
         stage = self._stage
         if stage.streams is not None:
-            offsets = stage.partition.draw_offsets[stage.index]
-            stage.streams.begin(microbatch, offsets, stage=stage.index)
+            stage.streams.begin(microbatch, stage.draw_offsets(microbatch), stage=stage.index)
 
     def _tensor_name(self, name: str, tensor: Tensor) -> str:
-        stage = self._stage.stage
-        held = {**stage.parameters, **stage.buffers}
+        held = {**self._use.parameters, **self._use.buffers}
         return next((known for known, each in held.items() if each is tensor), name)
 
     def _place_name(self, place: Place) -> str:
-        for path, module in self._stage.stage.module.named_modules():
+        for path, module in (named for code in self._code for named in code.named_modules()):
             if isinstance(place, Attribute) and any(place.holder is held for held in (vars(module), module._buffers)):
                 return f"{path}.{place.name}".lstrip(".")
         return place.key[1]

@@ -77,7 +77,7 @@ class ForwardState(Feature):
         """In training, also under `compile=`: wherever the compiler breaks its graph, Python runs each time."""
         if not stage.training:
             return None
-        modules = dict.fromkeys(module for each in stage.stages for module in each.module.modules())
+        modules = stage.modules()
         return cls(partial(Survey, roots_of(modules), stage.stage.traces), modules, stage.microbatches(Op.W))
 
     def __init__(self, survey: Callable[[], Survey], owners: Iterable[Any] = (), splits: Iterable[int] = ()) -> None:

@@ -44,7 +44,7 @@ class Offload(Feature):
         """If `offload=` asks for it. Raises ArgumentError if something in the stage excludes it."""
         if not stage.training or not stage.offload:
             return None
-        if any(isinstance(part, nn.RReLU) and part.training for part in stage.recorded.module.modules()):
+        if any(isinstance(part, nn.RReLU) and part.training for part in stage.modules()):
             raise ArgumentError(
                 "offload: torch saves the noise of nn.RReLU for backward before it has drawn that noise, so other "
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"

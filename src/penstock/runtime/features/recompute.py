@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +23,7 @@ from penstock.runtime.features.context import MakeFeature, Recompute, StageConte
 from penstock.runtime.features.feature import Feature, Rerun
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.front_end import Stage
+from penstock.runtime.kinds import any_use
 from penstock.schedule import Action, Op, Schedule
 from penstock.stages import StageMeta
 from penstock.words import in_ranges, named
@@ -142,9 +144,9 @@ class RecomputedStage(Feature):
     """Runs the whole stage again in backward, for some microbatches.
 
     Args:
-        stages: the stage as each microbatch runs it; they differ only in shapes.
+        stages: the stage as each microbatch runs it.
         microbatches: those whose forward runs again.
-        overwritten: positions of the inputs that this stage, or a later one, updates in place.
+        overwritten: for each microbatch, positions of the inputs that this stage, or a later one, updates in place.
         offload: moves what is kept to the host.
     """
 
@@ -164,7 +166,10 @@ class RecomputedStage(Feature):
         """Runs these microbatches' forwards again; None if there are none."""
         if not microbatches:
             return None
-        changed = overwritten(stage.stage.meta, [each.meta for each in stage.partition.stages])
+        changed = [
+            overwritten(each.meta, [other.meta for other in partition.stages])
+            for each, partition in zip(stage.stages, stage.binding.partitions, strict=True)
+        ]
         offload = next((feature for feature in stage.made if isinstance(feature, Offload)), None)
         return cls(stage.stages, microbatches, changed, offload)
 
@@ -172,17 +177,19 @@ class RecomputedStage(Feature):
         self,
         stages: Sequence[Stage],
         microbatches: Collection[int],
-        overwritten: Iterable[int],
+        overwritten: Sequence[Collection[int]],
         offload: Offload | None,
     ) -> None:
         modules = {stage.module: None for stage in stages}
-        refuse_again(stages[0].meta.index, stages[0].remembered)
-        self._meta = stages[0].meta
+        use = any_use(stages)
+        refuse_again(use.meta.index, use.remembered)
+        self._index = use.meta.index
+        self._metas = [stage.meta for stage in stages]
         self._microbatches = frozenset(microbatches)
-        self._overwritten = frozenset(overwritten)
+        self._overwritten = overwritten
         self._offload = offload
-        self._buffers = Buffers(modules, updated_buffers(stages[0]))
-        held = {id(buffer) for buffer in updated_buffers(stages[0])}  # other buffers are not copied
+        self._buffers = Buffers(modules, updated_buffers(use))
+        held = {id(buffer) for buffer in updated_buffers(use)}  # other buffers are not copied
         self._strays = [(name, b) for module in modules for name, b in module.named_buffers() if id(b) not in held]
 
     def keep(self, microbatch: int, args: Sequence[Any]) -> Rerun | None:
@@ -190,7 +197,7 @@ class RecomputedStage(Feature):
         if microbatch not in self._microbatches:
             return None
         kept = [self._keep(microbatch, *arg) for arg in enumerate(args)]
-        return _Again(kept, self._buffers.copy(), self._arg)
+        return _Again(kept, self._buffers.copy(), partial(self._arg, self._metas[microbatch]))
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
@@ -200,22 +207,22 @@ class RecomputedStage(Feature):
         for (name, stray), version in zip(self._strays, before, strict=False):
             if stray._version != version:
                 raise PartitionError(
-                    f"recompute: the forward of stage {self._meta.index} updates {name!r}, a tensor that is not a "
+                    f"recompute: the forward of stage {self._index} updates {name!r}, a tensor that is not a "
                     "buffer, or was not updated when the model was recorded, so that running it again would give "
                     "something else; register it as a buffer, make a new pipeline if the model has changed, or choose "
-                    f"recompute={{{self._meta.index}: 'never'}}"
+                    f"recompute={{{self._index}: 'never'}}"
                 )
 
     def _keep(self, microbatch: int, position: int, arg: Any) -> Any:
         if not isinstance(arg, Tensor):
             return arg
-        if position in self._overwritten:
+        if position in self._overwritten[microbatch]:
             arg = exact.copy_as(exact.Layout.of(arg), arg)
         if self._offload is not None and self._offload.takes(arg, microbatch):
             return self._offload.send(arg, microbatch)
         return SavedTensor.of(arg)
 
-    def _arg(self, position: int, arg: Any) -> Any:
+    def _arg(self, meta: StageMeta, position: int, arg: Any) -> Any:
         """A kept argument, in the form that the forward takes. Raises PartitionError if it was updated in place since
         then, which the recording did not show.
         """
@@ -223,8 +230,8 @@ class RecomputedStage(Feature):
             return arg
         if arg.is_changed:
             raise PartitionError(
-                f"recompute: value {self._meta.inputs[position].name!r}, which enters stage {self._meta.index}, was "
-                f"updated in place after its forward; choose recompute={{{self._meta.index}: 'never'}}"
+                f"recompute: value {meta.inputs[position].name!r}, which enters stage {self._index}, was "
+                f"updated in place after its forward; choose recompute={{{self._index}: 'never'}}"
             )
         if isinstance(arg, Away):
             return arg.get()

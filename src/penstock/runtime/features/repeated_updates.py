@@ -30,6 +30,7 @@ from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.features.recompute import BufferCopies, Buffers
+from penstock.runtime.kinds import distinct
 
 Hook = Callable[[nn.Module, Any], None]
 
@@ -63,9 +64,9 @@ class RepeatedUpdates(Feature):
         if binding.compile is not None:
             _refuse_compiled(stage, updated)
             return None
-        modules = [module for each in stage.stages for module in each.module.modules()]
-        looks = stage.sharded is None and not any_compiled(one.module.modules())
-        return cls(modules, updated, one.checkpointed, looks=looks)
+        modules = stage.modules()
+        looks = stage.sharded is None and not any_compiled(modules)
+        return cls(modules, updated, _checkpointed(stage, updated), looks=looks)
 
     def __init__(
         self,
@@ -277,10 +278,29 @@ class _Watched:
             raise _between_updates(self._name, f"decides what its {type(self.module).__name__} returns")
 
 
+def _checkpointed(stage: StageContext, updated: Mapping[str, Tensor]) -> Sequence[nn.Module]:
+    """The modules that plain torch would run again, one entry per call.
+
+    Raises:
+        PartitionError: one that updates buffers would run again for only some microbatches of the batch.
+    """
+    first, *others = (each.checkpointed for each in distinct(stage.stages))
+    buffers = {id(buffer) for buffer in updated.values()}
+    for module in dict.fromkeys(module for other in others for module in (*first, *other)):
+        uneven = any(other.count(module) != first.count(module) for other in others)
+        if uneven and any(id(buffer) in buffers for buffer in module._buffers.values()):
+            raise PartitionError(
+                f"stage {stage.index} runs a {type(module).__name__} that updates buffers within a checkpoint, but not "
+                "alike for all microbatches of this batch. Switch gradient checkpointing off in the model, and choose "
+                "recompute='always' instead"
+            )
+    return first
+
+
 def _refuse_compiled(stage: StageContext, updated: Mapping[str, Tensor]) -> None:
     """Raises PartitionError if plain torch would update a buffer once more in backward, unlike compiled code."""
     names = {id(buffer): name for name, buffer in updated.items()}
-    for module in stage.stage.checkpointed:
+    for module in _checkpointed(stage, updated):
         name = next((names[id(b)] for b in module._buffers.values() if id(b) in names), None)
         if name is not None:
             raise PartitionError(

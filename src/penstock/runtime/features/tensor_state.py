@@ -65,8 +65,7 @@ class TensorState(Feature):
         """In training."""
         if not stage.training or stage.sharded is not None:
             return None
-        modules = [module for each in stage.stages for module in each.module.modules()]
-        survey = partial(Survey, roots_of(modules))
+        survey = partial(Survey, roots_of(stage.modules()))
         return cls(stage.index, survey, stage.stage.buffers.values(), stage.microbatches(Op.W))
 
     def __init__(

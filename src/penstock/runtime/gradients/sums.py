@@ -156,7 +156,7 @@ def _lies_flat(parameter: nn.Parameter) -> bool:
 def _in_place(total: Tensor, parameter: nn.Parameter) -> Tensor:
     """A gradient in the buffer's memory, unless the parameter is laid out otherwise, or only part of it is here."""
     if _lies_flat(parameter):
-        return total.view(parameter.shape).detach()
+        return total.view(parameter.shape).data  # counts its own writes
     grad = torch.empty_like(parameter.data, dtype=total.dtype)
     mine = local(grad)
     mine.copy_(total.view(mine.shape))

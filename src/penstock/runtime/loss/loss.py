@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.compat import size_of
 from penstock.errors import ArgumentError
 from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
+from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.order import LossState
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 
@@ -164,7 +166,8 @@ class LossHead:
         shared: bool = False,
     ) -> None:
         self._loss = loss
-        self._state = LossState(loss if needed else None, pipelines, partitions[0])
+        apart = distinct(partitions)
+        self._state = LossState(loss if needed else None, pipelines, apart)
         self._partitions = partitions
         self._streams = streams
         self._needed = needed
@@ -174,11 +177,16 @@ class LossHead:
         self._seeds: dict[tuple[float, torch.dtype], Tensor] = {}
         self._keep_outputs = False
         self._draws = self._draws_foreign = True
-        self._elsewhere = {id(tensor): name for name, tensor in partitions[0].elsewhere.items()}
+        lasts = [stage for each in apart for stage in each.stages[-1:]]
+        last = {id(t) for stage in lasts for t in (*stage.parameters.values(), *stage.buffers.values())}
+        elsewhere = {id(tensor): name for each in apart for name, tensor in each.elsewhere.items()}
+        self._elsewhere = {key: name for key, name in elsewhere.items() if key not in last}
         self._watched = not self._elsewhere
         self._shared = shared and needed
         self._parameters = (
-            {id(p) for stage in partitions[0].stages for p in stage.parameters.values()} if self._shared else set[int]()
+            {id(p) for each in apart for stage in each.stages for p in stage.parameters.values()}
+            if self._shared
+            else set[int]()
         )
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
@@ -243,7 +251,7 @@ class LossHead:
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
-        self.losses[microbatch] = loss.detach()
+        self.losses[microbatch] = _alone(loss.detach())
         return root_of(loss, self._weights[microbatch], leaves)
 
     def seed(self, microbatch: int) -> Tensor | None:
@@ -274,6 +282,11 @@ class LossHead:
 def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
     """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
     return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
+
+
+def _alone(loss: Tensor) -> Tensor:
+    """The loss in memory of its own size: `mse_loss` leaves it in memory as large as the output."""
+    return loss.clone() if size_of(loss) > loss.nbytes else loss
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

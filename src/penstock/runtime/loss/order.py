@@ -40,13 +40,13 @@ class LossState:
     Args:
         loss: the loss; None if there is none.
         pipelines: how many copies of the last stage call it.
-        partition: the model's partition: the model's modules do not belong to the loss.
+        partitions: the model's, each once: the model's modules do not belong to the loss.
     """
 
-    def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partition: Partition) -> None:
+    def __init__(self, loss: Callable[..., Any] | None, pipelines: int, partitions: Sequence[Partition]) -> None:
         self._loss = None if loss is None else unwrap(loss)
         self._modules = [module for root in _roots(loss, 3) for module in root.modules()]
-        self._pipelines, self._partition = pipelines, partition
+        self._pipelines, self._partitions = pipelines, partitions
         self._looks = 0 if loss is None else LOOKS
         self._held: set[int] = set()
         self._first: dict[Key, Any] = {}
@@ -131,7 +131,8 @@ class LossState:
         survey = Survey(
             [root for root in roots if not self._is_of_model(root)], traces, modules=True, skips=self._is_of_model
         )
-        passed = {id(entry.place.entries) for entry in self._partition.left}  # values from the model, not from calls
+        left = (entry for partition in self._partitions for entry in partition.left)
+        passed = {id(entry.place.entries) for entry in left}  # values from the model, not from calls
         for key in [key for key in survey.places if key[0] in passed]:
             del survey.places[key]
         return survey
@@ -139,8 +140,7 @@ class LossState:
     def _is_of_model(self, value: Any) -> bool:
         if not isinstance(value, nn.Module):
             return False
-        one = self._partition
-        if not self._held:
+        for one in () if self._held else self._partitions:
             self._held.update(id(t) for s in one.stages for t in (*s.parameters.values(), *s.buffers.values()))
             self._held.update(map(id, one.elsewhere.values()))
         return any(id(tensor) in self._held for tensor in (*value.parameters(), *value.buffers()))

@@ -19,6 +19,7 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
+from penstock.runtime.kinds import all_uses
 from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
@@ -73,7 +74,7 @@ class SplitModel:
         self._weigh()
         self._cut_alike()
         with engine.control.agreed():
-            stages = self._record(training=True)[0].stages
+            stages = all_uses(self._record(training=True))
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, parallelize)
@@ -87,7 +88,7 @@ class SplitModel:
                 with engine.control.working("parallelize="):
                     self._parallelize(parallelize, shared)
         self.sharded_stages: frozenset[int] = frozenset().union(*engine.control.gather_line(set(self.sharded)))
-        self._stages = self.partitions(training=True)[0].stages
+        self._stages = all_uses(self.partitions(training=True))
         self.tie_groups = () if engine.world.is_local else tie_groups(shared, placement.rank_of)
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
@@ -108,6 +109,8 @@ class SplitModel:
             PartitionError: a forward cannot be recorded, or needs parameters where they are not held.
         """
         placed = [self._place(partition) for partition in self._record(training=training, outline=outline)]
+        if training and not self._known_parameters:
+            self._known_parameters = {name for stage in all_uses(placed) for name in stage.parameters}
         for partition in placed:
             self._refuse_what_is_elsewhere(partition, training=training)
         for cache in (self._copied, self._placed):
@@ -211,12 +214,14 @@ class SplitModel:
         """Applies the user's function to this process's stages. Earlier recordings are discarded and made again."""
         from penstock.runtime.features.frame import Frames  # torch's FSDP takes long to import
 
-        here = [s for s in self.partitions(training=True)[0].stages if self._is_here(s)]
+        partitions = self.partitions(training=True)
+        here = [stage for stage in partitions[0].stages if self._is_here(stage)]
+        _refuse_uneven(all_uses(partitions), partitions[0].stages)
         self._frames = Frames(self.model, here, function)
         self._copied.clear()
         self._placed.clear()
         self._partitioner.forget()
-        for stage in self.partitions(training=True)[0].stages:
+        for stage in all_uses(self.partitions(training=True)):
             if self._is_here(stage):
                 check_sharding(stage, self._engine.world.divided, shared)
 
@@ -244,7 +249,7 @@ class SplitModel:
 
     def _held_tensors(self) -> list[Tensor]:
         """Every parameter and buffer of this process's stages, in the model's order."""
-        stages = self._record(training=True)[0].stages
+        stages = all_uses(self._record(training=True))
         here = [stage for stage in stages if self._is_here(stage)]
         held = {name: t for stage in here for name, t in (*stage.parameters.items(), *stage.buffers.items())}
         return [held[name] for name in sorted(held)]
@@ -265,7 +270,7 @@ class SplitModel:
     def _refuse_what_is_elsewhere(self, partition: Partition, *, training: bool) -> None:
         """Refuses a recording that needs tensors of other processes.
 
-        Each process holds what its stages need in the first recording, but a batch may take another branch.
+        Each process holds what its stages need for the example's microbatches, but another may take another branch.
         """
         if self._engine.world.is_local:
             if training:
@@ -284,9 +289,9 @@ class SplitModel:
 
     def _warn_of_new_parameters(self, partition: Partition) -> None:
         used = {name: p for stage in partition.stages for name, p in stage.parameters.items()}
-        known = self._known_parameters or set(used)
+        known = self._known_parameters
         new = [name for name, parameter in used.items() if parameter.requires_grad and name not in known]
-        self._known_parameters = known | set(used)
+        known.update(used)
         if new:
             warn(
                 f"for this batch the model's forward uses {new[0]!r}, which it did not for the pipeline's example: "
@@ -353,6 +358,17 @@ class SplitModel:
 
 
 _requires_grad, _training = attrgetter("requires_grad"), attrgetter("training")
+
+
+def _refuse_uneven(used: Sequence[Stage], first: Sequence[Stage]) -> None:
+    """Raises PartitionError if some microbatch uses parameters that the first, whose stages are sharded, does not."""
+    for every, one in zip(used, first, strict=True):
+        for name in every.parameters:
+            if name not in one.parameters:
+                raise PartitionError(
+                    f"parallelize=: the example's first microbatch does not use {name!r} on stage {one.meta.index}, "
+                    "but another does; give an example whose first microbatch uses every parameter"
+                )
 
 
 def _names(stage: Stage) -> tuple[str, ...]:

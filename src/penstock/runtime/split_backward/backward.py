@@ -34,14 +34,13 @@ from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, bas
 
 
 class SplitBackward:
-    """The split backwards of one stage.
+    """The split backwards of one stage, for one kind of microbatch.
 
     Args:
         parameters: returns the stage's parameters, by name, once a forward begins.
         module: the stage's code.
-        microbatches: the microbatches whose backward is split; the others have a full one.
-        in_order: whether F, and I or B, come in ascending order of microbatch, so that I adds to `.grad` in that
-            order. Otherwise its terms are kept until W.
+        in_order: whether F, and I or B, come in ascending order of microbatch, and all microbatches are of one kind,
+            so that I adds to `.grad` in that order. Otherwise its terms are kept until W.
         keeper: keeps what W needs of a forward; None: it stays as it is.
         compiled: whether the whole stage is compiled, with `SplittingBackend`.
     """
@@ -51,13 +50,11 @@ class SplitBackward:
         parameters: Callable[[], Mapping[str, nn.Parameter]],
         module: nn.Module,
         device: torch.device,
-        microbatches: Iterable[int],
         *,
         in_order: bool,
         keeper: Keeper | None = None,
         compiled: bool = False,
     ) -> None:
-        self.microbatches = frozenset(microbatches)
         self._given = parameters
         self._module = module
         self._looked = False
@@ -190,7 +187,9 @@ class SplitBackward:
         if hooked is not None:
             raise ScheduleError(
                 f"parameter {self._names[id(hooked)]!r} has a hook that reads accumulated gradients, and the "
-                "schedule's I's are not in ascending order of microbatch; put them in order, or remove the hook"
+                "schedule's I's are not in ascending order of microbatch, or its microbatches take several branches "
+                "of the forward; put them in order, give a schedule that does not split the backward "
+                "(penstock.schedule.merge_backward makes one), or remove the hook"
             )
 
         def keep(parameter: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import SavedTensor
 from penstock.runtime.split_backward.weight_gradients import Form, Term, cast_back, total_of, value_of
@@ -167,6 +168,7 @@ class _Run:
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Puts off the weight gradients that can wait, and returns the others."""
+        _refuse_graph_of_gradients()
         if self.deferral is not None:
             self.deferral.begin_backward()
         terms: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -227,9 +229,22 @@ class Tapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_graph_of_gradients()
         given = grads[0]
         kept = ctx.saved_tensors
         return given, given, None, kept[0] if kept else None
+
+
+def _refuse_graph_of_gradients() -> None:
+    """Raises PartitionError in a backward that is itself recorded: weights without their graph would be constants in
+    it, and what they owe to it would be lost.
+    """
+    if torch.is_grad_enabled():
+        raise PartitionError(
+            "the forward of a compiled stage takes a gradient with create_graph=True, which leads to its weights, and "
+            "the schedule splits its backward; leave compile= out, or give a schedule that does not split it: "
+            "penstock.schedule.merge_backward makes one"
+        )
 
 
 def tapped(result: Tensor, tap: Tensor, input: Tensor | None = None, input_tap: Tensor | None = None) -> Tensor:

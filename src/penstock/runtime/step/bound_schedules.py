@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
+from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
@@ -50,6 +51,8 @@ class Cached:
         mode: whether it is for training, and what a recording depends on besides inputs.
         kind: the kind of batch; None if this process does not look at inputs.
         kept: the plain values of the batch, whose identity may be part of its kind.
+        positions: those of the model's inputs among the first stage's, for each microbatch.
+        overwritten: the paths of the inputs that some microbatch's forward updates in place.
     """
 
     bound: BoundSchedule
@@ -57,6 +60,8 @@ class Cached:
     mode: tuple[Any, ...]
     kind: Hashable
     kept: Sequence[Any]
+    positions: Sequence[Sequence[int]]
+    overwritten: Set[str]
 
 
 class BoundSchedules:
@@ -91,6 +96,8 @@ class BoundSchedules:
             mode=(training, *self._split.signature()),
             kind=None if cut is None else cut.kind,
             kept=[leaf for leaf in plain if not isinstance(leaf, Tensor)],
+            positions=[model_inputs(partition.stages[0].meta) for partition in partitions],
+            overwritten=frozenset().union(*(partition.overwritten for partition in partitions)),
         )
         self._cached[cached.bound.number] = cached
         if len(self._cached) > CACHED_SCHEDULES:

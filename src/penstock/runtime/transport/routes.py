@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from penstock.runtime.transport.protocol import Channel, Message, Transport
 from penstock.schedule import Action, Placement
-from penstock.stages import Link, StageMeta, backward_links, forward_links, gradient_routes
+from penstock.stages import Link, StageMeta, backward_links, forward_links, gradient_routes, links_of
+
+Value = tuple[int, str]
+"""A value, as its producing stage and its name."""
 
 
 class Mailbox:
@@ -31,17 +35,18 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A link as one of its stages sees it.
+    """A link as one of its stages sees it, for one kind of microbatch.
 
     Attributes:
         stage: the stage at the other end.
-        positions: the position of each of the link's values among the stage's inputs, outputs or roots.
+        positions: the position of each of the link's values among the stage's inputs, outputs or roots; None for a
+            value that microbatches of this kind do not have.
         remote: whether the other stage is on another rank, so that the schedule decides when to send and receive.
     """
 
     stage: int
     channel: Channel
-    positions: tuple[int, ...]
+    positions: tuple[int | None, ...]
     remote: bool
 
 
@@ -63,82 +68,82 @@ class Root(NamedTuple):
 
 
 class RouteBuilder:
-    """Builds the routes of all stages of one rank within one program."""
+    """Builds the routes of all stages of one rank within one program.
+
+    Args:
+        kinds: all stages, as each kind of microbatch goes through them. A link has one channel for all kinds.
+    """
 
     def __init__(
-        self, program: int, metas: Sequence[StageMeta], placement: Placement, transport: Transport, *, training: bool
+        self,
+        program: int,
+        kinds: Sequence[Sequence[StageMeta]],
+        placement: Placement,
+        transport: Transport,
+        *,
+        training: bool,
     ) -> None:
         self._program = program
-        self._metas = metas
+        self._kinds = kinds
         self._placement = placement
         self._transport = transport
         self._training = training
-        self._forward = forward_links(metas)
-        self._backward = backward_links(metas) if training else ()
-        self._mailboxes: dict[tuple[Link, bool], Mailbox] = {}
+        self._forward = links_of(kinds, forward_links)
+        self._backward = links_of(kinds, backward_links) if training else ()
+        self._channels: dict[tuple[Link, bool], Channel] = {}
 
-    def roots(self, stage: int) -> list[Root]:
+    def roots(self, stage: int, kind: int) -> dict[Value, Root]:
         """Where gradients come in: first all outputs that take one, then inputs that later stages use too."""
         if not self._training:
-            return []
-        outputs, inputs = [], []
-        for (source, name), holders in gradient_routes(self._metas).items():
-            if source == stage:
-                outputs.append(Root(True, self._output(stage, name)))
-            elif stage in holders[:-1]:
-                inputs.append(Root(False, self._input(stage, source, name)))
-        return outputs + inputs
+            return {}
+        inputs, outputs = _ends(self._kinds[kind][stage])
+        routes = gradient_routes(self._kinds[kind])
+        made = {value: Root(True, outputs[value]) for value in routes if value[0] == stage}
+        return made | {value: Root(False, inputs[value]) for value, on in routes.items() if stage in on[1:-1]}
 
-    def routes(self, stage: int) -> Routes:
+    def routes(self, stage: int, kind: int) -> Routes:
         """The links that begin or end on a stage."""
-        roots = {root: index for index, root in enumerate(self.roots(stage))}
+        metas = self._kinds[kind]
+        inputs, outputs = _ends(metas[stage])
+        roots = {value: place for place, value in enumerate(self.roots(stage, kind))}
+        carried = [{(link.source, link.target): link.values for link in links(metas)} for links in _WAYS]
 
-        def root(source: int, name: str) -> int:
-            is_output = source == stage
-            return roots[Root(is_output, self._output(stage, name) if is_output else self._input(stage, source, name))]
+        def ways(ends: Mapping[Value, int], *, backward: bool, arriving: bool) -> Iterator[Route]:
+            for link in self._backward if backward else self._forward:
+                here, other = (link.target, link.source) if arriving else (link.source, link.target)
+                if here == stage:
+                    own = carried[backward].get((link.source, link.target), ())
+                    positions = tuple(ends[value] if value in own else None for value in link.values)
+                    yield self._route(link, other, positions, backward=backward)
 
         return Routes(
-            tuple(
-                self._route(link, link.source, (self._input(stage, *v) for v in link.values), backward=False)
-                for link in self._forward
-                if link.target == stage
-            ),
-            tuple(
-                self._route(link, link.target, (self._output(stage, name) for _, name in link.values), backward=False)
-                for link in self._forward
-                if link.source == stage
-            ),
-            tuple(
-                self._route(link, link.source, (root(*v) for v in link.values), backward=True)
-                for link in self._backward
-                if link.target == stage
-            ),
-            tuple(
-                self._route(link, link.target, (self._input(stage, *v) for v in link.values), backward=True)
-                for link in self._backward
-                if link.source == stage
-            ),
+            tuple(ways(inputs, backward=False, arriving=True)),
+            tuple(ways(outputs, backward=False, arriving=False)),
+            tuple(ways(roots, backward=True, arriving=True)),
+            tuple(ways(inputs, backward=True, arriving=False)),
         )
 
-    def _route(self, link: Link, other: int, positions: Iterable[int], *, backward: bool) -> Route:
+    def _route(self, link: Link, other: int, positions: tuple[int | None, ...], *, backward: bool) -> Route:
         source, target = self._placement.rank_of[link.source], self._placement.rank_of[link.target]
-        channel: Channel
-        if source == target:
-            channel = self._mailboxes.setdefault((link, backward), Mailbox())
-        else:
-            channel = self._transport.channel(self._program, link, source, target, backward=backward)
-        return Route(other, channel, tuple(positions), source != target)
-
-    def _input(self, stage: int, source: int, name: str) -> int:
-        return next(p for p, i in enumerate(self._metas[stage].inputs) if (i.source, i.name) == (source, name))
-
-    def _output(self, stage: int, name: str) -> int:
-        return next(p for p, o in enumerate(self._metas[stage].outputs) if o.name == name)
+        channel = self._channels.get((link, backward))
+        if channel is None:
+            remote = partial(self._transport.channel, self._program, link, source, target, backward=backward)
+            channel = self._channels[link, backward] = Mailbox() if source == target else remote()
+        return Route(other, channel, positions, source != target)
 
 
-def between_ranks(metas: Sequence[StageMeta], placement: Placement) -> set[tuple[int, int]]:
+_WAYS = (forward_links, backward_links)
+
+
+def _ends(meta: StageMeta) -> tuple[dict[Value, int], dict[Value, int]]:
+    """The positions of a stage's inputs and of its outputs."""
+    inputs = {(i.source, i.name): position for position, i in enumerate(meta.inputs)}
+    return inputs, {(meta.index, o.name): position for position, o in enumerate(meta.outputs)}
+
+
+def between_ranks(kinds: Sequence[Sequence[StageMeta]], placement: Placement) -> set[tuple[int, int]]:
     """Which rank may send to which."""
-    links = (*forward_links(metas), *backward_links(metas))
+    links = (*links_of(kinds, forward_links), *links_of(kinds, backward_links))
     found = {(placement.rank_of[link.source], placement.rank_of[link.target]) for link in links}
     return {(source, target) for source, target in found if source != target}
 

@@ -1,0 +1,124 @@
+"""The kinds of microbatches in one batch: those of one kind differ in shapes only, and cross the cuts alike.
+
+Real batches are uneven: of padded sequences, one microbatch may happen to need no mask, and the model's forward takes
+another branch for it. Each kind has a partition of its own, with the same cuts, and its own routes. What lives on a
+stage, and what the stage does besides its code, is the same for all kinds (`any_use`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from penstock.errors import PartitionError
+from penstock.runtime.front_end import Partition, Stage
+from penstock.stages import StageMeta, traffic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """The kinds of a batch's microbatches.
+
+    Attributes:
+        metas: for each kind, all stages as its first microbatch goes through them.
+        of: each microbatch's kind.
+    """
+
+    metas: tuple[tuple[StageMeta, ...], ...]
+    of: tuple[int, ...]
+
+    @classmethod
+    def among(cls, partitions: Sequence[Partition]) -> Kinds:
+        """The kinds of some microbatches, from the partition of each."""
+        found: dict[Hashable, int] = {}
+        metas: list[tuple[StageMeta, ...]] = []
+        kinds: dict[int, int] = {}
+        for partition in distinct(partitions):
+            stages = tuple(stage.meta for stage in partition.stages)
+            kind = kinds[id(partition)] = found.setdefault(traffic(stages), len(found))
+            if kind == len(metas):
+                metas.append(stages)
+        return cls(tuple(metas), tuple(kinds[id(partition)] for partition in partitions))
+
+
+def distinct(items: Iterable[T]) -> list[T]:
+    """The objects among these, each once."""
+    return list({id(item): item for item in items}.values())
+
+
+def all_uses(partitions: Sequence[Partition]) -> tuple[Stage, ...]:
+    """All stages, each as `any_use` has it."""
+    return tuple(map(any_use, zip(*(partition.stages for partition in distinct(partitions)), strict=True)))
+
+
+def any_use(stages: Sequence[Stage]) -> Stage:
+    """A stage with everything that any microbatch uses there. Its code, inputs and outputs are the first one's."""
+    every = distinct(stages)
+    first = every[0]
+    if len(every) == 1:
+        return first
+    changes: dict[str, Any] = {}
+    for name in _MAPPINGS:
+        joined = {key: held for stage in every for key, held in getattr(stage, name).items()}
+        if len(joined) > len(getattr(first, name)):
+            changes[name] = joined
+    for name in _TUPLES:
+        joined_entries = _joined(getattr(stage, name) for stage in every)
+        if len(joined_entries) > len(getattr(first, name)):
+            changes[name] = joined_entries
+    if any(stage.depends_on_values for stage in every) and not first.depends_on_values:
+        changes["depends_on_values"] = True
+    metas = [stage.meta for stage in every]
+    meta = replace(
+        first.meta,
+        parameters=_joined(meta.parameters for meta in metas),
+        buffers=_joined(meta.buffers for meta in metas),
+        updated=_joined(meta.updated for meta in metas),
+        trainable=any(meta.trainable for meta in metas),
+        branches=any(meta.branches for meta in metas),
+    )
+    if meta != first.meta:
+        changes["meta"] = meta
+    return replace(first, **changes) if changes else first
+
+
+_MAPPINGS = ("parameters", "buffers", "borrowed")
+_TUPLES = ("may_update", "reads", "traces", "remembered", "overwritten", "overwritten_strays")
+
+
+def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(entry for entries in given for entry in entries))
+
+
+def refuse_apart(partitions: Sequence[Partition]) -> None:
+    """Refuses a batch of which some microbatches update something on one stage that others use on another, where they
+    would not find what they find on one device.
+
+    Raises:
+        PartitionError: this is such a batch.
+    """
+    apart = distinct(partitions)
+    every = [stage for partition in apart for stage in partition.stages] if len(apart) > 1 else []
+    for stage in every:
+        index = stage.meta.index
+        others = [other for other in every if other.meta.index != index]
+        for name in (*stage.meta.updated, *stage.may_update):
+            _refuse(repr(name), index, (other for other in others if name in {*other.buffers, *other.parameters}))
+        for each in stage.remembered:
+            _refuse(each.text, index, (other for other in others if each.units & _called(other)))
+
+
+def _called(stage: Stage) -> set[str]:
+    return {name for name, _ in stage.module.named_modules()}
+
+
+def _refuse(what: str, index: int, others: Iterable[Stage]) -> None:
+    for other in others:
+        raise PartitionError(
+            f"for some microbatches of this batch stage {index} updates {what}, which others use on stage "
+            f"{other.meta.index}: none would see what the others write there. Move the cut so that all its uses are on "
+            "one stage, or give batches whose microbatches take one branch each"
+        )

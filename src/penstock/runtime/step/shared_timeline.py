@@ -1,0 +1,41 @@
+"""When each rank's actions ran, given to every rank.
+
+All ranks know all rows, so only times travel, as integers in one tensor: actions that were pickled took longer than
+noting the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from penstock.runtime.execute.clock import Moment
+from penstock.runtime.execute.engine import Engine
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline, Times
+
+
+def share_timeline(
+    engine: Engine, schedule: Schedule, moments: Mapping[int, Sequence[Moment]], *, wanted: bool
+) -> Timeline | None:
+    """The timeline of a step, on every rank; None if it is not wanted. Every rank calls it.
+
+    Args:
+        moments: by rank of this process, in the order of its row.
+    """
+    if not wanted:
+        return None
+    times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
+    if engine.world.is_local:
+        return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
+    return Timeline.of_rows(schedule.rows, _gathered(engine, schedule, times[engine.ranks[0]]))
+
+
+def _gathered(engine: Engine, schedule: Schedule, mine: Sequence[Times]) -> list[list[Times]]:
+    """The times of every rank."""
+    lengths = [len(row) for row in schedule.rows]
+    padded = torch.zeros((max(lengths), 3), dtype=torch.int64)
+    padded[: len(mine)] = torch.tensor(mine, dtype=torch.int64).view(-1, 3)
+    everyone = engine.control.gather_alike(padded)
+    return [one[:length].tolist() for one, length in zip(everyone, lengths, strict=True)]

@@ -1,0 +1,55 @@
+"""What ranks run on batches of which some microbatches take another branch of the forward than others."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.schedule import Schedule
+from penstock.testing.nccl import nccl_rules
+from scaffolding.branching import Branching, batch_of, cuts, several_kinds
+from scaffolding.by_hand import step_by_hand
+from scaffolding.models import squared_error
+
+
+def train(rank: int, order: Schedule, transport: str, rules: bool, tied: bool) -> list[str]:
+    """What differs from one device, in words."""
+    with nccl_rules() if rules else nullcontext():
+        return steps(order, transport, tied=tied)
+
+
+def steps(order: Schedule, transport: str, *, tied: bool, **options: Any) -> list[str]:
+    torch.manual_seed(0)
+    model, m = Branching(order.placement.depth, tied=tied), order.microbatches
+    reference, wrong = copy.deepcopy(model), list[str]()
+    batches = [batch_of(ways, seed) for seed, ways in enumerate(several_kinds(m))]
+    options |= {"schedule": order, "cuts": cuts(order.placement.depth), "transport": transport, "loss": squared_error}
+    with penstock.pipeline(model, batches[0][:2], **options) as pipe:
+        held, wanted = dict(pipe.named_parameters()), dict(reference.named_parameters())
+        for number, (x, mask, y) in enumerate((*batches, *batches)):
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, (x, mask), y, squared_error, m)
+            loss = pipe.step(x, mask, target=y).loss
+            if loss is None or not torch.equal(loss, expected.total):
+                wrong.append(f"step {number}: loss")
+            wrong += [f"step {number}: {what}" for what in differing(held, wanted, order, tied)]
+    return wrong
+
+
+def differing(held: dict[str, Any], wanted: dict[str, Any], order: Schedule, tied: bool) -> list[str]:
+    """The parameters whose gradients differ: in a bit, or by more than rounding where several stages hold them."""
+    found = []
+    for name, parameter in held.items():
+        mine, other = parameter.grad, wanted[name].grad
+        if mine is None or other is None:
+            found += [name] if mine is not other else []
+        elif order.placement.pipelines > 1 or (tied and name == "layers.0.linear.weight"):
+            found += [name] if (mine - other).abs().max() > 1e-6 * other.abs().max() else []
+        else:
+            found += [] if torch.equal(mine, other) else [name]
+    return found

@@ -1,0 +1,155 @@
+"""Batches of which some microbatches take another branch of the forward than others, in one process.
+
+Real ranks do the same in tests/distributed/test_kinds_ranks.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import PartitionError, pipeline, verify
+from penstock.schedule import generate, generator, generators
+from penstock.schedule.generators import Numbers
+from scaffolding.branching import WIDTH, Branching, batch_of, cuts, several_kinds
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import squared_error
+
+MICROBATCHES = 6
+
+CASES = [(g.name, chunks) for g in generators() for chunks in (1, 2) if g.slices == 1]
+CASES = [case for case in CASES if generator(case[0]).broken(Numbers(2, MICROBATCHES, case[1])) is None]
+SHORT = [("1f1b", 1), ("zb-v", 2), ("chimera", 1)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [pytest.param(*case, marks=() if case in SHORT else pytest.mark.long) for case in CASES]
+)
+def test_each_microbatch_goes_its_way(schedule: str, chunks: int) -> None:
+    order = generate(schedule, 2, MICROBATCHES, chunks)
+    torch.manual_seed(0)
+    model = Branching(order.placement.depth)
+    reference = copy.deepcopy(model)
+    but = [name for name, _ in model.named_parameters()] if order.placement.pipelines > 1 else []
+    batches = [batch_of(ways, seed) for seed, ways in enumerate(several_kinds(MICROBATCHES))]
+    options: dict[str, Any] = {"ranks": 2, "schedule": order, "cuts": cuts(order.placement.depth)}
+    with pipeline(model, batches[0][:2], loss=squared_error, **options) as pipe:
+        for x, mask, y in (*batches, *batches):
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, (x, mask), y, squared_error, MICROBATCHES)
+            assert torch.equal(pipe.step(x, mask, target=y).loss, expected.total)
+            assert_same_gradients(model, reference, but=but)
+
+
+# -- what stages do besides ------------------------------------------------------------------------------------------
+
+
+def in_bfloat16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "recompute stages": {"recompute": "always"},
+    "recompute layers": {"recompute": 2},
+    "offload": {"offload": True, "recompute": "except_last"},
+    "compile": {"compile": {"backend": "aot_eager"}},
+    "check_finite": {"check_finite": True},
+    "autocast": {},
+}
+
+
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=() if name == "offload" else pytest.mark.long) for name in FEATURES]
+)
+def test_features_serve_all_kinds(feature: str, schedule: str) -> None:
+    """Masks are drawn, so the reference is a pipeline of one rank."""
+    torch.manual_seed(0)
+    model = Branching(4, dropout=0.3)
+    reference, context = copy.deepcopy(model), in_bfloat16 if feature == "autocast" else nullcontext
+    batches = [batch_of(ways, seed) for seed, ways in enumerate(several_kinds(MICROBATCHES))]
+    split: dict[str, Any] = {"ranks": 2, "schedule": schedule, "cuts": ["layers.2"], **FEATURES[feature]}
+    given: dict[str, Any] = {"microbatches": MICROBATCHES, "seed": 3, "loss": squared_error}
+    with (
+        pipeline(model, batches[0][:2], **split, **given) as pipe,
+        pipeline(reference, batches[0][:2], ranks=1, schedule="gpipe", **given) as one,
+    ):
+        for x, mask, y in (*batches, *batches):
+            model.zero_grad()
+            reference.zero_grad()
+            with context():
+                assert torch.equal(pipe.step(x, mask, target=y).loss, one.step(x, mask, target=y).loss)
+            assert_same_gradients(model, reference)
+        if schedule == "zb-h1" and feature != "recompute layers":
+            assert min(pipe.split_share.values()) > 0.5
+
+
+def test_evaluation_takes_the_same_ways() -> None:
+    torch.manual_seed(0)
+    model = Branching(2)
+    x, mask, _ = batch_of(several_kinds(MICROBATCHES)[0], 0)
+    with pipeline(model, (x, mask), ranks=2, microbatches=MICROBATCHES, loss=squared_error, cuts=cuts(2)) as pipe:
+        outputs = pipe.evaluate(x, mask, outputs=True).outputs
+    for output, part, own in zip(outputs, x.chunk(MICROBATCHES), mask.chunk(MICROBATCHES), strict=True):
+        assert torch.equal(output, model(part.clone(), own.clone()))
+
+
+class Counting(nn.Module):
+    """Counts on the first stage what is masked, and uses the count on the second where nothing is."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        masked, x = bool((mask == 0).any()), self.first(x)
+        if masked:
+            self.seen.add_(1)
+        x = self.second(x)
+        return x if masked else x * (1 + self.seen)
+
+
+def test_what_one_kind_updates_and_another_uses_elsewhere_is_refused() -> None:
+    x, mask, _ = batch_of((0, 1), 0)
+    with pytest.raises(PartitionError, match=r"stage 0 updates 'seen', which others use on stage 1.*Move the cut"):
+        pipeline(Counting(), (x, mask), ranks=2, microbatches=2, cuts=["second"], loss=squared_error)
+
+
+# -- padded sequences -------------------------------------------------------------------------------------------------
+
+PADDED = ("phi", "stablelm", "qwen2_moe", "cohere", "gpt_neox", "starcoder2", "olmo", "gemma", "persimmon", "mistral")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "phi" else pytest.mark.long) for name in PADDED]
+)
+def test_a_padded_batch_of_which_one_microbatch_has_no_padding(name: str) -> None:
+    """As it comes from a data set. The attention of `transformers` then needs no mask for that microbatch."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0}
+    config = transformers.AutoConfig.for_model(name, **sizes, **heads)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+        return model.train()
+
+    ids = torch.randint(1, 64, (8, 10), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[:4, 7:] = mask[6:, 9:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    report = verify(make, kwargs=batch, ranks=2, microbatches=4, schedule="1f1b")
+    assert report.ok
+    assert report.exact
