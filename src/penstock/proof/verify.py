@@ -152,8 +152,8 @@ class _Expected:
     def values(self) -> dict[tuple[str, str], Tensor | None]:
         """All that is compared, by kind and name."""
         outputs = {f"{i} of microbatch {k}": t for k, leaves in enumerate(self.outputs) for i, t in enumerate(leaves)}
-        kinds = {"output": outputs, "loss": {"loss": self.loss}, "gradient": self.gradients, "buffer": self.buffers}
-        return {(kind, name): value for kind, named in kinds.items() for name, value in named.items()}
+        of: Any = {"output": outputs, "loss": {"loss": self.loss}, "gradient": self.gradients, "buffer": self.buffers}
+        return {(kind, name): value for kind, named in of.items() for name, value in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
