@@ -82,7 +82,9 @@ class Offload(Feature):
         self._changes = 0
         self._checked = False
         self._to_check: list[tuple[Tensor, Away]] = []
-        self.pack: Callable[[Tensor], Saved] = torch.compiler.disable(self._pack) if compiled else self._pack
+        self.pack: Callable[[Tensor], Saved] = self._pack
+        if compiled:
+            self.pack = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised, and checks a forward again after changes of the model."""
