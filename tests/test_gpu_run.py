@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -65,6 +67,35 @@ def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
     assert statuses == ({} if device == "standin" else {"waits/clip": "not here"}), found
 
 
+ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
+
+
+def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> None:
+    for row in rows(tmp_path, "standin", *ABSENT).values():
+        assert row["status"] == "not here", row
+        assert row["says"] == "the stand-in has no kernels of its own in half precision"
+
+
+NO_TRANSFORMERS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from cases.case import NotHereError
+from cases.models import llama
+
+sys.modules["transformers"] = None
+try:
+    llama(True)
+except NotHereError as reason:
+    assert str(reason) == "transformers is not installed"
+else:
+    raise AssertionError
+"""
+
+
+def test_a_model_of_transformers_is_not_here_without_it() -> None:
+    subprocess.run([sys.executable, "-c", NO_TRANSFORMERS, str(FOLDER)], check=True, timeout=60)
+
+
 PREDICTS = """
 import sys
 sys.path[:0] = sys.argv[1:2]
@@ -84,6 +115,91 @@ assert not against([100.0], [120], is_most=True)["ok"]
 def test_peaks_are_predicted_from_those_of_gpipe() -> None:
     """Two microbatches take 20 of the 100; gpipe keeps all 8, 1f1b two on rank 0 and one on rank 1."""
     subprocess.run([sys.executable, "-c", PREDICTS, str(FOLDER)], check=True, timeout=60)
+
+
+WATCHED = """
+import sys, warnings
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import torch
+from cases import waits
+from cases.case import Setting
+
+notices = iter(["Synchronization debug mode is a prototype and does not yet detect all synchronizing operations"])
+
+def set_sync_debug_mode(mode):  # as torch does: the notice comes once
+    for notice in notices:
+        warnings.warn(notice)
+
+torch.cuda.set_sync_debug_mode = set_sync_debug_mode
+for number in (0, 2):
+    with waits._watched(Setting("cuda", Path("."))) as found:
+        for _ in range(number):
+            warnings.warn("called a synchronizing CUDA operation")
+    assert found.total() == number, found
+"""
+
+
+def test_torchs_notice_is_no_synchronisation() -> None:
+    subprocess.run([sys.executable, "-c", WATCHED, str(FOLDER)], check=True, timeout=60)
+
+
+JOBS = """
+import sys
+sys.path[:0] = sys.argv[1:2]
+from running import usual_jobs
+for cores, host, device, jobs in [(224, 2000, 80, 20), (224, 30, 80, 7), (16, 128, 139, 8), (2, 2, 8, 1), (1, 8, 8, 1)]:
+    assert usual_jobs({"cores": cores, "host_memory_gib": host, "memory_gib": device}) == jobs
+assert usual_jobs({"cores": 8, "host_memory_gib": 64}) == 4
+"""
+
+
+def test_as_many_cases_run_at_a_time_as_cores_and_memory_allow() -> None:
+    subprocess.run([sys.executable, "-c", JOBS, str(FOLDER)], check=True, timeout=60)
+
+
+RESULTS = """
+import json, sys
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import run
+
+file = Path(sys.argv[2])
+here = {"cores": 8, "code": "a"}
+row = {"name": "x", "status": "ok"}
+first = run.Results(file)
+assert first.begin(here) == ""
+first.add(row)
+again = run.Results(file)
+assert again.begin(here) == ""
+assert again.rows == {"x": row}
+for number, other in enumerate([{"cores": 8, "code": "b"}, {"cores": 4, "code": "b", "gpu": "H200"}], 1):
+    later = run.Results(file)
+    said = later.begin(other)
+    aside = file.with_name(f"results-{number}.json")
+    assert str(aside) in said, said
+    assert later.rows == {}
+    assert json.loads(aside.read_text())["rows"] == [row]
+    later.add(row)
+assert "cores was 8, is 4" in said, said
+assert "gpu was None, is H200" in said, said
+assert "code" not in said.partition(": ")[2], said
+"""
+
+
+def test_results_of_other_code_or_another_machine_are_moved_aside(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", RESULTS, str(FOLDER), str(tmp_path / "results.json")], check=True, timeout=60)
+
+
+def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(FOLDER / "run.py"), "--list"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"{sys.executable} has no torch; give a Python that has: make gpu PYTHON=/usr/bin/python3.12"
+    ]
 
 
 PLANTED = """
@@ -182,3 +298,18 @@ def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path)
     done = subprocess.run([*command, "--missing", "--only", *names], capture_output=True, text=True, check=True)
     assert names[0] not in done.stdout
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
+
+
+def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:
+    file, name = tmp_path / "results.json", "verify/one process/mlp/float32/gpipe"
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--jobs", "1", "--json", str(file)]
+    with subprocess.Popen(
+        [*command, "--only", "verify/one process/*/float32/*"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if name in line)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    assert process.returncode == 130
+    assert re.search(r"ok +verify/one process/mlp +\d+ cases", rest), rest
+    assert rest.splitlines()[-1].endswith(f" ok: {file}"), rest

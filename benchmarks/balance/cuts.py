@@ -27,7 +27,7 @@ from penstock.demo import model as demo
 from penstock.traffic import measure
 from penstock.traffic.measure import stage_seconds
 
-STAGES, ALL, FIRST = 4, 90, 12
+STAGES, ALL, FIRST = 4, 20, 8
 CHOOSING, JUDGING = 2, 4
 """Rounds to choose the best cut in, and rounds to compare it in."""
 

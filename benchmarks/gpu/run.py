@@ -4,7 +4,7 @@
     python benchmarks/gpu/run.py --only 'verify/*/gpt/*/zb-*' --device cpu
 
 Needs nothing but torch, numpy and, for one model, transformers. Installs nothing, and reaches no network. Rows go to
-results.json as cases end, and replace those of the same name if they come from the same machine and versions.
+results.json as cases end, and replace those of the same name if they come from the same machine, versions and code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import itertools
 import json
 import os
 import signal
@@ -27,9 +28,16 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what is imported here does not touch the device
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import running  # noqa: E402  # these are found and may be imported only after what is said above
-from cases import TABLE  # noqa: E402
-from cases.environment import FIRST  # noqa: E402
+try:  # these are found and may be imported only after what is said above
+    import running
+    from cases import TABLE
+    from cases.environment import FIRST
+except ModuleNotFoundError as error:
+    if error.name not in ("torch", "numpy"):
+        raise
+    sys.exit(f"{sys.executable} has no {error.name}; give a Python that has: make gpu PYTHON=/usr/bin/python3.12")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 MOST_SECONDS = 570.0
 """Of a part, which has to end in less than ten minutes."""
@@ -43,13 +51,25 @@ class Results:
         self.environment: dict[str, Any] = {}
         self.rows: dict[str, running.Row] = {}
 
-    def begin(self, environment: dict[str, Any]) -> None:
-        """Keeps the rows of earlier runs if they were made by the same versions on the same machine."""
+    def begin(self, environment: dict[str, Any]) -> str:
+        """Goes on with the rows of earlier runs if the same code and versions made them on the same machine.
+
+        Other results are moved to a file of their own. Returns what is to be said about that, or nothing.
+        """
         self.environment = environment
-        if self._path.exists():
-            before = json.loads(self._path.read_text())
-            if before["environment"] == environment:
-                self.rows = {row["name"]: row for row in before["rows"]}
+        if not self._path.exists():
+            return ""
+        before = json.loads(self._path.read_text())
+        then = before["environment"]
+        differs = sorted(name for name in then.keys() | environment.keys() if then.get(name) != environment.get(name))
+        if not differs:
+            self.rows = {row["name"]: row for row in before["rows"]}
+            return ""
+        numbered = (self._path.with_stem(f"{self._path.stem}-{number}") for number in itertools.count(1))
+        aside = next(path for path in numbered if not path.exists())
+        self._path.rename(aside)
+        words = "; ".join(f"{name} was {then.get(name)}, is {environment.get(name)}" for name in differs)
+        return f"earlier results, which are not of this machine and code, are now in {aside}: {words}"
 
     def add(self, row: running.Row) -> None:
         if row["status"] == "not begun" and row["name"] in self.rows:
@@ -82,7 +102,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names match one of these")
     parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
-    parser.add_argument("--jobs", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="cases at a time")
+    parser.add_argument("--jobs", type=int, help="cases at a time (default: as many as cores and memory allow)")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for each part (default: %(default)g)")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     chosen = parser.parse_args(given)
@@ -115,15 +135,20 @@ def _run(cases: Sequence[running.Case], chosen: argparse.Namespace) -> int:
     if first[0]["status"] != "ok":
         print(f"{first[0]['status']}: {first[0]['says']}", file=sys.stderr)
         return 2
-    results.begin(first[0]["found"])
+    moved = results.begin(first[0]["found"])
+    print(moved, end="\n" if moved else "")
     ended(first[0])
     known = {name for name, row in results.rows.items() if row["status"] == "ok"} if chosen.missing else {FIRST}
-    for part in sorted({case.part for case in cases}):
-        mine = [case for case in cases if case.part == part and case.name not in known]
-        running.run(mine, chosen.device, chosen.jobs, began + chosen.seconds, ended)
-        began = time.monotonic()
-    counted = Counter(row["status"] for row in rows)
-    print(f"\n{table(rows)}\n\n{', '.join(f'{number} {status}' for status, number in counted.items())}: {chosen.json}")
+    jobs = chosen.jobs or running.usual_jobs(results.environment)
+    try:
+        for part in sorted({case.part for case in cases}):
+            mine = [case for case in cases if case.part == part and case.name not in known]
+            running.run(mine, chosen.device, jobs, began + chosen.seconds, ended)
+            began = time.monotonic()
+    finally:  # of an interrupted run, too
+        counted = Counter(row["status"] for row in rows)
+        counts = ", ".join(f"{number} {status}" for status, number in counted.items())
+        print(f"\n{table(rows)}\n\n{counts}: {chosen.json}", flush=True)
     return 1 if any(counted[status] for status in (*running.BAD, "not begun")) else 0
 
 

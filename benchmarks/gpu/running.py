@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ Status: "ok"; "wrong": it is not as it should be; "raised"; "crashed": its proce
 """
 
 BAD = ("wrong", "raised", "crashed", "timed out")
+
+GIB_PER_CASE = 4.0
+"""Of the device's memory and of the host's: two processes, each with a context, libraries and a small model."""
 
 _POLL_SECONDS = 0.02
 _MOST_CHARACTERS = 500
@@ -73,6 +76,12 @@ def run(cases: Sequence[Case], device: DeviceType, jobs: int, until: float, ende
     finally:
         for one in running:
             _end(one)
+
+
+def usual_jobs(environment: Mapping[str, Any]) -> int:
+    """How many cases may run at a time on a machine: two cores for each, and memory for all."""
+    memory = min(environment["host_memory_gib"], environment.get("memory_gib", float("inf")))
+    return max(1, min(environment["cores"] // 2, int(memory / GIB_PER_CASE)))
 
 
 def _may_begin(case: Case, running: Sequence[_Running], jobs: int) -> bool:

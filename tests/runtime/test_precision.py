@@ -320,3 +320,26 @@ def test_gradients_in_float16_are_not_scaled() -> None:
         pipe.step(x.half(), target=y.half(), loss_scale=scaler.get_scale())
         with pytest.raises(ArgumentError, match=r"float16.*torch\.autocast"):
             scaler.unscale_(optimizer)
+
+
+class TwoInputs(nn.Module):
+    """Bilinear layers, which autocast leaves in float32, between linear ones in its lower precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Bilinear(6, 6, 6), nn.Linear(6, 6)
+        self.between, self.last = nn.Bilinear(6, 6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.first(x, x.tanh())).float()
+        made: Tensor = self.last(self.between(x, x.tanh()) + self.between(x, x))
+        return made.float()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_bilinear_layers_under_autocast_give_the_bits_of_one_device(schedule: str) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    options = {"ranks": 2, "microbatches": 4, "schedule": schedule, "balance": "flops", "exact": True}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        penstock.verify(TwoInputs, (x,), target=y, loss_fn=nn.functional.mse_loss, **options).check()

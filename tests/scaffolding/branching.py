@@ -28,13 +28,13 @@ class Branching(nn.Module):
 
     Where something is masked, the mask goes along, the first layer's result skips to the end, through a parameter that
     nothing else trains, and the last layer's weight is used other than in a product. With twos in the mask, the second
-    layer runs twice, and the input is added at the end, without a gradient.
+    layer runs twice, the input is added at the end, without a gradient, and the last dropout is called on two stages.
     """
 
     def __init__(self, layers: int, dropout: float = 0.0, *, tied: bool = False) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(layers))
-        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.extra, self.end = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
         if tied:
             self.extra.weight = self.layers[0].linear.weight  # type: ignore[union-attr]
 
@@ -48,10 +48,10 @@ class Branching(nn.Module):
             if masked:
                 x = x * mask[:, None]
             if twice and number == 1:
-                x = layer(x)
+                x = self.end(layer(x))
         if masked:
             x = x + self.extra(early) + self.layers[-1].linear.weight.sum()  # type: ignore[operator, union-attr]
-        return x + F.relu(given) if twice else x
+        return self.end(x + F.relu(given) if twice else x)
 
 
 def cuts(stages: int) -> list[str]:

@@ -74,6 +74,7 @@ CPU_SECONDS = {
     "tests/runtime/step/test_changing_batches.py": 5,
     "tests/test_peft.py": 5,
     "tests/traffic/test_workloads.py": 5,
+    "tests/distributed/test_memory_held.py": 60,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 

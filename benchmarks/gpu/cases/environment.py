@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from cases.case import Case, Found, Setting
 
@@ -31,8 +33,10 @@ def environment(setting: Setting) -> Found:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "penstock": penstock.__version__,
+        "code": _digest(Path(penstock.__file__).parent, Path(__file__).parents[1]),
         "transformers": _version("transformers"),
         "cores": len(os.sched_getaffinity(0)),
+        "host_memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
     }
     if setting.is_real:
         found |= _cuda()
@@ -56,6 +60,14 @@ def _cuda() -> Found:
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
+
+
+def _digest(*folders: Path) -> str:
+    """Of the code there: a commit would not tell what has been edited since."""
+    found = hashlib.sha256()
+    for file in (file for folder in folders for file in sorted(folder.rglob("*.py"))):
+        found.update(file.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cases.case import NotHereError
+
 
 class Model(NamedTuple):
     """`loss(model(*args, **kwargs), target)` is what is trained; without a loss the model computes its own."""
@@ -115,7 +117,10 @@ def gpt(small: bool, rows: int = 16, dropout: float = 0.1) -> Model:
 
 def llama(small: bool, rows: int = 16) -> Model:
     """Of the `transformers` library, with rows of several lengths, which a mask tells apart."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    try:
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ModuleNotFoundError as error:
+        raise NotHereError("transformers is not installed") from error
 
     width, length = (16, 7) if small else (256, 96)
     config = LlamaConfig(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cases.case import Setting
+from cases.case import NotHereError, Setting
 from penstock.launch.agent import end_with_parent
 
 
@@ -21,7 +21,7 @@ class RanksFailedError(RuntimeError):
 def on_ranks(setting: Setting, ranks: int, job: Callable[..., Any], *given: Any, backend: str = "gloo") -> list[Any]:
     """What `job(setting, rank, *given)` returns in each of `ranks` processes, whose default group has that backend.
 
-    They are forks of the process that calls this, which must not have used the device.
+    They are forks of the process that calls this, which must not have used the device. Raises NotHereError if one does.
     """
     context = multiprocessing.get_context("fork")
     folder = Path(tempfile.mkdtemp(dir=setting.folder))
@@ -32,6 +32,9 @@ def on_ranks(setting: Setting, ranks: int, job: Callable[..., Any], *given: Any,
         process.start()
     for process in processes:
         process.join()
+    absent = [file.read_text() for file in sorted(folder.glob("absent.*"))]
+    if absent:
+        raise NotHereError(absent[0])
     files = [folder / f"raised.{rank}" for rank in range(ranks)]
     raised = [f"rank {rank}: {file.read_text()}" for rank, file in enumerate(files) if file.exists()]
     ended = [f"rank {rank} ended with {each.exitcode}" for rank, each in enumerate(processes) if each.exitcode]
@@ -52,6 +55,8 @@ def _rank(
     try:
         (folder / f"found.{rank}").write_text(json.dumps(job(setting, rank, *given)))
         dist.destroy_process_group()
+    except NotHereError as reason:
+        (folder / f"absent.{rank}").write_text(str(reason))
     except Exception as error:
         (folder / f"raised.{rank}").write_text(f"{type(error).__name__}: {error}")
         raise

@@ -101,6 +101,9 @@ def show(found: Inspection, console: Console) -> None:
     if found.crossings:
         console.print()
         console.print(_crossings(found))
+    if found.memory:
+        console.print()
+        console.print(_memory(found))
     if lines := _remarks(found):
         console.print()
     for line in lines:
@@ -142,6 +145,14 @@ def _crossings(found: Inspection) -> Table:
             ", ".join(remarks),
             sized(crossing.bytes),
         )
+    return table
+
+
+def _memory(found: Inspection) -> Table:
+    kinds = ("parameters", "gradients", "activations", "working", "batch", "peak")
+    table = _table(("memory of rank", False), *((kind, True) for kind in kinds))
+    for rank, each in enumerate(found.memory):
+        table.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
     return table
 
 

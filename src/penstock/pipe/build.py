@@ -161,9 +161,9 @@ def pipeline(
         features: what stages do besides, in your own code: functions that make a
             `penstock.runtime.features.feature.Feature` for a stage, or None; see docs/extending.md. They come after
             Penstock's own, the outermost first. Each stays within its process, so ranks may have different ones.
-        gradient_dtype: torch.float32: gradients of parameters in bfloat16 or float16 accumulate, and are summed over
-            ranks, in float32, and `.grad` is in float32: sets `Tensor.grad_dtype`, which stays after `close`. None: in
-            the parameter's own dtype, or whatever you set there.
+        gradient_dtype: torch.float32 or torch.float64: gradients of parameters in lower precision accumulate, and are
+            summed over ranks, in that dtype, and so is their `.grad`: sets `Tensor.grad_dtype`, which stays after
+            `close`. None: in the parameter's own dtype, or whatever you set there.
         lost_after: seconds of silence after which a rank that another waits for counts as lost, and the run ends; give
             more than the longest time that the network may be silent. None: 60 for a rank on another machine. On the
             same machine its process is checked after 5 seconds, and the rank is lost if the process is stopped.

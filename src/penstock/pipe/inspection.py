@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import prod
 from types import EllipsisType
 from typing import Any
 
@@ -21,6 +20,7 @@ from penstock.partition import Balance, Partition
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import as_module
 from penstock.pipe.build import build, checked_inputs
+from penstock.pipe.footprint import RankMemory, bytes_of, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -32,7 +32,8 @@ from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
-from penstock.stages import MODEL_INPUT, TensorMeta, gradient_routes, ties
+from penstock.stages import MODEL_INPUT, gradient_routes, ties
+from penstock.trees import flatten
 from penstock.words import counted
 
 
@@ -119,6 +120,9 @@ class Inspection:
         branches: `file:line` of each place where the forward reads the values of an input, and what it read. The split
             holds for batches that read the same.
         notes: what the user should know about the recording.
+        memory: what each rank needs in a training step; empty if that cannot be seen: a stage does not run on fake
+            tensors, forwards are recomputed in part or with a split backward, or activations are offloaded. What the
+            loss keeps is left out.
     """
 
     model: str
@@ -130,6 +134,7 @@ class Inspection:
     ties: tuple[Tie, ...]
     branches: tuple[str, ...]
     notes: tuple[str, ...]
+    memory: tuple[RankMemory, ...] = ()
 
     @property
     def skips(self) -> tuple[Crossing, ...]:
@@ -216,7 +221,11 @@ def inspect(
         partition = _one_copy(recorded, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
         found = _described(model, pipe, partition, order.microbatches, asked)
-        return replace(found, notes=(*found.notes, *notes))
+        ranks: tuple[RankMemory, ...] = ()
+        if recompute in ("never", "always") and not offload:
+            targets = sum(leaf.nbytes for leaf in flatten(target).leaves if isinstance(leaf, Tensor))
+            ranks = memory_of_ranks(partition, order, asked, targets, runs_again=recompute == "always")
+        return replace(found, notes=(*found.notes, *notes), memory=ranks)
 
 
 def _order(
@@ -341,16 +350,11 @@ def _crossings(partition: Partition) -> tuple[Crossing, ...]:
                     source_line=origin.source_line,
                     shape=value.meta.shape,
                     dtype=value.meta.dtype,
-                    bytes=_bytes(value.meta),
+                    bytes=bytes_of(value.meta),
                     takes_gradient=(value.source, value.name) in routes,
                 )
             )
     return tuple(sorted(found, key=lambda crossing: (crossing.source, crossing.target)))
-
-
-def _bytes(meta: TensorMeta) -> int:
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return prod(meta.shape) * dtype.itemsize
 
 
 def _ties(partition: Partition) -> tuple[Tie, ...]:

@@ -245,6 +245,58 @@ def test_a_gradient_with_a_graph_in_the_forward_is_refused_not_wrong() -> None:
     assert_equal(uncompiled, whole)
 
 
+class Transformed(nn.Module):
+    """A product outside, then one within a transform of `torch.func`."""
+
+    def __init__(self, transform: str) -> None:
+        super().__init__()
+        self.a, self.b, self.transform = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), transform
+
+    def within(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.b(x)
+        if self.transform == "vmap":
+            return x + torch.vmap(self.within)(x[:, None])[:, 0]
+        if self.transform == "grad":
+            energy: Tensor = torch.func.grad(lambda z: self.within(z).square().sum())(x)
+            return x + energy
+        _, slope = torch.func.jvp(self.within, (x,), (torch.ones_like(x),))
+        return x + slope
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_products_within_transforms_of_functions_are_left_to_the_compiler(transform: str) -> None:
+    torch.manual_seed(0)
+    model, data = nn.Sequential(Transformed(transform), nn.Linear(WIDTH, WIDTH)), batch(6)
+    whole, _, _ = trained(model, WHOLE, {"backend": "eager"}, data=data)
+    split, share, _ = trained(model, SPLIT, {"backend": "eager"}, data=data)
+    assert_equal(split, whole)
+    assert share == {0: pytest.approx(WIDTH / (WIDTH + 1) * 2 / 3)}  # all but what is within
+
+
+class Routed(nn.Module):
+    """An expert that gets no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.a(x[:, None, :][:0]) @ self.b
+        return x * self.b.shape[0] + self.a(x) + rows.sum()
+
+
+def test_a_product_without_rows() -> None:
+    torch.manual_seed(0)
+    model, data = Routed(), batch(6)
+    whole, _, _ = trained(model, WHOLE, SAME_BITS, data=data)
+    split, _, _ = trained(model, SPLIT, SAME_BITS, data=data)
+    assert_equal(split, whole)
+
+
 def test_hooks_of_parameters_see_one_gradient_a_microbatch() -> None:
     x, y = batch(6)
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.compat import size_of
 from penstock.errors import ArgumentError
 from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
@@ -250,7 +251,7 @@ class LossHead:
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
-        self.losses[microbatch] = loss.detach()
+        self.losses[microbatch] = _alone(loss.detach())
         return root_of(loss, self._weights[microbatch], leaves)
 
     def seed(self, microbatch: int) -> Tensor | None:
@@ -281,6 +282,11 @@ class LossHead:
 def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
     """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
     return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
+
+
+def _alone(loss: Tensor) -> Tensor:
+    """The loss in memory of its own size: `mse_loss` leaves it in memory as large as the output."""
+    return loss.clone() if size_of(loss) > loss.nbytes else loss
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

@@ -11,7 +11,7 @@ kinds of backward run the same compiled code, whatever the backend.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Found]
     inputs = graph.find_nodes(op="placeholder")
     trained = {n for n, e in zip(inputs, examples, strict=True) if isinstance(e, nn.Parameter) and e.requires_grad}
     symbols = _symbols(inputs)
-    products = ((node, _product(node, trained)) for node in graph.nodes)
+    products = ((node, _product(node, trained)) for node in _outside_transforms(graph))
     found = {node: product for node, product in products if product and _can_be_tapped(node, product, symbols)}
 
     def only_in_products(weight: fx.Node) -> bool:
@@ -92,6 +92,16 @@ def _products(graph: fx.Graph, examples: Sequence[Any]) -> dict[fx.Node, _Found]
         for node in lost:
             del found[node]
     return found
+
+
+def _outside_transforms(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes outside of `torch.func`'s transforms (`vmap`, `grad`, `jvp`), in which no autograd function can tap."""
+    levels = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        levels += name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+        if not levels:
+            yield node
 
 
 def _product(node: fx.Node, trained: set[fx.Node]) -> _Found | None:

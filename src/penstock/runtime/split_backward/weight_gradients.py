@@ -94,7 +94,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, **other: A
 
     def gradients(grad: Tensor, x: Tensor) -> Sequence[Term]:
         first = _rows(x)
-        grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
+        grad = _rows_of_gradient(grad, first)
         return (Product(grad.t(), first) if by_rows else Product(first.t(), grad, transposed=True),)
 
     return DeferredCall(input, (input,), (weight,), lambda w: F.linear(input, w, bias), _MM, gradients)
@@ -279,9 +279,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.view(x.shape[:-1].numel(), x.shape[-1])
 
 
+def _rows_of_gradient(grad: Tensor, first: Tensor) -> Tensor:
+    """The gradient of a product in two dimensions, with as many rows as its first matrix has."""
+    return grad if grad.dim() == 2 else grad.reshape(len(first), grad.shape[-1])
+
+
 def _of_second_matrix(grad: Tensor, first: Tensor, second: Tensor) -> Product:
     """The gradient of `second` in `first @ second`: torch's `mm_mat2_grad`, which looks at strides."""
-    grad = grad if grad.dim() == 2 else grad.reshape(len(first), -1)
+    grad = _rows_of_gradient(grad, first)
     return Product(grad.t(), first, transposed=True) if _is_column_major(second) else Product(first.t(), grad)
 
 

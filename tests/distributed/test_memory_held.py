@@ -1,0 +1,39 @@
+"""Predicted memory against a run's: the peak of each rank, as torch's allocator counts it, within 10%."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from scaffolding import memory_held
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+BOUND = 0.10
+
+SCHEDULES: dict[str, dict[str, Any]] = {"gpipe": {}, "1f1b": {}, "interleaved-1f1b": {"chunks": 2}, "zb-h1": {}}
+SAMPLE = {("1f1b", "never", "float32"), ("1f1b", "always", "gradients in float32"), ("zb-h1", "never", "bfloat16")}
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "gradients in float32": (torch.bfloat16, {"gradient_dtype": torch.float32}),
+}
+CASES = [each for each in product(SCHEDULES, ("never", "always"), KINDS) if each[:2] != ("zb-h1", "always")]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.long, id=", ".join(case)) for case in CASES]
+)
+def test_a_rank_needs_what_was_predicted(ranks2: Ranks, case: tuple[str, str, str]) -> None:
+    schedule, recompute, kind = case
+    dtype, more = KINDS[kind]
+    options = {"schedule": schedule, "recompute": recompute, "balance": "flops", **SCHEDULES[schedule], **more}
+    ahead = memory_held.predicted(dtype, 2, options)
+    measured = ranks2.run(memory_held.held, dtype, options)
+    assert len(ahead) == 2
+    for rank, (one, other) in enumerate(zip(ahead, measured, strict=True)):
+        assert abs(one / other - 1) <= BOUND, f"rank {rank}: predicted {one:,}, measured {other:,}"

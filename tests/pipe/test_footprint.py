@@ -1,0 +1,73 @@
+"""What stages take on fake tensors is what their recording says that they keep; ranks add it up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from penstock.partition import Partitioner
+from penstock.pipe.footprint import Footprint, footprint
+from penstock.traffic.layers import _NoStreams
+from scaffolding import models
+
+
+@pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "gpt", "encoder_decoder", "in_place", "dicts"])
+def test_a_stage_keeps_what_its_recording_saves(name: str) -> None:
+    case = models.CASES[name]()
+    partition = Partitioner(case.model, 2, streams=_NoStreams(), sees_saved=True)(case.args, case.kwargs)
+    before = {key: value.clone() for key, value in partition.stages[0].module.state_dict().items()}
+    found = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
+    assert [each.kept for each in found if each is not None] == list(partition.saved)
+    for stage in partition.stages:
+        assert all(parameter.grad is None for parameter in stage.module.parameters())
+    for key, value in partition.stages[0].module.state_dict().items():
+        assert torch.equal(value, before[key])
+
+
+def test_a_linear_layer_by_hand() -> None:
+    """It keeps its input; its backward has all gradients at once, its parameters' until they are added to `.grad`."""
+    meta = penstock.stages.TensorMeta((5, 3), (3, 1), "float32", True)
+    found = footprint(nn.Sequential(nn.Linear(3, 7), Listed()), [meta])
+    assert found == Footprint(kept=4 * 5 * 3, working=4 * (5 * 7 + 5 * 3 + 7 * 3 + 7))
+
+
+class Listed(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x * 2 if x.sum() > 0 else x]
+
+
+def test_a_stage_that_does_not_run_on_fake_tensors_has_no_footprint() -> None:
+    assert footprint(Branches(), [penstock.stages.TensorMeta((5, 3), (3, 1), "float32", True)]) is None
+
+
+def test_ranks_add_up_their_stages() -> None:
+    """A tied weight counts once on the rank of both its stages; pieces of the batch wait, and targets stay."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    model[3].weight = model[0].weight
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    options = {"target": y, "loss_fn": F.mse_loss, "balance": "flops", "cuts": ["1", "2", "3"]}
+    found = penstock.inspect(model, (x,), stages=4, schedule="zb-v", microbatches=4, **options)
+    first, second = found.memory
+    assert [first.parameters, second.parameters] == [64, 2 * 64]
+    assert [first.gradients, second.gradients] == [64, 2 * 64]
+    assert [first.batch, second.batch] == [8 * 16 + 8 * 16, 0]
+    assert first.peak == first.parameters + first.gradients + first.activations + first.working + first.batch
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "except_last"}, {"offload": True}, {"recompute": "always", "schedule": "zb-h1"}],
+    ids=str,
+)
+def test_what_is_not_predicted_is_left_out(options: dict[str, object]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    given = {"stages": 2, "microbatches": 2, "balance": "flops"} | options
+    assert penstock.inspect(model, (torch.randn(4, 4),), **given).memory == ()
