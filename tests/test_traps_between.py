@@ -308,8 +308,8 @@ def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.M
 def test_trap_15_a_stage_whose_backward_does_nothing_fails(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     backward = StageRunner.backward
 
-    def skipping(self: StageRunner, action: Action, grads: Any) -> None:
-        backward(self, action, [None for _ in grads] if self.meta.index == stage else grads)
+    def skipping(self: StageRunner, microbatch: int, grads: Any) -> None:
+        backward(self, microbatch, [None for _ in grads] if self.index == stage else grads)
 
     x, y = batch()
     monkeypatch.setattr(StageRunner, "backward", skipping)

@@ -126,6 +126,33 @@ def test_gradients_of_bf16_parameters_accumulate_in_float32() -> None:
     assert min(share.values()) > 0.8
 
 
+def test_offloaded_graphs_that_are_compiled_while_gradients_of_another_dtype_are_there() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.a(x).tanh()
+
+    torch.manual_seed(0)
+    blocks = nn.Sequential(Block(), Block(), Block()).bfloat16()
+    batches = [torch.randn(8, length, WIDTH).bfloat16() for length in (3, 3, 5)]
+
+    def gradients(*, offload: bool) -> Grads:
+        model = copy.deepcopy(blocks)
+        options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": SPLIT, "loss": F.mse_loss}
+        options |= {"compile": {"backend": "eager"}, "gradient_dtype": torch.float32, "offload": offload}
+        with penstock.pipeline(model, (batches[0],), **options) as pipe:
+            for x in batches:
+                pipe.step(x, target=x)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    here = gradients(offload=False)
+    torch.compiler.reset()
+    assert_equal(gradients(offload=True), here)
+
+
 class Sizes(nn.Module):
     """A product with a batch's own number of rows, one with twice as many, and a size that is computed."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,7 +18,8 @@ class Saved(Protocol):
 class Keeper(Protocol):
     """Keeps what a forward saves for backward, instead of autograd."""
 
-    def pack(self, tensor: Tensor) -> Any:
+    @property
+    def pack(self) -> Callable[[Tensor], Any]:
         """The hook that is given what autograd saves."""
 
     def save(self, tensor: Tensor) -> Saved:

@@ -23,6 +23,7 @@ from penstock.compat import WeakStorage, storage_of
 from penstock.errors import ArgumentError, PartitionError
 from penstock.runtime.exact.saved import Saved, SavedTensor
 from penstock.runtime.features.away import Away, lanes_of
+from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
 from penstock.runtime.features.trips import Trips, trips
@@ -37,6 +38,11 @@ class Offload(Feature):
 
     Args:
         held: returns the parameters and buffers that live on the stage now and stay there.
+        compiled: whether anything in the stage is compiled.
+
+    Attributes:
+        pack: takes what autograd saves in a forward. The compiler must not look into it where it runs what it leaves
+            uncompiled: it fails on parameters with gradients of another dtype.
     """
 
     @classmethod
@@ -49,9 +55,18 @@ class Offload(Feature):
                 "offload: torch saves the noise of nn.RReLU for backward before it has drawn that noise, so other "
                 f"numbers would come back; choose offload={{{stage.index}: False}}, or use another activation"
             )
-        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index))
+        compiled = stage.binding.compile is not None or any_compiled(stage.modules())
+        return cls(stage.index, stage.device, stage.held, trips(stage.row, stage.index), compiled=compiled)
 
-    def __init__(self, stage: int, device: torch.device, held: Callable[[], Iterable[Tensor]], trips: Trips) -> None:
+    def __init__(
+        self,
+        stage: int,
+        device: torch.device,
+        held: Callable[[], Iterable[Tensor]],
+        trips: Trips,
+        *,
+        compiled: bool = False,
+    ) -> None:
         self._stage = stage
         self._held = held
         self._trips = trips
@@ -67,6 +82,9 @@ class Offload(Feature):
         self._changes = 0
         self._checked = False
         self._to_check: list[tuple[Tensor, Away]] = []
+        self.pack: Callable[[Tensor], Saved] = self._pack
+        if compiled:
+            self.pack = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised, and checks a forward again after changes of the model."""
@@ -126,8 +144,7 @@ class Offload(Feature):
         self._for_weights.pop(microbatch, None)
         yield
 
-    def pack(self, tensor: Tensor) -> Saved:
-        """Takes what autograd saves in a forward."""
+    def _pack(self, tensor: Tensor) -> Saved:
         if self._microbatch not in self._trips.for_backward or self._stays_here(tensor):
             return SavedTensor(tensor, tensor._version)
         return self._send_once(tensor, self._microbatch, self._for_backward)
