@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,10 @@ UNDEMANDED = {
 """If bits are not demanded: the relative and absolute tolerance of an entry; (1.3e-6, 1e-5) in float32. These are
 `torch.testing.assert_close`'s. But any gradient smaller than its absolute one would pass, so here that is at most this
 fraction (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
+
+NOISE_TIMES = 3
+"""If stages are compiled under autocast, they round elsewhere, but no worse than eager code: the noise of one device's
+own gradients, of which theirs may be twice as far from full precision. It depends on nothing that the pipeline did."""
 
 Verdict = Literal["equal", "close", "different", "missing", "unexpected", "undefined"]
 
@@ -213,6 +218,7 @@ def compare(
     terms: Tensor | None = None,
     computed_in: torch.dtype | None = None,
     rounded: Tensor | None = None,
+    noise: float = 0.0,
 ) -> Comparison:
     """Compares one tensor with that of the unsplit model; either may be absent.
 
@@ -223,6 +229,8 @@ def compare(
         computed_in: the dtype in which its terms were computed; None: the tensor's own.
         rounded: for each entry, the sizes of all that adding its terms rounds, if one of the two does not round each
             term before it adds it (`measuring_roundings`). Allows for that where bits are not demanded.
+        noise: how far the tensor of the unsplit model is from the same in full precision (`noise`). Where bits are not
+            demanded, any entry may be `NOISE_TIMES` as far off.
     """
     if mine is None or other is None:
         absent: Verdict = "missing" if mine is None else "unexpected"
@@ -243,9 +251,33 @@ def compare(
         return Comparison(kind, name, stages, "close", difference, largest, reordered)
     if reordered and terms is not None and _is_rounding_of(terms, differences, other.dtype):
         return Comparison(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
-    if not exact and _is_close(differences, other, largest, computed_in or other.dtype, rounded):
+    if not exact and _is_close(differences, other, largest, computed_in or other.dtype, rounded, noise):
         return Comparison(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
     return Comparison(kind, name, stages, "different", difference, largest)
+
+
+def noise(
+    low: Mapping[tuple[str, str], Tensor | None], full: Mapping[tuple[str, str], Tensor | None]
+) -> dict[tuple[str, str], float]:
+    """The largest difference of each floating-point value from the same in full precision; finite entries only."""
+    pairs = ((key, mine, full.get(key)) for key, mine in low.items())
+    return {
+        key: _largest(_dense(mine).double() - _dense(other).double())
+        for key, mine, other in pairs
+        if mine is not None and other is not None and mine.is_floating_point() and mine.shape == other.shape
+    }
+
+
+def over_steps(compared: Sequence[Sequence[Comparison]]) -> Iterator[Comparison]:
+    """One row for each value: the first step in which it is not as promised, or the one in which it is furthest from
+    equal."""
+    found: dict[tuple[str, str], Comparison] = {}
+    for step, rows in enumerate(compared, 1):
+        for row in rows:
+            known = found.get((row.kind, row.name))
+            if known is None or (known.ok and (not row.ok or row.max_difference > known.max_difference)):
+                found[row.kind, row.name] = row if row.ok else replace(row, step=step)
+    yield from found.values()
 
 
 def _proves(kind: str, values: Tensor) -> bool:
@@ -269,11 +301,16 @@ def _is_rounding_of(terms: Tensor, differences: Tensor, dtype: torch.dtype) -> b
 
 
 def _is_close(
-    differences: Tensor, other: Tensor, largest: float, computed_in: torch.dtype, rounded: Tensor | None
+    differences: Tensor,
+    other: Tensor,
+    largest: float,
+    computed_in: torch.dtype,
+    rounded: Tensor | None,
+    noise: float,
 ) -> bool:
     relative, absolute = UNDEMANDED.get(computed_in, (1.3e-6, 1e-5))
     in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(computed_in).eps) * largest)
-    allowed = in_all + relative * _finite(_wide(other)).abs()
+    allowed = in_all + NOISE_TIMES * noise + relative * _finite(_wide(other)).abs()
     if rounded is not None and rounded.shape == other.shape:
         allowed += torch.finfo(other.dtype).eps * _finite(rounded)
     return bool((differences <= allowed).all())

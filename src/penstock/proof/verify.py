@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from penstock.gradients import gradient_dtype
 from penstock.pipe.build import build, checked_inputs, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.proof.comparison import Comparison, Report, WholeBatch, compare
+from penstock.proof.another_order import reordered_in
+from penstock.proof.comparison import Comparison, Report, WholeBatch, compare, noise, over_steps
 from penstock.proof.term_sizes import TermSizes, measuring_roundings
 from penstock.proof.twins import Made, twins
 from penstock.proof.whole_batch import Whole
@@ -115,7 +117,7 @@ def verify(
             rows = [row for part in pipe.gather(_compare(pipe, outputs, total, expected, exact)) for row in part]
             compared.append(list(_complete(rows, expected)))
         return Report(
-            tuple(_over_steps(compared)),
+            tuple(over_steps(compared)),
             pipe.schedule.name,
             pipe.world.ranks,
             len(pipe.stages),
@@ -134,7 +136,9 @@ class _Expected:
     """One step of the unsplit model. `outputs`: the tensor leaves of each microbatch's output, of all replicas;
     `gradients`: those of parameters, and of buffers that require one; `buffers`: what the first replica's part leaves,
     as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in another
-    order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round first."""
+    order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round first;
+    `lowered`: autocast's dtype if stages are compiled under it; `noise`: how far each value then is from one without.
+    """
 
     outputs: list[list[Tensor]]
     loss: Tensor
@@ -142,6 +146,14 @@ class _Expected:
     buffers: dict[str, Tensor]
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
+    lowered: torch.dtype | None = None
+    noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def values(self) -> dict[tuple[str, str], Tensor | None]:
+        """All that is compared, by kind and name."""
+        outputs = {f"{i} of microbatch {k}": t for k, leaves in enumerate(self.outputs) for i, t in enumerate(leaves)}
+        of: Any = {"output": outputs, "loss": {"loss": self.loss}, "gradient": self.gradients, "buffer": self.buffers}
+        return {(kind, name): value for kind, named in of.items() for name, value in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +198,9 @@ def _reference(
     )
     with alone:
         sizes, fused = _term_sizes(alone, pipe), _added_in_place(alone, pipe)
-        steps = [_step(alone, loss, reduction, replicas, sizes, fused) for _ in range(STEPS)]
+        run = partial(_step, alone, loss, reduction, replicas, sizes, fused)
+        before = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
+        steps = [run() for _ in range(STEPS)]
         parameters = alone.session.all_parameters()
         exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
         whole = None
@@ -194,7 +208,22 @@ def _reference(
             rows = sum(piece.rows or 0 for piece in parts[0])
             cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
             whole = Whole(alone, given._replace(rows=rows), cutting, parts[0], loss, reduction).compare()
+        if options.get("compile") and torch.is_autocast_enabled(pipe.device.type):
+            steps = _with_noise(alone, steps, before, run)
         return _Reference(steps, exact, whole)
+
+
+def _with_noise(
+    alone: Pipeline, steps: Sequence[_Expected], before: Mapping[str, Tensor], run: Callable[[], _Expected]
+) -> list[_Expected]:
+    """What autocast costs the unsplit model itself: the same steps without it, from the same state."""
+    alone.step_count -= len(steps)
+    with torch.no_grad():
+        for name, buffer in alone.named_buffers():
+            buffer.copy_(before[name])
+    lowered = torch.get_autocast_dtype(alone.device.type)
+    with torch.autocast(alone.device.type, enabled=False):
+        return [replace(step, lowered=lowered, noise=noise(step.values(), run().values())) for step in steps]
 
 
 def _uncut_device(batch: Microbatch) -> torch.device:
@@ -205,7 +234,7 @@ def _uncut_device(batch: Microbatch) -> torch.device:
 
 def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
     """Measures the terms of the gradients that the pipeline adds up in another order."""
-    reordered = _reordered(pipe)
+    reordered = reordered_in(pipe)
     trained = {name: tensor for name, tensor in _trained(alone.session.all_parameters(), alone) if name in reordered}
     one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
     return TermSizes(trained, by_use=ties(one_copy))
@@ -317,6 +346,13 @@ def _compare(
     order = pipe.schedule
     lasts = [stage for stage in range(order.stages) if order.placement.is_last(stage)]
     rows = []
+
+    def judge(
+        kind: str, name: str, stages: tuple[int, ...], mine: Tensor | None, other: Tensor | None, **more: Any
+    ) -> Comparison:
+        more["computed_in"] = expected.lowered or more.get("computed_in")
+        return compare(kind, name, stages, mine, other, exact, noise=expected.noise.get((kind, name), 0.0), **more)
+
     first = pipe.world.replica * order.microbatches
     if outputs is not None:
         for k, output in enumerate(outputs):
@@ -325,40 +361,28 @@ def _compare(
             if output is None and len(lasts) > 1:
                 continue  # on the rank of another copy's last stage
             for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
-                rows.append(compare("output", f"{index} of microbatch {first + k}", (last,), mine, other, exact))
-        rows.append(compare("loss", "loss", tuple(lasts), loss, expected.loss, exact))
+                rows.append(judge("output", f"{index} of microbatch {first + k}", (last,), mine, other))
+        rows.append(judge("loss", "loss", tuple(lasts), loss, expected.loss))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
-    reordered = _reordered(pipe)
+    reordered = reordered_in(pipe)
     for name, parameter in _trained(pipe.named_parameters(), pipe):
         rows.append(
-            compare(
+            judge(
                 "gradient",
                 name,
                 holders[name],
                 None if parameter.grad is None else whole(parameter.grad),
                 expected.gradients[name],
-                exact,
-                reordered.get(name, ""),
-                expected.terms.get(name),
-                parameter.dtype,
-                expected.rounded.get(name),
+                reordered=reordered.get(name, ""),
+                terms=expected.terms.get(name),
+                computed_in=parameter.dtype,
+                rounded=expected.rounded.get(name),
             )
         )
     for name, buffer in pipe.named_buffers():
-        rows.append(compare("buffer", name, holders[name], whole(buffer), expected.buffers[name], exact))
+        rows.append(judge("buffer", name, holders[name], whole(buffer), expected.buffers[name]))
     return rows
-
-
-def _reordered(pipe: Pipeline) -> dict[str, str]:
-    """The gradients whose terms the pipeline adds up in another order than the unsplit model, and why."""
-    over = "terms of several replicas, added in another order" if pipe.world.data_parallel > 1 else ""
-    if not over and pipe.session.reorders_gradients:
-        over = "a branch may be passed by, so that two values that cross a cut are one: terms added in another order"
-    every = (
-        dict.fromkeys((n for stage in pipe.stages for n in (*stage.parameters, *stage.buffers)), over) if over else {}
-    )
-    return every | dict.fromkeys(ties(pipe.stages), "terms of several stages, added in another order")
 
 
 def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Comparison]:
@@ -368,27 +392,8 @@ def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Compa
         known = found.setdefault((row.kind, row.name), row)
         if known.ok and not row.ok:
             found[row.kind, row.name] = row
-    for k, output in enumerate(expected.outputs):
-        for index, reference in enumerate(output):
-            name = f"{index} of microbatch {k}"
-            yield found.get(("output", name)) or compare("output", name, (), None, reference, True)
-    yield found["loss", "loss"]
-    for name, gradient in expected.gradients.items():
-        yield found.get(("gradient", name)) or compare("gradient", name, (), None, gradient, True)
-    for name, buffer in expected.buffers.items():
-        yield found.get(("buffer", name)) or compare("buffer", name, (), None, buffer, True)
-
-
-def _over_steps(compared: Sequence[Sequence[Comparison]]) -> Iterator[Comparison]:
-    """One row for each value: the first step in which it is not as promised, or the one in which it is furthest from
-    equal."""
-    found: dict[tuple[str, str], Comparison] = {}
-    for step, rows in enumerate(compared, 1):
-        for row in rows:
-            known = found.get((row.kind, row.name))
-            if known is None or (known.ok and (not row.ok or row.max_difference > known.max_difference)):
-                found[row.kind, row.name] = row if row.ok else replace(row, step=step)
-    yield from found.values()
+    for (kind, name), value in expected.values().items():
+        yield found.get((kind, name)) or compare(kind, name, (), None, value, True)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
