@@ -94,7 +94,7 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 class InALateHook(InAParametersHook):
-    """Draws from its 50th call, long after the backwards that are looked at one by one."""
+    """Draws from its 50th call, long after the backwards that are looked at closely."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_numbers_drawn_late_in_backward_are_refused(schedule: str, loss: Any) ->
 
         steps(12)
         with pytest.raises(PartitionError, match=r"backward of stage 1 draws random numbers"):
-            steps(2)
+            steps(1)
 
 
 class Gated(torch.autograd.Function):

@@ -59,8 +59,6 @@ class Streams:
         loss function of the user's own, which may draw from anything, they always are."""
         self.seedings = 0
         """How often the generators were set."""
-        self.strays = False
-        """Whether something has drawn in a step for which no generator was set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._drawn: dict[tuple[str, int], int] = {}
@@ -93,12 +91,9 @@ class Streams:
         self._generators = tuple(dict.fromkeys([torch.default_generator, *map(generator_of, devices)]))
         self._drawn.clear()
         states = [generator.get_state() for generator in self._generators]
-        seeds = [generator.initial_seed() for generator in self._generators]
-        self._step, self._foreign, before = step, None, self.seedings
+        self._step, self._foreign = step, None
         try:
             yield
-            if self.seedings == before and not self.strays:
-                self.strays = self._has_drawn(seeds, states)
         finally:
             self._base = None
             self._restore_foreign()
@@ -166,11 +161,6 @@ class Streams:
             random.setstate(self._foreign[0])
             if self._foreign[1] is not None:
                 sys.modules["numpy"].random.set_state(self._foreign[1])
-
-    def _has_drawn(self, seeds: list[int], states: list[torch.Tensor]) -> bool:
-        """Whether a generator has moved on from the same seed."""
-        before = zip(self._generators, seeds, states, strict=True)
-        return any(g.initial_seed() == seed and not torch.equal(g.get_state(), state) for g, seed, state in before)
 
 
 class _Hook:

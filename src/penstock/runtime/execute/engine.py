@@ -60,8 +60,6 @@ class BoundSchedule:
     """This process's parameters that several stages hold and train."""
     schedule: Schedule
     training: bool
-    draws: bool
-    """Whether a forward or the loss may draw random numbers."""
 
 
 class Engine:
@@ -174,7 +172,6 @@ class Engine:
             tied=tied,
             schedule=schedule,
             training=training,
-            draws=draws or binding.others_draw,
         )
 
     def agreed_at_first(self) -> AbstractContextManager[None]:
@@ -309,7 +306,7 @@ class Engine:
         self.control.watchdog.check()
         for program in bound.programs:
             reduces = self.replicas is None or self.replicas.active
-            program.start(feed, reduces=reduces, draws=bound.draws or self.streams.strays)
+            program.start(feed, reduces=reduces)
         bound.head.start(feed.targets, feed.weights, feed.keep_outputs, feed.loss_scale)
         if bound.averages and self.replicas is not None:
             self.replicas.begin_step(bound.averages)

@@ -162,9 +162,9 @@ class Program:
             actions.append(bound)
         self.actions = with_neighbours(actions, {index: runner.features for index, runner in self.runners.items()})
 
-    def start(self, feed: Feed, *, reduces: bool, draws: bool) -> None:
-        """Gives a step's inputs to the first stage, if it is here. `reduces`, `draws`: see `Start`."""
-        start = Start(reduces, feed.loss_scale, feed.changes, draws)
+    def start(self, feed: Feed, *, reduces: bool) -> None:
+        """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
+        start = Start(reduces, feed.loss_scale, feed.changes)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 

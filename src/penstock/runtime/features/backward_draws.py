@@ -19,7 +19,7 @@ from penstock.compat import generator_of
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.context import StageContext
-from penstock.runtime.features.feature import NOTHING, Context, Feature, Start, Watch
+from penstock.runtime.features.feature import Context, Feature, Watch
 
 LOOKS = 3
 """How many of a stage's backwards are checked for draws from Python's and numpy's generators: later ones behave alike,
@@ -29,8 +29,7 @@ and in a long run other threads draw from these generators too."""
 class BackwardDraws(Feature):
     """Refuses draws from torch's default generators, or Python's or numpy's, in a stage's backward.
 
-    After the first backwards, it looks at each only if something else draws too, or if torch's generators have moved
-    on in a whole step for which they were not set (`Streams.strays`).
+    After the first backwards, it looks at torch's generators only.
 
     Args:
         stage: the stage's index.
@@ -49,19 +48,14 @@ class BackwardDraws(Feature):
         self._looks = 0
         self._generators = tuple(dict.fromkeys([torch.default_generator, generator_of(device)]))
         self._refused_later = Watch(self._states, self._refuse_draws)
-        self._later: Context = self._refused_later
-
-    def begin_step(self, start: Start) -> None:
-        """Learns whether a look at the whole step is enough."""
-        self._later = self._refused_later if start.draws else NOTHING
 
     def autograd(self, microbatch: int) -> Context:
         """Wraps autograd's backward: see `refused`."""
-        return self.refused() if self._looks < LOOKS else self._later
+        return self.refused() if self._looks < LOOKS else self._refused_later
 
     def weights(self, microbatch: int) -> Context:
         """Wraps the work that a split backward put off: see `refused`."""
-        return self.refused() if self._looks < LOOKS else self._later
+        return self.refused() if self._looks < LOOKS else self._refused_later
 
     @contextmanager
     def refused(self) -> Iterator[None]:

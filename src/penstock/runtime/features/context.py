@@ -13,7 +13,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import Kinds, any_use, distinct
-from penstock.runtime.loss.loss import Loss, LossHead, may_draw
+from penstock.runtime.loss.loss import Loss, LossHead
 from penstock.schedule import Action, Op, Schedule
 
 if TYPE_CHECKING:
@@ -54,11 +54,6 @@ class Binding:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kinds", Kinds.among(self.partitions))
-
-    @property
-    def others_draw(self) -> bool:
-        """Whether the loss or the user's own features may draw random numbers."""
-        return bool(self.features) or may_draw(self.loss)
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,14 +63,11 @@ class Start(NamedTuple):
         loss_scale: what gradients are multiplied by.
         changes: how often the model was found changed between two steps, or a step raised: what was learned about the
             model may no longer hold, or be incomplete.
-        draws: whether anything but a backward may draw random numbers in this step: as recorded, or since something has
-            drawn in an earlier step.
     """
 
     reduces: bool = True
     loss_scale: float = 1.0
     changes: int = 0
-    draws: bool = True
 
 
 class Rerun(Protocol):
