@@ -96,7 +96,7 @@ def test_a_choice_a_stage(choice: Any, stages: set[int], monkeypatch: pytest.Mon
         assert counted.back >= len(counted.gone)
         assert bool(counted.gone) == bool(stages)
         assert {
-            r.meta.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
+            r.index for r in training_runners(pipe) if any(isinstance(each, Offload) for each in r.features)
         } == stages
         counted.gone.clear()
         pipe.evaluate(x, target=y)
