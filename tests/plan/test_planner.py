@@ -91,6 +91,18 @@ def test_stages_are_recomputed_only_where_memory_lacks() -> None:
     assert planned(9).lacking_bytes > 0
 
 
+def test_what_waits_for_w_is_held_until_then() -> None:
+    """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
+    units = ALIKE.at(1)
+    cluster = Cluster(4, 9 * MB)
+    split, whole = (
+        predict(Choice(1, 4, 1, name, 8, 1), units, cluster, cut(units, 4, cluster)) for name in ("zb-h1", "1f1b")
+    )
+    assert whole.memory_bytes[3] <= 8 * MB + 2 * MB + MB // 10
+    assert split.memory_bytes[3] >= 8 * MB + 4 * 2 * MB
+    assert split.lacking_bytes > whole.lacking_bytes
+
+
 def test_nothing_fits_and_the_nearest_says_what_is_missing() -> None:
     found = make_plans(ALIKE, Cluster(4, 5 * MB), 8)
     assert found.best == ()
@@ -117,6 +129,14 @@ def test_costs_lie_on_the_line_through_two_sizes() -> None:
     assert single.at(2)[0].forward_seconds == 1.25
     assert {unit.parameter_bytes for rows in (1, 2, 8) for unit in both.at(rows)} == {7}
     assert both.largest == 8
+
+
+def test_no_size_costs_nothing() -> None:
+    """Where time grows faster than rows, or falls, a line beyond the measured sizes would reach zero."""
+    steep = Sizes({4: _profile([1.0]), 8: _profile([3.0])})
+    assert [steep.at(rows)[0].forward_seconds for rows in (1, 2, 6, 16)] == [0.25, 0.5, 2, 7]
+    falling = Sizes({4: _profile([3.0]), 8: _profile([1.0])})
+    assert falling.at(16)[0].forward_seconds == 1
 
 
 def test_every_device_is_used_and_the_batch_is_whole() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.proof.comparison import Comparison
-from penstock.proof.verify import _complete, _Expected, _over_steps
+from penstock.proof.comparison import Comparison, over_steps
+from penstock.proof.verify import _complete, _Expected
 
 ONE = torch.ones(2)
 LOSS = Comparison("loss", "loss", (1,), "equal")
@@ -42,11 +42,11 @@ def test_of_several_copies_the_wrong_one_counts(fine: Comparison, wrong: Compari
 @pytest.mark.parametrize("wrong", WRONG)
 def test_of_several_steps_the_first_wrong_one_counts(fine: Comparison, wrong: Comparison) -> None:
     for steps, number in (([fine, wrong, WRONG[1]], 2), ([wrong, fine, fine], 1), ([fine, fine, wrong], 3)):
-        (row,) = _over_steps([[one] for one in steps])
+        (row,) = over_steps([[one] for one in steps])
         assert (row.verdict, row.step) == (wrong.verdict, number)
 
 
 def test_of_steps_that_are_as_promised_the_furthest_counts() -> None:
     closer = Comparison("gradient", "a", (0, 1), "close", 0.2, 1.0, "a tie")
     for steps in ([FINE, closer, CLOSE], [CLOSE, closer, FINE]):
-        assert list(_over_steps([[one] for one in steps])) == [CLOSE]
+        assert list(over_steps([[one] for one in steps])) == [CLOSE]

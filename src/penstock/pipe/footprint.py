@@ -21,6 +21,7 @@ from penstock.compat import fake_mode, quiet, size_of, storage_of
 from penstock.gradients import gradient_bytes
 from penstock.partition import Partition
 from penstock.partition.run.loan import untouched_generators
+from penstock.partition.state.reach import Reach
 from penstock.runtime.exact import rules as exact
 from penstock.schedule import Op, Schedule, drop_backward
 from penstock.simulate import StageCost, memory, simulate
@@ -45,14 +46,17 @@ def footprint(module: nn.Module, inputs: Sequence[TensorMeta]) -> Footprint | No
     """Runs a stage's code and its backward on fake tensors. None if it does not run on these.
 
     Args:
-        module: takes `inputs` and returns its outputs. Neither it nor its parameters are touched.
+        module: takes `inputs` and returns its outputs. What its forward leaves behind is taken back.
         inputs: of one microbatch.
     """
+    reach = Reach(module)
     try:
         with untouched_generators(), quiet(), fake_mode(), torch.enable_grad():
             return _run(module, inputs)
     except Exception:  # a model's own code may raise anything on fake tensors
         return None
+    finally:
+        reach.restore()
 
 
 def _run(module: nn.Module, inputs: Sequence[TensorMeta]) -> Footprint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -180,16 +180,25 @@ def _peaks(
 ) -> list[float]:
     """The most that each rank needs if these stages are recomputed: it depends on the timeline's order, not its times.
 
-    While a stage is recomputed, one microbatch's activations are there besides what is kept.
+    While a stage is recomputed, one microbatch's activations are there besides what is kept. If its backward is split,
+    W needs some of them, at most all: those of each microbatch between I and W are taken to be there.
     """
     costs = [_recomputing(cost, inputs[s]) if s in again else cost for s, cost in enumerate(where.costs)]
     depth = schedule.placement.depth
-    working = [
-        max(
-            (where.costs[s % depth].activation_bytes for s in schedule.placement.stages_on(rank) if s % depth in again),
-            default=0.0,
-        )
-        for rank in range(schedule.ranks)
-    ]
+    again_bytes = {s: where.costs[s % depth].activation_bytes for s in range(schedule.stages) if s % depth in again}
+    working = [_working(row, again_bytes) for row in schedule.rows]
     held = memory(schedule, _copies(schedule, costs), timeline)
     return [one.peak + extra for one, extra in zip(held, working, strict=True)]
+
+
+def _working(row: Row, again_bytes: Mapping[int, float]) -> float:
+    """The most that recomputed forwards leave on a rank at once, from their I (or B) to the end of their W (or B)."""
+    now = most = 0.0
+    for op, stage in zip(row.op, row.stage, strict=True):
+        size = again_bytes.get(stage, 0.0)
+        if op == Op.I.code:
+            now += size
+        most = max(most, now + (size if op == Op.B.code else 0.0))
+        if op == Op.W.code:
+            now -= size
+    return most

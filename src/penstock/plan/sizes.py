@@ -29,8 +29,9 @@ FARTHEST = 2
 class Sizes:
     """Profiles of one model by the number of rows of a microbatch.
 
-    Between two measured sizes, costs lie on a straight line; beyond them, on that of the two nearest. A single profile
-    gives costs in proportion to the rows.
+    Between two measured sizes, costs lie on a straight line; beyond them, on that of the two nearest, but below the
+    smallest never under its proportion, and above the largest never under its costs. A single profile gives costs in
+    proportion to the rows.
 
     Raises:
         ArgumentError: there is no profile, a size is less than 1, or profiles are not of the same units of one model.
@@ -85,7 +86,13 @@ class Sizes:
         low, high = sizes[upper - 1], sizes[upper]
         share = (rows - low) / (high - low)
         pairs = zip(self.profiles[low].units, self.profiles[high].units, strict=True)
-        return tuple(_between(below, above, share) for below, above in pairs)
+        found = (_between(below, above, share) for below, above in pairs)
+        if rows > high:
+            return tuple(map(_at_least, found, self.profiles[high].units))
+        if rows < low:
+            parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
+            return tuple(map(_at_least, found, parts))
+        return tuple(found)
 
 
 def rows_of(profile: Profile) -> int:
@@ -109,3 +116,7 @@ def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
     """On the line through two; never below zero."""
     values = {name: (getattr(low, name), getattr(high, name)) for name in GROWING}
     return replace(low, **{name: max(0.0, a + share * (b - a)) for name, (a, b) in values.items()})
+
+
+def _at_least(unit: UnitCost, least: UnitCost) -> UnitCost:
+    return replace(unit, **{name: max(getattr(unit, name), getattr(least, name)) for name in GROWING})

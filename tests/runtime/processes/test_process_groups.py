@@ -62,7 +62,7 @@ def groups(backend: str, *options: Any) -> None:
     """Makes all kinds of them."""
     made = Groups(World(3, 1, (0, 1, 2)), backend, GroupOptions(*options))
     made.check()
-    made.open()
+    made.open(late=True)
     made.make((0, 1))
     made.make((0, 2))
     made.pair([(0, 1), (1, 2), (0, 2)])
@@ -70,7 +70,7 @@ def groups(backend: str, *options: Any) -> None:
 
 def test_every_group_has_the_limit(told: list[dict[str, Any]]) -> None:
     groups("nccl", 120.0)
-    assert len(told) == 8
+    assert len(told) == 9  # one of them for losses that leave late
     assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
     assert all("pg_options" not in call for call in told)
 

@@ -1,4 +1,4 @@
-"""Runs one unit, on a copy whose parameters share the model's memory and whose buffers and attributes are its own."""
+"""Runs one unit, on a copy of its own: parameters, buffers and attributes, which hooks and backwards may write to."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RunningUnit:
     Args:
         stage: the unit as a stage.
         inputs: what it takes, in the order of the stage's meta.
-        held: every parameter of the model, so that none is copied.
-        written: those that the forward updates, which are copied.
+        held: every parameter of the model; those of other units, to which attributes may lead, are not copied.
+        written: those that the forward updates, which are copied wherever they are.
 
     Attributes:
         outputs: what the first run returned.
@@ -60,9 +60,9 @@ class RunningUnit:
         self._inputs = [(value, i.meta.requires_grad) for value, i in zip(inputs, stage.meta.inputs, strict=True)]
         mine = {id(parameter) for parameter in stage.parameters.values()}
         memo: dict[int, Any] = {
-            id(p): nn.Parameter(p.detach().to(device) if id(p) in mine else p.detach(), requires_grad=p.requires_grad)
+            id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
             for p in held
-            if id(p) not in written
+            if id(p) not in written and id(p) not in mine
         }
         self._module = copy.deepcopy(stage.module, memo).to(device)
         self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
