@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from mesh_jobs import mesh_of
 
 import penstock
 from penstock.schedule import Schedule
 from penstock.testing.nccl import nccl_rules
-from scaffolding.branching import Branching, batch_of, cuts, several_kinds
+from scaffolding.branching import MASKED, PLAIN, TWICE, Branching, batch_of, cuts, several_kinds
 from scaffolding.by_hand import step_by_hand
 from scaffolding.models import squared_error
 
@@ -38,6 +39,30 @@ def steps(order: Schedule, transport: str, *, tied: bool, **options: Any) -> lis
             if loss is None or not torch.equal(loss, expected.total):
                 wrong.append(f"step {number}: loss")
             wrong += [f"step {number}: {what}" for what in differing(held, wanted, order, tied)]
+    return wrong
+
+
+def replicas(rank: int, schedule: str) -> list[str]:
+    """What differs from one device where each of two replicas' microbatches are of other kinds than the other's."""
+    torch.manual_seed(0)
+    m, mesh = 3, mesh_of((2, 2), ("dp", "pp"))
+    model, options = Branching(2), {"schedule": schedule, "cuts": cuts(2), "loss": squared_error, "microbatches": m}
+    reference, wrong = copy.deepcopy(model), list[str]()
+    parts = [batch_of(ways, seed) for seed, ways in enumerate([(MASKED, PLAIN, TWICE), (TWICE, MASKED, PLAIN)])]
+    whole = tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
+    x, mask, y = parts[rank // 2]
+    with penstock.pipeline(model, (x, mask), mesh=mesh, **options) as pipe:
+        for number in range(2):
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, whole[:2], whole[2], squared_error, 2 * m)
+            loss = pipe.step(x, mask, target=y).loss
+            if loss is None or not torch.allclose(loss, expected.total):
+                wrong.append(f"step {number}: loss")
+            for name, parameter in pipe.named_parameters():
+                grad = dict(reference.named_parameters())[name].grad
+                if parameter.grad is None or grad is None or not torch.allclose(parameter.grad, grad, atol=1e-6):
+                    wrong.append(f"step {number}: {name}")
     return wrong
 
 

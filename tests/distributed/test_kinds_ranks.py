@@ -39,3 +39,8 @@ def test_each_microbatch_goes_its_way(
     order, transport = generate(schedule, p, MICROBATCHES, chunks), "distributed" if rules else "auto"
     for tied in (False, True):
         assert ranks.run(kinds_jobs.train, order, transport, rules, tied) == [[]] * p, tied
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.long)])
+def test_replicas_have_microbatches_of_other_kinds_than_each_other(schedule: str, ranks4: Ranks) -> None:
+    assert ranks4.run(kinds_jobs.replicas, schedule) == [[]] * 4

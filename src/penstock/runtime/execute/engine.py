@@ -226,16 +226,18 @@ class Engine:
         return self.replicas.averages(here, tied)
 
     def _agree(self, schedule: Schedule, kinds: Kinds) -> None:
-        """Checks before the first message that all ranks split the same model in the same way. Schedules bound later
-        concern only their own pipeline."""
+        """Checks before the first message that all ranks split the same model in the same way. Which microbatches are
+        of which kind, and schedules bound later, concern only their own pipeline."""
         if self.control.groups is None:
             return
-        mine = hashlib.sha256(repr((str(schedule), kinds)).encode()).hexdigest()
+        mine = tuple(hashlib.sha256(repr(each).encode()).hexdigest() for each in (str(schedule), kinds))
         if self._bound == 1:
-            differing = [rank for rank, other in enumerate(self.control.gather(mine, "its stages")) if other != mine]
+            said = self.control.gather(mine, "its stages")
+            line = self.world.numbers
+            differing = [r for r, other in enumerate(said) if other != mine and (r in line or other[0] != mine[0])]
         else:
-            line = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
-            differing = [rank for rank, other in line if other != mine]
+            others = zip(self.world.numbers, self.control.gather_line(mine), strict=True)
+            differing = [rank for rank, other in others if other != mine]
         if differing:
             raise PartitionError(
                 f"rank {self.world.number} has other stages or another schedule than rank {differing[0]}: "
