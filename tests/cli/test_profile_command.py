@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,26 @@ def test_blocks_that_a_module_holds_are_opened_and_a_pipeline_opens_them_too() -
     assert [unit.name for unit in found.units] == [f"levels.{i}.blocks.{j}" for i in range(2) for j in range(3)]
     with penstock.pipeline(Whole(), (x,), ranks=2, microbatches=2, loss_fn=lambda y: y.mean(), balance=found) as pipe:
         assert pipe.cuts[0] in {unit.name for unit in found.units}
+
+
+def test_memory_and_the_link_between_ranks_move_cuts() -> None:
+    output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json")
+    found = Profile.from_dict(json.loads(Path("profile.json").read_text()))
+    costs = {"forward_seconds": 1.0, "input_gradient_seconds": 0.0, "weight_gradient_seconds": 0.0}
+    sent = {"boundary_bytes": 1000, "boundary_gradient_bytes": 0}
+    even = [replace(unit, **costs, **(sent if unit.name == "3" else {})) for unit in found.units]
+    replace(found, units=tuple(even)).save("profile.json")
+
+    def begins(command: str, *options: str) -> str:
+        done = output(command, "cases.py:make", "--balance", "profile.json", "--microbatches", "2", "--json", *options)
+        report = json.loads(done)
+        if command == "inspect":
+            return str(report["stages"][1]["begins"])
+        return min(row["name"][0] for row in report["rows"] if row["kind"] == "gradient" and row["stages"] == [1])
+
+    for command in ("inspect", "verify"):
+        assert begins(command) == "3"
+        assert begins(command, "--link", "1kbit") != "3"
+        assert begins(command, "--memory-limit", "5KiB") == "3"
+        least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
+        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
