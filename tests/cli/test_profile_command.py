@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,26 @@ def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
     assert [one.rows for one in found.each_size] == [4, 8]
     with pytest.raises(ArgumentError, match=r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4 rows"):
         penstock.profile(model, (x,), microbatch_sizes=[2], split=halves, budget_seconds=0.0)
+
+
+def test_memory_and_the_link_between_ranks_move_cuts() -> None:
+    output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json")
+    found = Profile.from_dict(json.loads(Path("profile.json").read_text()))
+    costs = {"forward_seconds": 1.0, "input_gradient_seconds": 0.0, "weight_gradient_seconds": 0.0}
+    sent = {"boundary_bytes": 1000, "boundary_gradient_bytes": 0}
+    even = [replace(unit, **costs, **(sent if unit.name == "3" else {})) for unit in found.units]
+    replace(found, units=tuple(even)).save("profile.json")
+
+    def begins(command: str, *options: str) -> str:
+        done = output(command, "cases.py:make", "--balance", "profile.json", "--microbatches", "2", "--json", *options)
+        report = json.loads(done)
+        if command == "inspect":
+            return str(report["stages"][1]["begins"])
+        return min(row["name"][0] for row in report["rows"] if row["kind"] == "gradient" and row["stages"] == [1])
+
+    for command in ("inspect", "verify"):
+        assert begins(command) == "3"
+        assert begins(command, "--link", "1kbit") != "3"
+        assert begins(command, "--memory-limit", "5KiB") == "3"
+        least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
+        assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
