@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,9 +189,15 @@ class Partitioner:
             self._is_settled = True
 
     def profile(
-        self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, budget_seconds: float = BUDGET_SECONDS
+        self,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        budget_seconds: float = BUDGET_SECONDS,
+        rows: int = 0,
     ) -> Profile:
         """What each unit costs, with modules opened for as many stages as there are repeated blocks.
+
+        `rows`: how many the inputs have; 0: unknown.
 
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
         """
@@ -199,7 +206,7 @@ class Partitioner:
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         units = candidates(recording, self.model, "flops")
-        return measure(recording, self.model, units, args, kwargs, budget_seconds)
+        return replace(measure(recording, self.model, units, args, kwargs, budget_seconds), rows=rows)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

@@ -15,7 +15,7 @@ from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.processes.world import device_named
-from penstock.trees import map_tensors, unflatten
+from penstock.trees import Flat, map_tensors, unflatten
 
 
 def profile(
@@ -24,6 +24,7 @@ def profile(
     kwargs: Mapping[str, Any] | None = None,
     *,
     microbatches: int | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
     batch_dims: BatchDims | Dim = None,
     split: SplitFunction | None = None,
     leaves: Sequence[str] | None = None,
@@ -40,11 +41,14 @@ def profile(
         model, args, kwargs, batch_dims, split, leaves, opens: as for `penstock.pipeline`.
         microbatches: how many the batch is cut into; the first one is measured. None: 8, or one per row of a smaller
             batch.
+        microbatch_sizes: instead: the rows of each microbatch to measure, such as [1, 2, 4, 8]. The profile is that of
+            the largest, with the others in `others`.
         device: where to run. None: where the example is.
-        budget_seconds: how long to measure; each kind of unit is run at least twice, whatever that takes.
+        budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
 
     Raises:
-        ArgumentError: an argument is wrong, or the model cannot be run (its weights are on the meta device).
+        ArgumentError: an argument is wrong, the batch makes no microbatch of such a size, or the model cannot be run
+            (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
@@ -52,16 +56,39 @@ def profile(
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number, at least 1")
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
-    count = microbatches or cutting.usual(*example)
-    divided = cutting.divide(*example, None, count, "example", 1)
-    piece = cutting.cut(*example, divided, count, "example", None, 1).pieces[0]
-    inputs, named = unflatten(piece.leaves, piece.structure)
-    if device is not None:
-        there = device_named(device)
-        inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
+    pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
     partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+
+    def measured(piece: Flat, rows: int) -> Profile:
+        inputs, named = unflatten(piece.leaves, piece.structure)
+        if device is not None:
+            there = device_named(device)
+            inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
+        return partitioner.profile(inputs, named, budget_seconds, rows)
+
     try:
         with torch.enable_grad():
-            return partitioner.profile(inputs, named, budget_seconds)
+            *others, largest = [measured(piece, rows) for piece, rows in pieces]
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
+    return largest.with_others(others)
+
+
+def _pieces(
+    cutting: Cutting, example: tuple[Any, Any], microbatches: int | None, sizes: Sequence[int] | None
+) -> list[tuple[Flat, int]]:
+    """The microbatches to measure and their rows, the largest last."""
+    if sizes is None:
+        count = microbatches or cutting.usual(*example)
+        divided = cutting.divide(*example, None, count, "example", 1)
+        cut = cutting.cut(*example, divided, count, "example", None, 1)
+        return [(cut.pieces[0], cut.sizes[0])]
+    given = f"microbatch_sizes={[*sizes]}"
+    if microbatches is not None:
+        raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
+    if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
+        raise ArgumentError(f"{given}: expected numbers of rows, each at least 1")
+    try:
+        return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
+    except ArgumentError as error:
+        raise ArgumentError(f"{given}: {error}") from None

@@ -182,6 +182,7 @@ def _costs(
                 boundary_gradient_bytes=back,
                 spread=spread,
                 like=like,
+                recompute_seconds=statistics.median(runner.runs.again) if runner.runs.again else None,
             )
         )
     return tuple(found)
