@@ -67,7 +67,7 @@ def profile(
     kind = specified(device)
     if kind is None and calibrate:
         raise ArgumentError(
-            f"calibrate= is for estimates: name a device that is not here (device='h100'), not {device!r}"
+            f"calibrate= is for estimates: name what to estimate for, as in device='h100'; device={device!r} is measured"
         )
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
     partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
