@@ -10,7 +10,9 @@ from torch import nn
 
 from penstock.balance import Profile
 from penstock.errors import ArgumentError
-from penstock.partition import NoStreams, Partitioner, UnmeasurableError
+from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
+from penstock.partition.measure.measuring import identity
+from penstock.partition.units.chain import as_module
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
@@ -72,6 +74,22 @@ def profile(
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
     return largest.with_others(others)
+
+
+def check_profile(
+    found: Profile, model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+) -> None:
+    """Refuses a profile of another model than this one, or of another device or dtype. `what`: the profile's name.
+
+    Raises:
+        ArgumentError: names the first difference.
+    """
+    module = as_module(model)
+    mine = identity(module)
+    device = next(
+        (tensor.device for tensor in (*tensors_in((args, kwargs)), *module.parameters())), torch.device("cpu")
+    )
+    found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
 def _pieces(
