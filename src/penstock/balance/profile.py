@@ -206,20 +206,27 @@ class Profile:
         text = json.dumps(sorted((name, list(shape)) for name, shape in self.parameters.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_for(self, parameters: Mapping[str, Shape], device: str, dtype: str) -> None:
-        """Refuses a profile of something else.
+    def check_for(
+        self,
+        parameters: Mapping[str, Shape],
+        device: str,
+        dtype: str,
+        what: str = "balance: the profile",
+        remedy: str = ", or use balance='time'",
+    ) -> None:
+        """Refuses a profile of something else. `what`, `remedy`: the beginning and the end of the message.
 
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
         difference = _difference(self.parameters, parameters)
-        for what, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
+        for kind, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
             if not difference and mine != given:
-                difference = f"it was made for {what} {mine!r}, and this is {given!r}"
+                difference = f"it was made for {kind} {mine!r}, and this is {given!r}"
         if difference:
             raise ArgumentError(
-                f"balance: the profile is not of this model on this device: {difference}. Make one with "
-                "penstock.profile(...) or `penstock profile`, or use balance='time'"
+                f"{what} is not of this model on this device: {difference}. Make one with penstock.profile(...) or "
+                f"`penstock profile`{remedy}"
             )
 
     def to_dict(self) -> dict[str, Any]:

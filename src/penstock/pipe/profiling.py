@@ -13,7 +13,9 @@ from penstock.balance import Profile, estimated, fitted, read_profile
 from penstock.errors import ArgumentError
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
-from penstock.partition import NoStreams, Partitioner, UnmeasurableError
+from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
+from penstock.partition.measure.costs import identity
+from penstock.partition.units.chain import as_module
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
@@ -67,7 +69,7 @@ def profile(
     kind = specified(device)
     if kind is None and calibrate:
         raise ArgumentError(
-            f"calibrate= is for estimates: name what to estimate for, as in device='h100'; device={device!r} is measured"
+            f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
         )
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
     partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
@@ -113,6 +115,22 @@ def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, 
         return given
     each = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
     return fitted([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
+
+
+def check_profile(
+    found: Profile, model: nn.Module | Sequence[nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+) -> None:
+    """Refuses a profile of another model than this one, or of another device or dtype. `what`: the profile's name.
+
+    Raises:
+        ArgumentError: names the first difference.
+    """
+    module = as_module(model)
+    mine = identity(module)
+    device = next(
+        (tensor.device for tensor in (*tensors_in((args, kwargs)), *module.parameters())), torch.device("cpu")
+    )
+    found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
 def _pieces(
