@@ -78,7 +78,7 @@ def profile(
         inputs, named = unflatten(piece.leaves, piece.structure)
         if kind is not None:
             return partitioner.profile(inputs, named, None, rows)
-        if device is not None:
+        if device is not None and not isinstance(device, Device):
             there = device_named(device)
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
         return partitioner.profile(inputs, named, budget_seconds, rows)

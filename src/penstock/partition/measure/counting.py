@@ -123,7 +123,8 @@ class CountedUnit:
     def _input_gradient(self) -> tuple[Operation, ...]:
         leaves, entering = self._enter()
         roots, seeds = _seeded(self._module(*entering))
-        with Counting() as counting:
+        counting = Counting()
+        with counting:
             torch.autograd.grad(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds, allow_unused=True)
         return counting.found
 
@@ -174,7 +175,7 @@ def _unmasked(call: Call) -> int:
     flops = operations_of(call)
     given = dict(zip(argument_names(call.func), call.args, strict=False)) | dict(call.kwargs)
     if given.get("is_causal"):
-        length = given["query"].shape[-2]
+        length = int(given["query"].shape[-2])
         return flops * (length + 1) // (2 * length)
     return flops
 
