@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
+from penstock.hardware import Operation
 from penstock.words import shortened
 
 VERSION = 1
@@ -23,6 +24,21 @@ OPTIMIZER_VALUES = 2
 Source = Literal["measured", "estimate"]
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What one microbatch makes a unit do, counted on tensors without memory.
+
+    Attributes:
+        forward: its forward.
+        backward: its whole backward.
+        input_gradient: the part of it that makes the gradient of its inputs; nothing if these take none.
+    """
+
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    input_gradient: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class UnitCost:
             one was measured itself.
         recompute_seconds: the forward again, in a backward that needs what was not kept; without what a pipeline then
             restores (buffers, random streams). None: as long as F.
+        operations: what it does, for estimates on other devices; None: not counted, or as the unit in `like`.
     """
 
     name: str
@@ -59,6 +76,7 @@ class UnitCost:
     spread: float = 0.0
     like: str = ""
     recompute_seconds: float | None = None
+    operations: Operations | None = None
 
     @property
     def again_seconds(self) -> float:

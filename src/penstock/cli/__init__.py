@@ -29,6 +29,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "search": {},
     "show": {},
     "plan": {},
+    "devices": {},
     "fabric": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
