@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "show": {},
     "plan": {},
     "explain": {},
+    "devices": {},
     "fabric": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""

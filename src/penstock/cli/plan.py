@@ -15,7 +15,7 @@ from rich.table import Table
 
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import loaded
+from penstock.cli._target import link_of, loaded
 from penstock.errors import ArgumentError
 from penstock.simulate import Cause
 from penstock.words import counted, sized
@@ -23,7 +23,6 @@ from penstock.words import counted, sized
 if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
-    from penstock.simulate import LinkCost
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
@@ -66,24 +65,10 @@ class ClusterOptions:
         return Cluster(
             self.devices,
             math.inf if self.memory is None else size_of(self.memory),
-            NO_COST if self.link is None else _link(self.link),
+            link_of(self.link) or NO_COST,
             self.per_host,
-            None if self.between_hosts is None else _link(self.between_hosts),
+            link_of(self.between_hosts),
         )
-
-
-def _link(text: str) -> LinkCost:
-    from penstock.network.impairment import Impairment
-    from penstock.network.link import Link
-    from penstock.network.parse import parse_link
-    from penstock.simulate import LinkCost
-
-    link = parse_link(text)
-    if link != Link(
-        link.bytes_per_second, impairment=Impairment(delay_seconds=link.impairment.delay_seconds), text=link.text
-    ):
-        raise ArgumentError(f"link {text!r}: a plan knows a rate and a delay only, as in 100gbit delay 5us")
-    return LinkCost(link.impairment.delay_seconds, link.bytes_per_second)
 
 
 @spread
