@@ -29,6 +29,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "search": {},
     "show": {},
     "plan": {},
+    "explain": {},
     "devices": {},
     "fabric": {},
 }
