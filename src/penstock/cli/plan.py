@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
+from penstock.cli._specified import cautions, check_of, described, filled
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import link_of, loaded
 from penstock.errors import ArgumentError
@@ -22,6 +24,7 @@ from penstock.words import counted, sized
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
+    from penstock.hardware import Device
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
 
 EPILOG = """\
@@ -53,6 +56,41 @@ class ClusterOptions:
     between_hosts: Annotated[
         str | None, _option("Between devices of two hosts, if not as --link says; needs --per-host.")
     ] = None
+    device: Annotated[
+        str | None,
+        _option(
+            "A name from `penstock devices`, such as h100: memory and links as its vendor says, and times of TARGET "
+            "estimated for it."
+        ),
+    ] = None
+    calibrate: Annotated[
+        list[Path] | None,
+        _option("For these estimates: what was measured on such devices, of any model; repeat it.", metavar="FILE"),
+    ] = None
+
+    @property
+    def kind(self) -> Device | None:
+        """The device that was named."""
+        from penstock.hardware import device
+
+        if self.device is None and self.calibrate:
+            raise ArgumentError("--calibrate is for estimates: name what to estimate for, as in --device h100")
+        return None if self.device is None else device(self.device)
+
+    @property
+    def said(self) -> list[str]:
+        """What is planned for, if a device was named."""
+        given = self.specified
+        options = {name: getattr(given, name) for name in ("memory", "link", "per_host", "between_hosts")}
+        return [] if self.kind is None else [described(self.kind, options)]
+
+    @property
+    def specified(self) -> ClusterOptions:
+        """The same with what the device's specifications say in place of what was not given."""
+        if self.kind is None:
+            return self
+        given = (self.devices, self.memory, self.link, self.per_host, self.between_hosts)
+        return replace(self, **filled(self.kind, *given))
 
     def read(self) -> Cluster:
         """The cluster. Raises ArgumentError if an option is wrong."""
@@ -97,39 +135,48 @@ def plan(
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
     of it as microbatches. To plan for another device, profile there, and give
-    the files.
+    the files; or name it (--device h100), and times are estimated.
     """
     from penstock.plan import Sizes, make_plans
 
-    known = cluster.read()
-    sizes = Sizes.of(_profiles(target, profile or []))
+    known = cluster.specified.read()
+    profiles = _profiles(target, profile or [], cluster)
+    sizes = Sizes.of(profiles)
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
-        print(json.dumps(to_dict(found)))
+        print(json.dumps({**to_dict(found), "notes": cautions(profiles)}))
     else:
-        show(found, known, Console(highlight=False))
+        console = Console(highlight=False)
+        for note in (*cluster.said, *cautions(profiles)):
+            console.print(Text(f"note: {note}"), soft_wrap=True)
+        show(found, known, console)
         if out is not None and found.best:
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
         raise typer.Exit(1)
 
 
-def _profiles(target: str | None, files: Sequence[Path]) -> list[Profile]:
-    """Those in the files, or measured."""
+def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:
+    """Those in the files, or measured, or estimated for the device that was named."""
     from penstock.balance import read_profile
 
     if (target is None) != bool(files):
         raise ArgumentError("give either a TARGET to measure, or --profile with what was measured")
     if target is None:
-        return [read_profile(path) for path in files]
+        found = [read_profile(path) for path in files]
+        if cluster.kind is not None:
+            check_of(found, cluster.kind)
+        return found
     from penstock.plan.sizes import rows_of
 
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
 
         cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        if cluster.kind is not None:
+            cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
         example = given.model, given.args, given.kwargs
         whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
         pieces = min(8, rows_of(whole))
