@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule, check, generate
+from penstock.schedule import Op, Row, Schedule, check, generate
 from penstock.schedule.generators import one_f_one_b
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 from penstock.simulate.passes import Pass, Side, placed
@@ -127,6 +127,16 @@ def test_against_earliest_times_by_hand(schedule: Schedule, data: st.DataObject)
         )
         busy = found.timeline.busy_seconds(rank) + found.pass_seconds(rank)
         assert found.idle_seconds(rank) == pytest.approx(found.makespan_seconds - busy)
+
+
+def test_backwards_in_another_order_than_forwards() -> None:
+    """Three passes: the third of microbatch 3 comes before that of 2, as their backwards do."""
+    schedule = Schedule("own", generate("gpipe", 1, 4).placement, 4, [Row.parse("0F0 0B0 0F1 0B1 0F2 0F3 0B3 0B2")])
+    found = simulate_with(schedule, StageCost(1, 1, 1), [Pass(str(which), Side.OUTPUT, 1.0) for which in range(3)])
+    assert [f"{s.name}{s.number}" for s in found.spans[0]] == [
+        "00", "10", "20", "01", "11", "21", "02", "12", "03", "13", "23", "22",
+    ]  # fmt: skip
+    assert found.makespan_seconds == 24
 
 
 @settings(max_examples=60, deadline=None)

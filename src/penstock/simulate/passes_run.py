@@ -192,20 +192,20 @@ def _add_collectives(
     nothing, collective = own, own + 1 + len(passes) * ranks
     for side in Side:
         chain = [which for which, one in enumerate(passes) if one.side is side]
-        numbers = [one.number for one in order if chain and one.which == chain[0]]
+        numbers = {which: [one.number for one in order if one.which == which] for which in chain}
         source, target = {
             Side.INPUT: (None, ends.forward_first),
             Side.OUTPUT: (ends.forward_last, ends.backward_last),
             Side.GRADIENT: (ends.backward_first, None),
         }[side]
         if source is not None and chain:
-            for number in numbers:
+            for number in numbers[chain[0]]:
                 for rank in range(ranks):
                     made = rows.add(int(base[source[number]]) if rank == 0 else -1, nothing)
                     rows.need[nodes[chain[0], number, rank]] = made
             first.append(len(rows.need))
         for which, after in zip(chain, [*chain[1:], None], strict=False):
-            for number in numbers:
+            for number in numbers[which]:
                 for rank in range(ranks):
                     last = rank == ranks - 1
                     arrived = rows.add(nodes[which, number, rank], collective + which if last else nothing)
