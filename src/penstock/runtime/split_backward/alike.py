@@ -13,7 +13,7 @@ def weight_uses(module: nn.Module) -> Hashable:
     their plain arguments, since a unit may branch on those. Leaves out all other calls, and names of values, which are
     numbered through the recording."""
     if not isinstance(module, fx.GraphModule):
-        return type(module)
+        return type(module).__qualname__
     weights = dict(module.named_parameters(remove_duplicate=False))
     units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
     held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
