@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from penstock.errors import ArgumentError
 from penstock.words import shortened
@@ -125,11 +125,7 @@ class Profile:
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
-        difference = _difference(self.parameters, parameters)
-        for what, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
-            if not difference and mine != given:
-                difference = f"it was made for {what} {mine!r}, and this is {given!r}"
-        if difference:
+        if difference := first_difference(self, parameters, device, dtype):
             raise ArgumentError(
                 f"balance: the profile is not of this model on this device: {difference}. Make one with "
                 "penstock.profile(...) or `penstock profile`, or use balance='time'"
@@ -202,6 +198,29 @@ def _check_names(given: Mapping[str, Any], known: set[str], needed: set[str], wh
         raise ArgumentError(f"{what}: misses {shortened(missing)}")
     if unknown := sorted(given.keys() - known):
         raise ArgumentError(f"{what}: has {shortened(unknown)}, which version {VERSION} does not know")
+
+
+class MadeFor(Protocol):
+    """What was made for a model: the shapes of its parameters by name, its device and dtype."""
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:
+    """The first difference between what something was made for and a model on a device; empty if there is none."""
+    if difference := _difference(made.parameters, parameters):
+        return difference
+    for what, mine, given in (("device", made.device, device), ("dtype", made.dtype, dtype)):
+        if mine != given:
+            return f"it was made for {what} {mine!r}, and this is {given!r}"
+    return ""
 
 
 def _difference(mine: Mapping[str, Shape], given: Mapping[str, Shape]) -> str:
