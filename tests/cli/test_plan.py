@@ -60,7 +60,7 @@ def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--link", "1gbit loss 1%"), "a plan knows a rate and a delay only"),
+        (("--link", "1gbit loss 1%"), "expected a rate and a delay only"),
         (("--between-hosts", "1gbit"), "--between-hosts '1gbit' needs --per-host"),
         (("--schedule", "1f2b"), "did you mean '1f1b'"),
         (("--memory", "many"), "'many' is not a size"),

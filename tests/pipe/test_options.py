@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.plan import Choice, Plan
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature
 from penstock.schedule import generate
+from penstock.simulate import LinkCost
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, SkipsTwice, squared_error, token_error
 from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp, tokens
@@ -72,6 +74,22 @@ def shows_memory_limit() -> None:
     refused(ArgumentError, "a rank's memory is shared equally by its 2 stages", memory_limit=9, **two)
     refused(ArgumentError, "memory_limit='80GiB': expected a number of bytes", memory_limit="80GiB")
     refused(ArgumentError, "memory_limit=9: it is for cuts that are found", memory_limit=9, cuts=["2"])
+
+
+def shows_link() -> None:
+    layers = [nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH), nn.Linear(WIDTH, 100), nn.Linear(100, WIDTH)]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+    found = penstock.profile(model, (X,), microbatches=1, budget_seconds=0)
+    even = replace(
+        found, units=tuple(replace(u, forward_seconds=1.0, weight_gradient_seconds=0.0) for u in found.units)
+    )
+    even = replace(even, units=tuple(replace(unit, input_gradient_seconds=0.0) for unit in even.units))
+    fast, slow = LinkCost(0.0, 1e9), LinkCost(0.0, 1.0)
+    assert made(model=model, balance=even, link=fast).cuts == ("2",)
+    assert made(model=model, balance=even, link=slow).cuts == ("1",)  # where two numbers a row cross
+    refused(ArgumentError, "link='fast': expected a penstock.simulate.LinkCost", link="fast")
+    refused(ArgumentError, "it is for cuts by time, but balance='flops' asks for others", link=fast, balance="flops")
+    refused(ArgumentError, "it is for cuts by time, but cuts= says where they are", link=fast, cuts=["2"])
 
 
 def shows_leaves() -> None:
@@ -265,6 +283,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "opens": shows_opens,
     "balance": shows_balance,
     "memory_limit": shows_memory_limit,
+    "link": shows_link,
     "plan": lambda: refused(ArgumentError, "plan= already decides microbatches", plan=PLAN),
     "mesh": lambda: refused(ArgumentError, "ranks=2, but the mesh has 1", mesh=one_rank_mesh()),
     "devices": lambda: refused(ArgumentError, "devices has 3 entries; expected one for each of 2", devices=["cpu"] * 3),

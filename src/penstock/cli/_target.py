@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from penstock.launch.target import Target
+    from penstock.simulate import LinkCost
 
 TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
@@ -49,6 +50,17 @@ BalanceOption = Annotated[
         "profile says (its path), or modules of some classes (type:PATTERN).",
     ),
 ]
+MemoryLimit = Annotated[
+    str | None, typer.Option(help="What each rank has of memory: 80GiB. Cuts that need more are left out.")
+]
+LinkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--link",
+        help='Between two ranks, for cuts by time: "900gbit delay 3us", a rate and a latency as for tc; by default '
+        "shared memory on CPUs, PCIe between other devices.",
+    ),
+]
 Recompute = Annotated[
     str, typer.Option(help="What to recompute in the backward: never, except_last, always, or n for every n-th layer.")
 ]
@@ -67,6 +79,34 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
+def bytes_in(text: str | None) -> float | None:
+    """The bytes that `80GiB` stands for; None if the option was not given."""
+    from penstock.fabric.units import size_of
+
+    return None if text is None else size_of(text)
+
+
+def link_of(text: str | None) -> LinkCost | None:
+    """The costs of a link as `--link` says it; None if the option was not given.
+
+    Raises:
+        ArgumentError: the text is wrong, or has more than a rate and a delay.
+    """
+    if text is None:
+        return None
+    from penstock.network.impairment import Impairment
+    from penstock.network.link import Link
+    from penstock.network.parse import parse_link
+    from penstock.simulate import LinkCost
+
+    link = parse_link(text)
+    if link != Link(
+        link.bytes_per_second, impairment=Impairment(delay_seconds=link.impairment.delay_seconds), text=link.text
+    ):
+        raise ArgumentError(f"link {text!r}: expected a rate and a delay only, as in 100gbit delay 5us")
+    return LinkCost(link.impairment.delay_seconds, link.bytes_per_second)
+
+
 def recomputed(text: str) -> Any:
     """Converts the option to the `recompute=` of `penstock.pipeline`."""
     return int(text) if text.isdecimal() else text
@@ -75,6 +115,14 @@ def recomputed(text: str) -> Any:
 def names(text: str | None) -> list[str] | None:
     """The names in `a,b,c`; None if the option was not given."""
     return [name.strip() for name in text.split(",")] if text is not None else None
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import loaded
+from penstock.cli._target import link_of, loaded
+from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.simulate import Cause
 from penstock.words import counted, sized
@@ -24,7 +25,6 @@ from penstock.words import counted, sized
 if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.plan import Choice, Cluster, Kind, Lost, Plan, Planned
-    from penstock.simulate import LinkCost
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
@@ -72,11 +72,11 @@ class ClusterOptions:
         if self.between_hosts is not None and self.per_host is None:
             raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
         return Cluster(
-            link=NO_COST if self.link is None else _link(self.link),
+            link=link_of(self.link) or NO_COST,
             devices_per_host=self.per_host,
-            between_hosts=None if self.between_hosts is None else _link(self.between_hosts),
+            between_hosts=link_of(self.between_hosts),
             kinds=self._kinds(),
-            host_link=None if self.host_link is None else _link(self.host_link),
+            host_link=link_of(self.host_link),
         )
 
     def _kinds(self) -> tuple[Kind, ...]:
@@ -122,23 +122,10 @@ def _speed(text: str) -> float:
         raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
 
 
-def _link(text: str) -> LinkCost:
-    from penstock.network.impairment import Impairment
-    from penstock.network.link import Link
-    from penstock.network.parse import parse_link
-    from penstock.simulate import LinkCost
-
-    link = parse_link(text)
-    if link != Link(
-        link.bytes_per_second, impairment=Impairment(delay_seconds=link.impairment.delay_seconds), text=link.text
-    ):
-        raise ArgumentError(f"link {text!r}: a plan knows a rate and a delay only, as in 100gbit delay 5us")
-    return LinkCost(link.impairment.delay_seconds, link.bytes_per_second)
-
-
 @spread
 def plan(
     cluster: ClusterOptions,
+    numbers: TransformerOptions,
     global_batch: Annotated[int, typer.Option(help="Rows of one step, over all replicas.")],
     target: Annotated[
         str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
@@ -162,12 +149,18 @@ def plan(
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
     of it as microbatches. To plan for another device, profile there, and give
-    the files.
+    the files; for a transformer that is only numbers yet, on devices that you
+    do not have, give --transformer.
     """
     from penstock.plan import Sizes, make_plans
 
-    known = cluster.read()
-    sizes = Sizes.of(_profiles(target, profile or []))
+    known, paper = cluster.read(), None
+    if numbers.transformer is not None:
+        if target is not None or profile:
+            raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
+        paper = numbers.read(known, cluster.per_host)
+        known = paper.cluster()
+    sizes = Sizes.of(paper.profiles() if paper is not None else _profiles(target, profile or []))
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
@@ -175,6 +168,8 @@ def plan(
         print(json.dumps(to_dict(found)))
     else:
         show(found, known, Console(highlight=False))
+        if paper is not None and found.best:
+            print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:

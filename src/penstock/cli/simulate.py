@@ -64,7 +64,7 @@ def simulate(
     With --schedule all, or several names with commas between them, prints one row per schedule, shortest span first.
     With several numbers of --ranks or --microbatches (1,2,4,8), prints how much faster than one device each is.
     """
-    known = costs.read()
+    known = costs.read(order.count)
     if perfetto is not None and (order.is_many or order.sweeps):
         several = "give --schedule one name" if order.is_many else "give one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
@@ -117,8 +117,8 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     console.print(f"[bold]{numbers}; the shortest span first[/]")
     if assumption := outcomes[0].costs.assumption:
         console.print(f"assumed: {assumption}")
-    alike = outcomes[0].costs.are_alike
-    console.print(f"costs: {_OF_RANKS if alike else _OF_STAGES}")
+    known = outcomes[0].costs
+    console.print(f"costs: {known.described(_OF_RANKS, _OF_STAGES)}")
     console.print()
     causes = shown_causes(outcomes)
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))

@@ -25,10 +25,14 @@ from penstock.cli._target import (
     Cuts,
     GradientDtype,
     Leaves,
+    LinkOption,
+    MemoryLimit,
     Opens,
     Recompute,
     TargetName,
+    bytes_in,
     dtype_named,
+    link_of,
     loaded,
     names,
     recomputed,
@@ -67,6 +71,8 @@ class Case:
     leaves: Leaves = None
     opens: Opens = None
     balance: BalanceOption = "time"
+    memory_limit: MemoryLimit = None
+    link: LinkOption = None
     recompute: Recompute = "never"
     gradient_dtype: GradientDtype = None
     replicas: Annotated[
@@ -179,6 +185,8 @@ def prove(case: Case) -> dict[str, Any]:
             cuts=names(case.cuts),
             opens=names(case.opens),
             balance=case.balance,
+            memory_limit=bytes_in(case.memory_limit),
+            link=link_of(case.link),
             recompute=recomputed(case.recompute),
             gradient_dtype=dtype_named(case.gradient_dtype),
             leaves=names(case.leaves),

@@ -9,13 +9,16 @@ from typing import Any
 
 from torch import nn
 
-from penstock.balance import Problem, Profile, best_starts, stage_loads
+from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.choice import Choice
-from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
+from penstock.partition.measure.costs import UnmeasurableError, identity
+from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
+from penstock.plan.stage_costs import crossing_seconds, usual_link
+from penstock.simulate.costs import LinkCost
 
 LEAST_WORK = 500_000_000
 """Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
@@ -41,21 +44,27 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What each stage may take of memory.
+    """What ranks have for their stages.
 
     Attributes:
-        limit_bytes: of a rank.
+        limit_bytes: a rank's memory.
         in_flight: for each stage, how many microbatches are in flight at most.
         stages: the most stages of a rank, which share its memory equally.
+        link: what a message between two ranks costs; None: as usual for the device.
     """
 
     limit_bytes: float = math.inf
     in_flight: tuple[int, ...] = ()
     stages: int = 1
+    link: LinkCost | None = None
 
     @property
     def is_limited(self) -> bool:
         return math.isfinite(self.limit_bytes)
+
+    def crossing_seconds(self, unit: UnitCost, device: str) -> float:
+        """What it takes to send what crosses a cut before this unit, there and back."""
+        return crossing_seconds(unit, self.link or usual_link(device))
 
 
 NO_LIMIT = Room()
@@ -136,6 +145,8 @@ def measured(
     positions = {unit.name: unit.position for unit in units}
     seconds = [unit.seconds for unit in profile.units]
     problem = _problem(recording, model, seconds, [positions[name] for name in names], room)
+    crossing = [room.crossing_seconds(unit, profile.device) for unit in profile.units]
+    problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
     if all(name in names for name in by_work):
         before = [0, *map(names.index, by_work)]
@@ -192,24 +203,21 @@ def _by_profile(
     mine = identity(model)
     profile.check_for(mine.parameters, recording.device.type, mine.dtype)
     here = {unit.name for unit in (candidates(recording, model, "flops") if units is None else units)}
-    names: list[str] = []
-    seconds, held, kept = [0.0], [0], [0]
+    pieces: list[list[UnitCost]] = []
     for unit in profile.units:
-        if unit.name in here or not names:
-            names.append(unit.name)
-            for column in (seconds, held, kept):
-                column.append(0)
-        seconds[-1] += unit.seconds
-        held[-1] += unit.held_bytes
-        kept[-1] += unit.activation_bytes
+        if unit.name in here or not pieces:
+            pieces.append([])
+        pieces[-1].append(unit)
+    names = [units[0].name for units in pieces]
     if stages > len(names):
         raise ArgumentError(
             f"stages={stages}: the profile has only {len(names)} units of this model at which it can be cut"
         )
     problem = Problem(
-        seconds[1:],
-        held_bytes=held[1:],
-        activation_bytes=kept[1:],
+        [sum(unit.seconds for unit in units) for units in pieces],
+        [room.crossing_seconds(units[0], profile.device) for units in pieces],
+        [sum(unit.held_bytes for unit in units) for units in pieces],
+        [sum(unit.activation_bytes for unit in units) for units in pieces],
         in_flight=room.in_flight,
         limit_bytes=room.limit_bytes / room.stages,
     )

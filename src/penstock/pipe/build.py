@@ -43,6 +43,7 @@ from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
+from penstock.simulate import LinkCost
 from penstock.words import a, counted
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def pipeline(
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
     memory_limit: float | None = None,
+    link: LinkCost | None = None,
     mesh: DeviceMesh | None = None,
     devices: Sequence[torch.device | str] | torch.device | str | None = None,
     share_loss: bool = True,
@@ -130,6 +132,8 @@ def pipeline(
         memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
             each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
             (as if nothing were recomputed or offloaded). Cuts that need more are left out.
+        link: a `penstock.simulate.LinkCost`: what a message between two ranks costs, which counts with the time of both
+            stages. None: like shared memory on CPUs, and PCIe between other devices.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
             for replicas that train on other data; "tp" for layers that `parallelize` divides. None: all, one pipeline.
         devices: where to compute: one device, a type such as "cuda" (each rank takes its own), or one per rank. None:
@@ -204,6 +208,7 @@ def pipeline(
         opens=opens,
         balance=balance,
         memory_limit=memory_limit,
+        link=link,
         devices=devices,
         share_loss=share_loss,
         transport=transport,

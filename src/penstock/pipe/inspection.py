@@ -32,6 +32,7 @@ from penstock.runtime.processes.world import World
 from penstock.schedule import Schedule, generator
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
+from penstock.simulate import LinkCost
 from penstock.stages import MODEL_INPUT, gradient_routes, ties
 from penstock.trees import flatten
 from penstock.words import counted
@@ -167,6 +168,7 @@ def inspect(
     opens: Sequence[str] | None = None,
     balance: Balance = "time",
     memory_limit: float | None = None,
+    link: LinkCost | None = None,
     recompute: RecomputeChoice = "never",
     offload: OffloadChoice = False,
     deferred_batch_norm: bool = False,
@@ -184,7 +186,7 @@ def inspect(
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, memory_limit, recompute, offload,
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, memory_limit, link, recompute, offload,
             deferred_batch_norm, gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype`
             stays as it is.
 
@@ -209,6 +211,7 @@ def inspect(
         opens=opens,
         balance=balance,
         memory_limit=memory_limit,
+        link=link,
         devices=["meta"] * order.ranks if on_meta else None,
         recompute=recompute,
         offload=offload,

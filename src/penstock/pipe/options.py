@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.gradients import checked_dtype
-from penstock.partition import NO_LIMIT, Balance, Choice, Room
+from penstock.partition import Balance, Choice, Room
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
@@ -23,6 +23,7 @@ from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
+from penstock.simulate import LinkCost
 
 if TYPE_CHECKING:
     from penstock.runtime.features.frame import Parallelize
@@ -51,6 +52,7 @@ class Options:
     opens: Sequence[str] | None = None
     balance: Balance = "time"
     memory_limit: float | None = None
+    link: LinkCost | None = None
     devices: Sequence[torch.device | str] | torch.device | str | None = None
     share_loss: bool = True
     transport: TransportChoice = "auto"
@@ -80,12 +82,12 @@ class Options:
         self._check_together()
 
     def room(self, order: Schedule) -> Room:
-        """What each stage may take of memory under this schedule, if that matters for the cuts."""
+        """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""
         if self.memory_limit is None and not self.choice.memory:
-            return NO_LIMIT
+            return Room(link=self.link)
         limit = math.inf if self.memory_limit is None else self.memory_limit
         most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
-        return Room(limit, tuple(in_flight_by_stage(order)), most)
+        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)
@@ -122,6 +124,10 @@ class Options:
         limit = self.memory_limit
         if not (limit is None or (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0)):
             raise ArgumentError(f"memory_limit={limit!r}: expected a number of bytes above 0, or None")
+        if not (self.link is None or isinstance(self.link, LinkCost)):
+            raise ArgumentError(
+                f"link={self.link!r}: expected a penstock.simulate.LinkCost(latency_seconds, bytes_per_second), or None"
+            )
 
     def _check_together(self) -> None:
         if self.memory_limit is not None and self.cuts is not None:
@@ -129,6 +135,10 @@ class Options:
                 f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; give "
                 "one of them"
             )
+        by_time = self.cuts is None and (self.choice.measures or self.choice.profile is not None)
+        if self.link is not None and not by_time:
+            instead = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
+            raise ArgumentError(f"link={self.link}: it is for cuts by time, but {instead}; leave one of them out")
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "

@@ -11,7 +11,7 @@ from torch import nn
 
 from penstock.balance import first_difference
 from penstock.errors import ArgumentError, warn
-from penstock.partition.measure.measuring import identity
+from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE, MadeFor

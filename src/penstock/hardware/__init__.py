@@ -1,0 +1,22 @@
+"""What devices can do, by their vendors' figures, and what operations take on them. Does not load torch."""
+
+from penstock.hardware.calibration import Measurement, calibrated
+from penstock.hardware.roofline import USUAL, Efficiency, Operation, operation_seconds, seconds_of
+from penstock.hardware.specs import DTYPES, Cable, Device, device, devices, is_known, reported_as
+
+__all__ = [
+    "DTYPES",
+    "USUAL",
+    "Cable",
+    "Device",
+    "Efficiency",
+    "Measurement",
+    "Operation",
+    "calibrated",
+    "device",
+    "devices",
+    "is_known",
+    "operation_seconds",
+    "reported_as",
+    "seconds_of",
+]
