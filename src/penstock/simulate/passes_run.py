@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -237,7 +238,8 @@ def _timed(graph: _Graph, work: Work, *, contended: bool) -> tuple[Floats, Float
     else:
         lists = [one.tolist() for one in (*given, *room, left, starts)]
         ended = ends.tolist() if contended else lists[-2]
-        stuck = run(*lists[: len(given)], contended, *lists[len(given) :], ended)
+        everything: list[Any] = [*lists[: len(given)], contended, *lists[len(given) :], ended]
+        stuck = run(*everything)
         starts, ends = np.array(lists[-1]), np.array(ended)
     if stuck:
         raise ScheduleError("the passes wait for each other in a circle")
