@@ -45,6 +45,19 @@ GOOD: dict[str, Any] = Profile((UnitCost("a", 1.0, 2.0, 3.0),), "cpu", "float32"
         ({"parameters": {"b.weight": [2, 3]}}, "its parameters are not those that it was made of"),
         ({"source": "guess"}, "source='guess': expected one of"),
         ({"speed": 3}, "has 'speed', which"),
+        ({"units": [{**GOOD["units"][0], "forward_seconds": "1"}]}, "'a': forward_seconds='1'; expected a number"),
+        ({"units": [{**GOOD["units"][0], "name": 1}]}, "unit 1: name=1; expected a text"),
+        ({"units": [{**GOOD["units"][0], "recompute_seconds": -1}]}, "'a': recompute_seconds=-1; expected a number"),
+        ({"parameters": [1]}, "parameters: expected an object"),
+        ({"parameters": {"a.weight": 2}}, r"parameters\['a.weight'\]: expected a list"),
+        ({"parameters": {"a.weight": ["2"]}}, r"parameters\['a.weight'\]\[0\]='2'; expected a whole number"),
+        ({"inputs": [1]}, "inputs: expected an object"),
+        ({"notes": "n"}, "notes: expected a list"),
+        ({"rows": True}, "rows=True; expected a whole number"),
+        ({"others": [{"rows": 2}]}, r"others\[0\]: misses 'units'"),
+        ({"others": [{"rows": 0, "units": GOOD["units"]}]}, r"rows: expected sizes of 1 or more.*\[0, 0\]"),
+        ({"rows": 1, "others": [{"rows": 2, "units": [{**GOOD["units"][0], "name": "b"}]}]}, "have different units"),
+        ({"links": [{"source": 0, "target": 1, "latency_seconds": -1}]}, "rank 0 to rank 1: latency_seconds=-1"),
     ],
 )
 def test_what_is_no_profile_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -56,6 +69,19 @@ def test_what_is_no_profile_is_refused(change: dict[str, Any], words: str, tmp_p
 def test_a_file_that_is_missing_or_no_json(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"profile '.*none.json' cannot be read: No such file"):
         read_profile(tmp_path / "none.json")
-    (tmp_path / "text.json").write_text("{")
-    with pytest.raises(ArgumentError, match=r"text.json' is not JSON"):
-        read_profile(tmp_path / "text.json")
+    whole = json.dumps(GOOD)
+    for text in ("{", whole[: len(whole) // 2], "", "[" * 100_000):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(ArgumentError, match=r"text.json' is not JSON"):
+            read_profile(tmp_path / "text.json")
+
+
+def test_a_file_of_one_size_that_does_not_say_its_rows(tmp_path: Path) -> None:
+    """As files were before they had several."""
+    later = {"rows", "others", "links"}
+    old = {name: value for name, value in GOOD.items() if name not in later}
+    old["units"] = [{name: value for name, value in GOOD["units"][0].items() if name != "recompute_seconds"}]
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    found = read_profile(tmp_path / "old.json")
+    assert (found.rows, found.each_size) == (0, (found,))
+    assert found.units[0].again_seconds == found.units[0].forward_seconds

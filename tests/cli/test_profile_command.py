@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from command_line import output, refusal
-from torch import nn
+from command_line import as_json, output, refusal
+from torch import Tensor, nn
 
 import penstock
-from penstock import ArgumentError, Profile
+from penstock import ArgumentError, Microbatch, Profile
+from penstock.balance import read_profile
+from penstock.plan import Sizes
 
 TARGETS = """
 import torch
@@ -99,6 +102,68 @@ def test_blocks_that_a_module_holds_are_opened_and_a_pipeline_opens_them_too() -
         assert pipe.cuts[0] in {unit.name for unit in found.units}
 
 
+def test_microbatches_of_several_sizes_in_one_file() -> None:
+    text = output(
+        "profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--json", "p.json", "--budget-seconds", "0"
+    )
+    assert text.splitlines()[1] == "for one microbatch: args[0] float32[5, 7]"
+    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["1", "2", "5"]
+    found = read_profile("p.json")
+    assert [(one.rows, one.inputs["args[0]"]) for one in found.each_size] == [
+        (rows, f"float32[{rows}, 7]") for rows in (1, 2, 5)
+    ]
+    assert [sum(u.activation_bytes for u in one.units) for one in found.each_size] == [
+        4 * r * (7 + 45) for r in (1, 2, 5)
+    ]
+    assert found == Profile.from_dict(json.loads(json.dumps(found.to_dict())))
+    rows = {one["choice"]["rows"] for one in plans("p.json")}
+    assert {1, 2, 4, 8} <= rows
+
+
+def plans(*files: str) -> list[Any]:
+    """All that `penstock plan` weighs for two devices."""
+    options = [option for file in files for option in ("--profile", file)]
+    found = as_json("plan", "--devices", "2", "--global-batch", "16", *options)
+    return [*found["plans"], *found["lost"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ("9", "--microbatch-sizes 9: the batch has only 8 rows: give a larger one, or microbatches of at most 8"),
+        ("1,two", "--microbatch-sizes 1,two: expected whole numbers with commas between them, as in 1,2,4"),
+        ("0,1", "--microbatch-sizes 0,1: expected numbers of rows, each at least 1"),
+    ],
+)
+def test_sizes_that_the_batch_does_not_make_are_refused(sizes: str, message: str) -> None:
+    assert refusal("profile", "cases.py:make", "--microbatch-sizes", sizes) == message
+    assert "says the size too" in refusal("profile", "cases.py:make", "--microbatch-sizes", "1", "--microbatches", "2")
+
+
+def test_rows_are_those_of_the_batch_s_own_dimension() -> None:
+    """A plan for microbatches of 3 rows, not of the 7 steps of time that come first."""
+    model = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
+    found = penstock.profile(model, (torch.randn(7, 6, 5),), microbatches=2, batch_dims=1, budget_seconds=0.0)
+    assert (found.rows, found.inputs) == (3, {"args[0]": "float32[7, 3, 5]"})
+    assert list(Sizes.of([found]).profiles) == [3]
+    sizes = penstock.profile(model, (torch.randn(7, 6, 5),), microbatch_sizes=[4, 1], batch_dims=1, budget_seconds=0.0)
+    assert {rows: one.inputs["args[0]"] for rows, one in Sizes.of([sizes]).profiles.items()} == {
+        1: "float32[7, 1, 5]",
+        4: "float32[7, 4, 5]",
+    }
+
+
+def test_sizes_of_a_batch_that_is_cut_by_a_function() -> None:
+    def halves(args: tuple[Tensor], kwargs: dict[str, Any], target: Any, microbatches: int) -> list[Microbatch]:
+        return [Microbatch((piece,)) for piece in args[0].chunk(min(microbatches, 2))]
+
+    model, x = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)), torch.randn(8, 7)
+    found = penstock.profile(model, (x,), microbatch_sizes=[8, 4], split=halves, budget_seconds=0.0)
+    assert [one.rows for one in found.each_size] == [4, 8]
+    with pytest.raises(ArgumentError, match=r"microbatch_sizes=\[2\]: no microbatch has 2 rows: .* of 4 rows"):
+        penstock.profile(model, (x,), microbatch_sizes=[2], split=halves, budget_seconds=0.0)
+
+
 def test_memory_and_the_link_between_ranks_move_cuts() -> None:
     output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json")
     found = Profile.from_dict(json.loads(Path("profile.json").read_text()))
@@ -120,3 +185,49 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         assert begins(command, "--memory-limit", "5KiB") == "3"
         least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
         assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
+
+
+def test_an_estimate_for_a_device_that_is_not_here() -> None:
+    lines = output("profile", "cases.py:meta", "--device", "h100", "--json", "estimate.json").splitlines()
+    assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
+    assert lines[-1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    found = read_profile("estimate.json")
+    assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
+    assert all(unit.seconds > 0 for unit in found.units)
+    assert "device 'h10': not known. Did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
+
+
+MINE = """
+[mine]
+type = "cpu"
+tflops = { float32 = 0.1 }
+memory_gb = 8
+bandwidth_gbps = 20
+"""
+
+
+def test_an_estimate_is_calibrated_by_what_was_measured() -> None:
+    Path("mine.toml").write_text(MINE)
+    output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")
+    lines = output("profile", "cases.py:meta", "--device", "mine.toml", "--calibrate", "here.json").splitlines()
+    assert lines[0] == "2 units on mine, an estimate"
+    assert "fitted to 6 measurements (median error " in lines[-1]
+    assert "--calibrate is for estimates: name what to estimate for" in refusal(
+        "profile", "cases.py:make", "--calibrate", "here.json"
+    )
+    assert "was measured on" in refusal("profile", "cases.py:make", "--device", "h100", "--calibrate", "here.json")
+
+
+def test_devices_are_listed_with_their_sources() -> None:
+    text = output("devices")
+    assert "h100-sxm" in text
+    assert "NVIDIA H100 datasheet" in text
+    (found,) = json.loads(output("devices", "a100", "--json"))
+    assert (found["key"], found["flops_per_second"]["bfloat16"]) == ("a100-sxm-80gb", 312e12)
+
+
+def test_cuts_by_an_estimate_say_so() -> None:
+    Path("mine.toml").write_text(MINE)
+    output("profile", "cases.py:make", "--device", "mine.toml", "--json", "estimate.json")
+    text = output("inspect", "cases.py:make", "--balance", "estimate.json")
+    assert "stages are cut by an estimate for mine, not by measured times" in text

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol
 
+from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
+from penstock.hardware import Operation
 from penstock.words import shortened
 
 VERSION = 1
@@ -23,6 +24,21 @@ OPTIMIZER_VALUES = 2
 Source = Literal["measured", "estimate"]
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What one microbatch makes a unit do, counted on tensors without memory.
+
+    Attributes:
+        forward: its forward.
+        backward: its whole backward.
+        input_gradient: the part of it that makes the gradient of its inputs; nothing if these take none.
+    """
+
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    input_gradient: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,9 @@ class UnitCost:
         spread: the middle half of the measured times, as a fraction of their median.
         like: the unit that was measured in its place, since both run the same code on the same shapes; empty if this
             one was measured itself.
+        recompute_seconds: the forward again, in a backward that needs what was not kept; without what a pipeline then
+            restores (buffers, random streams). None: as long as F.
+        operations: what it does, for estimates on other devices; None: not counted, or as the unit in `like`.
     """
 
     name: str
@@ -56,6 +75,13 @@ class UnitCost:
     boundary_gradient_bytes: int = 0
     spread: float = 0.0
     like: str = ""
+    recompute_seconds: float | None = None
+    operations: Operations | None = None
+
+    @property
+    def again_seconds(self) -> float:
+        """What its forward takes if it runs again in the backward."""
+        return self.forward_seconds if self.recompute_seconds is None else self.recompute_seconds
 
     @property
     def seconds(self) -> float:
@@ -66,6 +92,38 @@ class UnitCost:
     def held_bytes(self) -> int:
         """What it takes all the time: parameters, gradients, and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OtherSize:
+    """What the units cost for a microbatch of another size.
+
+    Attributes:
+        rows: of the microbatch.
+        units: those of the profile, in the same order.
+        inputs, runs: as in `Profile`.
+    """
+
+    rows: int
+    units: tuple[UnitCost, ...]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """What a message takes from one rank to another.
+
+    Attributes:
+        source, target: ranks.
+        latency_seconds: of an empty message.
+        bytes_per_second: of message bytes; None: beyond what the clock can tell.
+    """
+
+    source: int
+    target: int
+    latency_seconds: float
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +143,13 @@ class Profile:
         source: "measured", or an "estimate" from the device's specifications.
         runs: how often each unit was measured, at least.
         notes: what else to know.
+        rows: of the microbatch, along whatever dimension the batch has them; 0: it does not say.
+        others: the same units with microbatches of other sizes.
+        links: between ranks, if they were measured too.
 
     Raises:
-        ArgumentError: there are no units, or two of one name; a time is not a number of 0 or more.
+        ArgumentError: there are no units, or two of one name; a time is not a number of 0 or more; two sizes are the
+            same, or have other units.
     """
 
     units: tuple[UnitCost, ...]
@@ -102,16 +164,41 @@ class Profile:
     source: Source = "measured"
     runs: int = 0
     notes: tuple[str, ...] = ()
+    rows: int = 0
+    others: tuple[OtherSize, ...] = ()
+    links: tuple[MeasuredLink, ...] = ()
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         if not names or len({*names}) < len(names):
             raise ArgumentError(f"units: expected at least one, each of another name, not {shortened(names)}")
-        for unit in self.units:
-            for name in (f.name for f in fields(unit) if f.name.endswith(("seconds", "bytes"))):
-                value = getattr(unit, name)
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                    raise ArgumentError(f"unit {unit.name!r}: {name}={value!r}; expected a number of 0 or more")
+        for unit in (*self.units, *(unit for other in self.others for unit in other.units)):
+            check_numbers(f"unit {unit.name!r}", unit)
+        for link in self.links:
+            check_numbers(f"link from rank {link.source} to rank {link.target}", link)
+        for other in self.others:
+            if [unit.name for unit in other.units] != names:
+                raise ArgumentError(
+                    f"microbatches of {other.rows} and {self.rows} rows have different units; make the profile with "
+                    "opens= or leaves= that are the same for both"
+                )
+        sizes = [self.rows, *(other.rows for other in self.others)]
+        if len({*sizes}) < len(sizes) or (self.others and min(sizes) < 1):
+            raise ArgumentError(f"rows: expected sizes of 1 or more, each of another number of rows, not {sizes}")
+
+    @property
+    def each_size(self) -> tuple[Profile, ...]:
+        """A profile for each size of a microbatch, in ascending order of rows."""
+        same = [
+            replace(self, units=each.units, rows=each.rows, inputs=each.inputs, runs=each.runs, others=())
+            for each in self.others
+        ]
+        return tuple(sorted([*same, replace(self, others=())], key=lambda one: one.rows))
+
+    def with_others(self, others: Iterable[Profile]) -> Profile:
+        """This profile, with those of microbatches of other sizes."""
+        sizes = (OtherSize(one.rows, one.units, one.inputs, one.runs) for one in others)
+        return replace(self, others=(*self.others, *sizes))
 
     @property
     def identity(self) -> str:
@@ -119,20 +206,23 @@ class Profile:
         text = json.dumps(sorted((name, list(shape)) for name, shape in self.parameters.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_for(self, parameters: Mapping[str, Shape], device: str, dtype: str) -> None:
-        """Refuses a profile of something else.
+    def check_for(
+        self,
+        parameters: Mapping[str, Shape],
+        device: str,
+        dtype: str,
+        what: str = "balance: the profile",
+        remedy: str = ", or use balance='time'",
+    ) -> None:
+        """Refuses a profile of something else. `what`, `remedy`: the beginning and the end of the message.
 
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
-        difference = _difference(self.parameters, parameters)
-        for what, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
-            if not difference and mine != given:
-                difference = f"it was made for {what} {mine!r}, and this is {given!r}"
-        if difference:
+        if difference := first_difference(self, parameters, device, dtype):
             raise ArgumentError(
-                f"balance: the profile is not of this model on this device: {difference}. Make one with "
-                "penstock.profile(...) or `penstock profile`, or use balance='time'"
+                f"{what} is not of this model on this device: {difference}. Make one with penstock.profile(...) or "
+                f"`penstock profile`{remedy}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,27 +238,10 @@ class Profile:
             ArgumentError: it is of another version, misses something, has something unknown, or was changed by hand.
         """
         if not isinstance(given, dict) or given.get("version") != VERSION:
-            version = given.get("version") if isinstance(given, dict) else given
+            version = given.get("version") if isinstance(given, dict) else f"{given!r:.40}"
             raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not of {version!r}; make a new one")
-        known = {f.name for f in fields(cls)}
         values = {name: value for name, value in given.items() if name not in ("version", "identity")}
-        _check_names(values, known, {f.name for f in fields(cls) if _is_needed(f)}, what)
-        if not isinstance(values["units"], list) or not all(isinstance(unit, dict) for unit in values["units"]):
-            raise ArgumentError(f"{what}: units: expected a list of objects")
-        needed = {f.name for f in fields(UnitCost) if _is_needed(f)}
-        for unit in values["units"]:
-            _check_names(unit, {f.name for f in fields(UnitCost)}, needed, f"{what}, unit {unit.get('name')!r}")
-        if values.get("source", "measured") not in get_args(Source):
-            raise ArgumentError(f"{what}: source={values['source']!r}: expected one of {get_args(Source)}")
-        found = cls(
-            **{
-                **values,
-                "units": tuple(UnitCost(**unit) for unit in values["units"]),
-                "parameters": {name: tuple(shape) for name, shape in values["parameters"].items()},
-                "opened": tuple(values.get("opened", ())),
-                "notes": tuple(values.get("notes", ())),
-            }
-        )
+        found = read_as(cls, values, what, VERSION)
         if given.get("identity", found.identity) != found.identity:
             raise ArgumentError(f"{what}: its parameters are not those that it was made of; make a new one")
         return found
@@ -188,20 +261,32 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"profile {name!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArgumentError(f"profile {name!r} is not JSON: {error}") from error
     return Profile.from_dict(given, f"profile {name!r}")
 
 
-def _is_needed(each: Any) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
+class MadeFor(Protocol):
+    """What was made for a model: the shapes of its parameters by name, its device and dtype."""
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
-def _check_names(given: Mapping[str, Any], known: set[str], needed: set[str], what: str) -> None:
-    if missing := sorted(needed - given.keys()):
-        raise ArgumentError(f"{what}: misses {shortened(missing)}")
-    if unknown := sorted(given.keys() - known):
-        raise ArgumentError(f"{what}: has {shortened(unknown)}, which version {VERSION} does not know")
+def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:
+    """The first difference between what something was made for and a model on a device; empty if there is none."""
+    if difference := _difference(made.parameters, parameters):
+        return difference
+    for what, mine, given in (("device", made.device, device), ("dtype", made.dtype, dtype)):
+        if mine != given:
+            return f"it was made for {what} {mine!r}, and this is {given!r}"
+    return ""
 
 
 def _difference(mine: Mapping[str, Shape], given: Mapping[str, Shape]) -> str:

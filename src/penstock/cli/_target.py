@@ -117,6 +117,14 @@ def names(text: str | None) -> list[str] | None:
     return [name.strip() for name in text.split(",")] if text is not None else None
 
 
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
+
+
 @contextlib.contextmanager
 def loaded(name: str, what: str) -> Iterator[Target]:
     """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.

@@ -1,4 +1,4 @@
-"""`penstock profile`: measures what each part of a model costs on this device."""
+"""`penstock profile`: measures what each part of a model costs on this device, or estimates it for another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL
-from penstock.cli._target import Leaves, Opens, TargetName, loaded, names
+from penstock.cli._target import Leaves, Opens, TargetName, loaded, names, whole_numbers
 from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
@@ -21,10 +22,25 @@ if TYPE_CHECKING:
 def profile(
     target: TargetName,
     microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; by default where the inputs are.")
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(metavar="ROWS", help="Instead: the rows of each microbatch to measure, such as 1,2,4,8."),
     ] = None,
-    budget_seconds: Annotated[float, typer.Option(help="How long to measure.")] = 2.0,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+            "running: a name from `penstock devices`, such as h100, or the .toml file of another."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
+        ),
+    ] = None,
+    budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
     leaves: Leaves = None,
     opens: Opens = None,
     json: Annotated[
@@ -38,6 +54,9 @@ def profile(
     `penstock verify`; the loss is not measured. Each module before which the model
     can be cut is run, repeated blocks once for all. `--balance profile.json` of
     other commands, and `balance=` of `penstock.pipeline`, cut by the file.
+
+    With `--device h100` nothing is run: times are estimated from the operations
+    and bytes of each part and the device's specifications, and marked so.
     """
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
@@ -48,10 +67,14 @@ def profile(
             given.args,
             given.kwargs,
             microbatches=microbatches,
+            microbatch_sizes=None
+            if microbatch_sizes is None
+            else whole_numbers("--microbatch-sizes", microbatch_sizes),
             leaves=names(leaves),
             opens=names(opens),
             device=device,
             budget_seconds=budget_seconds,
+            calibrate=calibrate or (),
             **cutting,
         )
     if json is not None:
@@ -66,23 +89,37 @@ def show(found: Profile, console: Console) -> None:
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
     console.print(Text(f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}, {runs}", "bold"))
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("unit", overflow="fold")
+    units_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    units_table.add_column("unit", overflow="fold")
     for head in ("F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"):
-        table.add_column(head, justify="right", no_wrap=True)
+        units_table.add_column(head, justify="right", no_wrap=True)
     total = sum(unit.seconds for unit in found.units) or 1.0
     for units in _rows(found.units):
         first = units[0]
-        table.add_row(
+        units_table.add_row(
             Text(", ".join(in_ranges(unit.name for unit in units))),
             *(f"{1e3 * each:.3f}" for each in _parts(first)),
             f"{first.spread:.0%}",
             f"{sum(unit.seconds for unit in units) / total:.1%}",
             *(sized(size) for size in (first.activation_bytes, first.parameter_bytes, first.boundary_bytes)),
         )
-    console.print(table)
+    console.print(units_table)
+    if found.others:
+        console.print("\nall units, by the rows of a microbatch")
+        print_unbroken(console, _sizes(found))
     for note in found.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
+
+
+def _sizes(found: Profile) -> Table:
+    """A row for each size: the times of all units, the rows in a second of forward and backward, and what they keep."""
+    made = table("rows", "F ms", "I ms", "W ms", "rows/s", "keeps")
+    for each in found.each_size:
+        sums = [sum(times) for times in zip(*map(_parts, each.units), strict=True)]
+        rate = f"{each.rows / sum(sums):,.0f}" if sum(sums) else "-"
+        keeps = sized(sum(unit.activation_bytes for unit in each.units))
+        made.add_row(str(each.rows), *(f"{1e3 * one:.3f}" for one in sums), rate, keeps)
+    return made
 
 
 def _parts(unit: UnitCost) -> tuple[float, float, float]:

@@ -15,9 +15,11 @@ from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.best_order import Units, best_order, cut_in_order, first_units
 from penstock.partition.cut.choice import Choice
-from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
+from penstock.partition.measure.costs import UnmeasurableError, identity
+from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
+from penstock.plan.stage_costs import crossing_seconds, usual_link
 from penstock.simulate.costs import LinkCost
 
 LEAST_WORK = 500_000_000
@@ -45,13 +47,6 @@ class Decision:
     """The stage of each unit, if units run in another order than the recorded one; otherwise empty."""
 
 
-USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
-"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
-
-USUAL_LINK = LinkCost(10e-6, 25e9)
-"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
     """What ranks have for their stages.
@@ -74,12 +69,11 @@ class Room:
 
     def crossing_seconds(self, unit: UnitCost, device: str) -> float:
         """What it takes to send what crosses a cut before this unit, there and back."""
-        sizes = unit.boundary_bytes, unit.boundary_gradient_bytes
-        return sum(self.link_of(device).seconds(size) for size in sizes if size)
+        return crossing_seconds(unit, self.link_of(device))
 
     def link_of(self, device: str) -> LinkCost:
         """Between two ranks on devices of this type."""
-        return self.link or USUAL_LINKS.get(device, USUAL_LINK)
+        return self.link or usual_link(device)
 
 
 NO_LIMIT = Room()
@@ -105,7 +99,8 @@ def decide(
         ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
     """
     if choice.profile is not None:
-        return _by_profile(recording, model, stages, choice.profile, room, units)
+        found = _by_profile(recording, model, stages, choice.profile, room, units)
+        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
     every = candidates(recording, model, choice.by) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -252,6 +247,12 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
         f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
         f"wait for it; {remedy}",
     )
+
+
+def _cautions(profile: Profile) -> tuple[str, ...]:
+    if profile.source == "measured":
+        return ()
+    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
 
 
 def _by_profile(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.plan.choice import Choice as Choice
     from penstock.plan.choice import choices as choices
     from penstock.plan.cluster import Cluster as Cluster
+    from penstock.plan.cluster import Kind as Kind
     from penstock.plan.graph_cut import GraphCut as GraphCut
     from penstock.plan.graph_cut import cut_graph as cut_graph
     from penstock.plan.graph_cut import stage_seconds as stage_seconds
@@ -36,6 +37,7 @@ _HOMES = {
     "Choice": "choice",
     "choices": "choice",
     "Cluster": "cluster",
+    "Kind": "cluster",
     "Plan": "plan",
     "read_plan": "plan",
     "Lost": "planner",

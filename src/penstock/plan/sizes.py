@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.balance import Profile, UnitCost
 from penstock.errors import ArgumentError
@@ -15,6 +16,7 @@ GROWING = (
     "forward_seconds",
     "input_gradient_seconds",
     "weight_gradient_seconds",
+    "recompute_seconds",
     "activation_bytes",
     "boundary_bytes",
     "boundary_gradient_bytes",
@@ -50,13 +52,13 @@ class Sizes:
 
     @classmethod
     def of(cls, profiles: Iterable[Profile]) -> Sizes:
-        """Profiles by the rows of the microbatch that each says it was made with.
+        """Profiles by the rows of the microbatches that they were made with.
 
         Raises:
             ArgumentError: a profile does not say, or two say the same.
         """
         by_rows: dict[int, Profile] = {}
-        for profile in profiles:
+        for profile in (one for each in profiles for one in each.each_size):
             rows = rows_of(profile)
             if rows in by_rows:
                 raise ArgumentError(
@@ -96,11 +98,13 @@ class Sizes:
 
 
 def rows_of(profile: Profile) -> int:
-    """The rows of the microbatch that was measured: the first dimension of most inputs.
+    """The rows of the microbatch that was measured; if the profile does not say, the first dimension of most inputs.
 
     Raises:
-        ArgumentError: the profile does not say.
+        ArgumentError: it has no inputs either.
     """
+    if profile.rows:
+        return profile.rows
     shapes = (re.search(r"\[([0-9]+)", text) for text in profile.inputs.values())
     found = Counter(int(shape[1]) for shape in shapes if shape)
     if not found:
@@ -108,15 +112,21 @@ def rows_of(profile: Profile) -> int:
     return found.most_common(1)[0][0]
 
 
+def _growing(unit: UnitCost) -> dict[str, Any]:
+    """What depends on the number of rows, by name."""
+    return {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+
+
 def _scaled(unit: UnitCost, factor: float) -> UnitCost:
-    return replace(unit, **{name: getattr(unit, name) * factor for name in GROWING})
+    return replace(unit, **{name: value * factor for name, value in _growing(unit).items()})
 
 
 def _between(low: UnitCost, high: UnitCost, share: float) -> UnitCost:
     """On the line through two; never below zero."""
-    values = {name: (getattr(low, name), getattr(high, name)) for name in GROWING}
-    return replace(low, **{name: max(0.0, a + share * (b - a)) for name, (a, b) in values.items()})
+    above = _growing(high)
+    return replace(low, **{name: max(0.0, a + share * (above[name] - a)) for name, a in _growing(low).items()})
 
 
 def _at_least(unit: UnitCost, least: UnitCost) -> UnitCost:
-    return replace(unit, **{name: max(getattr(unit, name), getattr(least, name)) for name in GROWING})
+    lowest = _growing(least)
+    return replace(unit, **{name: max(value, lowest[name]) for name, value in _growing(unit).items()})

@@ -41,7 +41,7 @@ def _compiled() -> Callable[..., int] | None:
 
 def run(
     first: Any, need: Any, work: Any, seconds: Any, lag: Any, paired: Any, hold: Any, wire: Any, link: Any,
-    contended: bool, turns: Any, at: Any, free: Any, left: Any, starts: Any, ends: Any,
+    contended: bool, turns: Any, at: Any, free: Any, begin: Any, left: Any, starts: Any, ends: Any,
 ) -> int:  # fmt: skip
     """Runs every rank ahead until it needs what has not run, and resumes it from the rank that runs that.
 
@@ -58,6 +58,7 @@ def run(
         contended: whether a link carries one message at a time. Otherwise `wire` is a part of `lag`.
         turns: room for a number for each rank; so is `at`.
         free: when each link is free: 0 at first.
+        begin: when each rank begins.
         left: for each node, `NOT_RUN` at first, and then when its output left.
         starts, ends: for each node; `ends` may be `left` unless links are contended.
 
@@ -73,7 +74,7 @@ def run(
         waiting -= 1
         rank = turns[waiting]
         node, end = at[rank], first[rank + 1]
-        now = ends[node - 1] if node > first[rank] else 0.0
+        now = ends[node - 1] if node > first[rank] else begin[rank]
         while node < end:
             entry = work[node]
             made = need[node]

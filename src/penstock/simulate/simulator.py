@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import Dependencies, Schedule
 from penstock.schedule.order import runnable_order
 from penstock.schedule.timeline import Timeline, Track
@@ -24,6 +24,7 @@ def simulate(
     links: Links = NO_COST,
     *,
     contended: bool = False,
+    begin: Sequence[float] | None = None,
 ) -> Timeline:
     """The timeline of a schedule whose actions all start as soon as their rank and everything they wait for allow.
 
@@ -50,14 +51,18 @@ def simulate(
         links: one cost between any two ranks, or costs by (sending rank, receiving rank).
         contended: a link carries one message at a time, in the order in which they were produced; otherwise any number.
             Only the time that bandwidth takes is exclusive: the latencies of messages overlap.
+        begin: when each rank begins, in seconds; by default all at 0.
 
     Raises:
-        ArgumentError: not one cost for each stage (or microbatch), or a link in use has no cost.
+        ArgumentError: not one cost for each stage (or microbatch), a link in use has no cost, or not one `begin` of 0
+            or more for each rank.
         ScheduleError: the schedule cannot be run.
     """
+    begins = _begins(schedule, begin)
     by_stage = costs_of_actions(schedule, costs)
     columns = Columns.of(schedule)
-    starts, ends = _run(columns, Work.of_columns(columns, by_stage, links), contended=contended) or (None, None)
+    work = Work.of_columns(columns, by_stage, links)
+    starts, ends = _run(columns, work, begins, contended=contended) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
@@ -75,13 +80,21 @@ def simulate(
     return Timeline(tuple(map(Track, rows, start, end, waited)))
 
 
-def _run(columns: Columns, work: Work, *, contended: bool) -> tuple[Floats, Floats] | None:
+def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
+    begins = np.zeros(schedule.ranks) if begin is None else np.array(begin, float)
+    if begins.shape != (schedule.ranks,) or not (begins >= 0).all():
+        raise ArgumentError(f"begin={begin}: expected a time of 0 or more for each of {schedule.ranks} ranks")
+    return begins
+
+
+def _run(columns: Columns, work: Work, begins: Floats, *, contended: bool) -> tuple[Floats, Floats] | None:
     """When each node starts and ends; None if the ranks wait for each other in a circle."""
     nodes = int(columns.first[-1])
     lag = work.latency if contended else work.lag
     given = (columns.first, columns.need, work.of, work.seconds, lag, work.paired, work.hold, work.wire, work.link)
     compiled = loop(nodes)
     room = [np.zeros(size, kind) for size, kind in ((columns.ranks, int), (columns.ranks, int), (work.links, float))]
+    room.append(begins)
     starts, left = np.empty(nodes), np.full(nodes, NOT_RUN)
     ends = np.empty(nodes) if contended else left
     if compiled is not None:

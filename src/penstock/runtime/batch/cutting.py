@@ -16,6 +16,7 @@ from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
 from penstock.trees import flatten
+from penstock.words import counted
 
 
 class Microbatch(NamedTuple):
@@ -110,6 +111,37 @@ class Cutting:
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+
+    def of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> CutBatch:
+        """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the
+        first one of that size that the user's own cut makes.
+
+        Raises:
+            ArgumentError: the batch is smaller, or is never cut into microbatches of this size.
+            ShapeError: tensors disagree on the number of rows.
+        """
+        self.check(args, kwargs)
+        own = [len(leaf) for leaf in flatten((args, kwargs)).leaves if isinstance(leaf, Microbatches)]
+        if self.split is None and not own:
+            there = batches.rows_of((args, kwargs), "example", self.inputs)
+            if rows > there:
+                raise ArgumentError(
+                    f"the batch has only {counted(there, 'row')}: give a larger one, or microbatches of at most {there}"
+                )
+            sizes = (rows, there - rows) if rows < there else (rows,)
+            piece = flatten(batches.split((args, kwargs), sizes, "example", None, self.inputs)[0])
+            return CutBatch((piece,), (rows,), None)
+        count = max(own, default=1)
+        if self.split is not None:
+            whole = self.cut(args, kwargs, self.divide(args, kwargs, None, 1, "example", 1), 1, "example", None, 1)
+            count = max(1, sum(whole.sizes) // rows)
+        cut = self.cut(args, kwargs, self.divide(args, kwargs, None, count, "example", 1), count, "example", None, 1)
+        if rows not in cut.sizes:
+            found = ", ".join(map(str, sorted({*cut.sizes})))
+            how = "already cut into" if own else f"cut by split= into {counted(count, 'microbatch')} of"
+            raise ArgumentError(f"no microbatch has {counted(rows, 'row')}: the batch is {how} {found} rows")
+        place = cut.sizes.index(rows)
+        return CutBatch((cut.pieces[place],), (rows,), None)
 
     def usual(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """How many microbatches a whole batch is cut into by default: `MICROBATCHES`, or as many as it yields (one per
