@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,14 @@ def profile(
         str | None, typer.Option(help="Where to run, such as cuda; by default where the inputs are.")
     ] = None,
     budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
+            "...`, or torchrun.",
+        ),
+    ] = False,
     leaves: Leaves = None,
     opens: Opens = None,
     json: Annotated[
@@ -60,8 +69,11 @@ def profile(
             opens=names(opens),
             device=device,
             budget_seconds=budget_seconds,
+            links=links,
             **cutting,
         )
+    if links and os.environ.get("RANK", "0") != "0":
+        return
     if json is not None:
         found.save(json)
     show(found, Console(highlight=False))
@@ -92,6 +104,9 @@ def show(found: Profile, console: Console) -> None:
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
         print_unbroken(console, _sizes(found))
+    if found.links:
+        console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
+        print_unbroken(console, _links(found))
     for note in found.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
@@ -104,6 +119,14 @@ def _sizes(found: Profile) -> Table:
         rate = f"{each.rows / sum(sums):,.0f}" if sum(sums) else "-"
         keeps = sized(sum(unit.activation_bytes for unit in each.units))
         made.add_row(str(each.rows), *(f"{1e3 * one:.3f}" for one in sums), rate, keeps)
+    return made
+
+
+def _links(found: Profile) -> Table:
+    made = table("from", "to", "latency us", "GB/s", left=0)
+    for link in found.links:
+        rate = "-" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e9:.3g}"
+        made.add_row(str(link.source), str(link.target), f"{1e6 * link.latency_seconds:.1f}", rate)
     return made
 
 

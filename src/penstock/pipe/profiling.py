@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +18,13 @@ from penstock.partition.units.chain import as_module
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
-from penstock.runtime.processes.world import device_named
+from penstock.runtime.execute.control import Control
+from penstock.runtime.execute.links import measure_links
+from penstock.runtime.processes.world import device_named, device_of, join
 from penstock.trees import Flat, map_tensors, unflatten
+
+USUAL_MESSAGE_BYTES = 2**20
+"""Of messages by which links are measured, for a model that cannot be cut."""
 
 
 def profile(
@@ -33,6 +40,7 @@ def profile(
     opens: Sequence[str] | None = None,
     device: torch.device | str | None = None,
     budget_seconds: float = 2.0,
+    links: bool = False,
 ) -> Profile:
     """Runs each module before which the model can be cut, forward and backward, and says what it costs.
 
@@ -47,10 +55,12 @@ def profile(
             the largest, with the others in `others`.
         device: where to run. None: where the example is.
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
+        links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
+            model's. Every rank of a job calls this; rank 0 measures the units, and all get the same profile.
 
     Raises:
-        ArgumentError: an argument is wrong, the batch makes no microbatch of such a size, or the model cannot be run
-            (its weights are on the meta device).
+        ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of
+            such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
@@ -59,21 +69,61 @@ def profile(
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number, at least 1")
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    there = None if device is None else device_named(device)
 
-    def measured(piece: Flat, rows: int) -> Profile:
+    def units() -> Profile:
+        partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+        return _measured(partitioner, pieces, budget_seconds, there)
+
+    return _with_links(units, there or _device_of(example, model)) if links else units()
+
+
+def _measured(
+    partitioner: Partitioner, pieces: Sequence[tuple[Flat, int]], budget_seconds: float, there: torch.device | None
+) -> Profile:
+    def one(piece: Flat, rows: int) -> Profile:
         inputs, named = unflatten(piece.leaves, piece.structure)
-        if device is not None:
-            there = device_named(device)
+        if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
         return partitioner.profile(inputs, named, budget_seconds, rows)
 
     try:
         with torch.enable_grad():
-            *others, largest = [measured(piece, rows) for piece, rows in pieces]
+            *others, largest = [one(piece, rows) for piece, rows in pieces]
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
     return largest.with_others(others)
+
+
+def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
+    """The profile that rank 0 makes, with the links between all ranks."""
+    world = join(None, None, device.type)
+    if world.rank is None:
+        raise ArgumentError(
+            "links are measured between ranks, but this is a single process; start several: `penstock run --ranks 2 -m "
+            "penstock profile ... --links`, or the same under torchrun"
+        )
+    here = device_of(device.type, world, world.rank, device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    control = Control(world, here)
+    try:
+        with control.reporting(close=control.close):
+            with control.agreed(), control.working("the measuring of units"):
+                mine = units() if world.rank == 0 else None
+            found = control.give_all(mine)
+            assert found is not None
+            sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
+            size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
+            return replace(found, links=measure_links(control, here, size))
+    finally:
+        control.close()
+
+
+def _device_of(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """Where an example is; if it has no tensors, where the model is."""
+    tensors = (*tensors_in(example), *as_module(model).parameters())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def check_profile(
