@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,18 +17,19 @@ from rich.table import Table
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import link_of, loaded
+from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.simulate import Cause
 from penstock.words import counted, sized
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.plan import Choice, Cluster, Kind, Lost, Plan, Planned
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
-Times are simulated from those of the profile; the gradients of replicas are summed after the last backward, and the \
-optimizer takes no time."""
+Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
+backward, beside what is left, and the optimizer takes no time."""
 """Printed below the options."""
 
 _DEVICES = "Devices"
@@ -41,8 +43,13 @@ def _option(text: str, *flags: str, **more: Any) -> Any:
 class ClusterOptions:
     """The devices to plan for."""
 
-    devices: Annotated[int, _option("How many there are.", "--devices", "-n")]
-    memory: Annotated[str | None, _option("What each has: 80GiB. By default no limit.")] = None
+    devices: Annotated[str, _option("How many there are; of several kinds, 4xold,8xnew.", "--devices", "-n")]
+    memory: Annotated[
+        str | None, _option("What each has: 80GiB, or by kind, old=40GiB,new=80GiB. By default no limit.")
+    ] = None
+    speed: Annotated[
+        str | None, _option("How fast each kind is: old=0.5,new=1. By default 1: as the profile's device.")
+    ] = None
     link: Annotated[
         str | None,
         _option(
@@ -53,27 +60,72 @@ class ClusterOptions:
     between_hosts: Annotated[
         str | None, _option("Between devices of two hosts, if not as --link says; needs --per-host.")
     ] = None
+    host_link: Annotated[
+        str | None, _option("To the host's memory and back; if given, stages may offload activations.")
+    ] = None
 
     def read(self) -> Cluster:
         """The cluster. Raises ArgumentError if an option is wrong."""
-        from penstock.fabric.units import size_of
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
         if self.between_hosts is not None and self.per_host is None:
             raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
         return Cluster(
-            self.devices,
-            math.inf if self.memory is None else size_of(self.memory),
-            link_of(self.link) or NO_COST,
-            self.per_host,
-            link_of(self.between_hosts),
+            link=link_of(self.link) or NO_COST,
+            devices_per_host=self.per_host,
+            between_hosts=link_of(self.between_hosts),
+            kinds=self._kinds(),
+            host_link=link_of(self.host_link),
         )
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        from penstock.fabric.units import size_of
+        from penstock.plan import Kind
+
+        counts: dict[str, int] = {}
+        for part in self.devices.split(","):
+            found = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
+            if found is None or (found[2] is None and "," in self.devices) or (found[2] or "") in counts:
+                raise ArgumentError(
+                    f"--devices {self.devices!r}: expected a number, or numbers of several kinds, as in 4xold,8xnew"
+                )
+            counts[found[2] or ""] = int(found[1])
+        sizes = _by_kind("--memory", self.memory, counts)
+        speeds = _by_kind("--speed", self.speed, counts)
+        return tuple(
+            Kind(
+                name,
+                number,
+                math.inf if sizes[name] is None else size_of(sizes[name]),
+                1.0 if speeds[name] is None else _speed(speeds[name]),
+            )
+            for name, number in counts.items()
+        )
+
+
+def _by_kind(option: str, text: str | None, kinds: Collection[str]) -> dict[str, Any]:
+    """What an option says of each kind: one for all, or name=value for each."""
+    if text is None or "=" not in text:
+        return dict.fromkeys(kinds, text)
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if odd := sorted(given.keys() ^ {*kinds}):
+        expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
+        raise ArgumentError(f"{option} {text!r}: {odd[0]!r} is not both here and in --devices; give {expected}")
+    return given
+
+
+def _speed(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
 
 
 @spread
 def plan(
     cluster: ClusterOptions,
+    numbers: TransformerOptions,
     global_batch: Annotated[int, typer.Option(help="Rows of one step, over all replicas.")],
     target: Annotated[
         str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
@@ -92,17 +144,23 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Choose replicas, ranks, cuts, microbatches, schedule and recomputation for a model and its devices.
+    """Choose replicas, ranks, cuts, microbatches, schedule and more for a model and its devices.
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
     of it as microbatches. To plan for another device, profile there, and give
-    the files.
+    the files; for a transformer that is only numbers yet, on devices that you
+    do not have, give --transformer.
     """
     from penstock.plan import Sizes, make_plans
 
-    known = cluster.read()
-    sizes = Sizes.of(_profiles(target, profile or []))
+    known, paper = cluster.read(), None
+    if numbers.transformer is not None:
+        if target is not None or profile:
+            raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
+        paper = numbers.read(known, cluster.per_host)
+        known = paper.cluster()
+    sizes = Sizes.of(paper.profiles() if paper is not None else _profiles(target, profile or []))
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
@@ -110,6 +168,8 @@ def plan(
         print(json.dumps(to_dict(found)))
     else:
         show(found, known, Console(highlight=False))
+        if paper is not None and found.best:
+            print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
@@ -233,10 +293,9 @@ def _kind(choice: Choice, ranks: int) -> tuple[int, str]:
 
 
 def _named(choice: Choice) -> str:
-    inner = ", replicas within hosts" if choice.inner == "dp" else ""
     return (
         f"{choice.schedule}, dp {choice.replicas} x pp {choice.ranks}"
-        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}{inner}"
+        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}"
     )
 
 
@@ -258,10 +317,10 @@ def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
     nearest = found.nearest
     if nearest is None:
         raise ArgumentError("no schedule works for these numbers; leave --schedule out, or give another --global-batch")
-    needed = max(nearest.memory_bytes)
-    rank = nearest.memory_bytes.index(needed)
+    rank = nearest.fullest
+    needed = nearest.memory_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(cluster.memory_bytes)} a device. {_named(nearest.choice)}, with "
+        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
         f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
         f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is. It fits with --memory "
         f"{math.ceil(needed / 2**20)}MiB; otherwise give more devices, or smaller microbatches."

@@ -13,7 +13,7 @@ from penstock.errors import ArgumentError
 from penstock.hardware.roofline import USUAL, Efficiency, Operation
 from penstock.hardware.specs import Device
 
-PULL = 1e-3
+PULL = 1e-4
 """How much a constant is drawn to where the fit starts, in squared logarithms, as a part of a measurement's weight: one
 that no measurement tells stays there, and one that they tell hardly moves."""
 

@@ -23,12 +23,19 @@ class Operation:
         bytes: what it reads and writes.
         dtype: of the product's factors.
         count: how often it runs.
+
+    Raises:
+        ArgumentError: a number is below 0 or not finite.
     """
 
     flops: float
     bytes: float
     dtype: str = "float32"
     count: int = 1
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.flops < math.inf and 0 <= self.bytes < math.inf and self.count >= 0):
+            raise ArgumentError(f"{self}: expected numbers of 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

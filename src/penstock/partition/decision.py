@@ -13,7 +13,8 @@ from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_load
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.choice import Choice
-from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
+from penstock.partition.measure.costs import UnmeasurableError, identity
+from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
 from penstock.plan.stage_costs import crossing_seconds, slowest_link, usual_link

@@ -1,7 +1,8 @@
-"""Measures what each part of a model costs on this device, for one microbatch."""
+"""Measures what each part of a model costs on this device, or estimates it for another, for one microbatch."""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.balance import Profile
+from penstock.balance import Profile, estimated, fitted, read_profile
 from penstock.errors import ArgumentError
+from penstock.hardware import Device, Efficiency
+from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
-from penstock.partition.measure.measuring import identity
+from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -38,8 +41,9 @@ def profile(
     split: SplitFunction | None = None,
     leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | Device | str | None = None,
     budget_seconds: float = 2.0,
+    calibrate: Sequence[Profile | str | os.PathLike[str]] | Efficiency = (),
     links: bool = False,
 ) -> Profile:
     """Runs each module before which the model can be cut, forward and backward, and says what it costs.
@@ -53,8 +57,12 @@ def profile(
             batch.
         microbatch_sizes: instead: the rows of each microbatch to measure, such as [1, 2, 4, 8]. The profile is that of
             the largest, with the others in `others`.
-        device: where to run. None: where the example is.
+        device: where to run. None: where the example is. Or what to estimate for, without running: a
+            `penstock.hardware.Device`, or the name of one ("h100"), or of a file that describes one ("mine.toml"); then
+            weights may be on the meta device.
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
+        calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
+            files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
         links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
             model's. Every rank of a job calls this; rank 0 measures the units, and all get the same profile.
 
@@ -68,19 +76,32 @@ def profile(
     if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
         raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number, at least 1")
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
+    kind = specified(device)
+    if kind is None and calibrate:
+        raise ArgumentError(
+            f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
+        )
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    there = None if device is None else device_named(device)
+    there = None if device is None or isinstance(device, Device) or kind is not None else device_named(device)
+    if links and kind is not None:
+        raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
     def units() -> Profile:
         partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-        return _measured(partitioner, pieces, budget_seconds, there)
+        found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there)
+        return found if kind is None else estimated(found, kind, _efficiency(calibrate, kind))
 
     return _with_links(units, there or _device_of(example, model)) if links else units()
 
 
 def _measured(
-    partitioner: Partitioner, pieces: Sequence[tuple[Flat, int]], budget_seconds: float, there: torch.device | None
+    partitioner: Partitioner,
+    pieces: Sequence[tuple[Flat, int]],
+    budget_seconds: float | None,
+    there: torch.device | None,
 ) -> Profile:
+    """The profile of microbatches, the last as the main one. `budget_seconds`: None: nothing is run."""
+
     def one(piece: Flat, rows: int) -> Profile:
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
@@ -93,6 +114,31 @@ def _measured(
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
     return largest.with_others(others)
+
+
+def specified(device: torch.device | Device | str | None) -> Device | None:
+    """The device to estimate for; None if it is one of torch's, on which to run.
+
+    Raises:
+        ArgumentError: it is neither; names the known ones most like it.
+    """
+    if isinstance(device, Device) or not isinstance(device, str):
+        return device if isinstance(device, Device) else None
+    if not device.endswith(".toml"):
+        try:
+            torch.device(device)
+        except RuntimeError:  # none of torch's
+            pass
+        else:
+            return None
+    return known(device)
+
+
+def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, device: Device) -> Efficiency:
+    if isinstance(given, Efficiency):
+        return given
+    each = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
+    return fitted([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
 
 
 def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
