@@ -47,6 +47,7 @@ CPU_SECONDS = {
     "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/partition/run/test_sideways.py": 20,
     "tests/partition/stages/test_exact.py": 20,
+    "tests/runtime/execute/test_links.py": 4,
     "tests/runtime/features/test_carried_later.py": 20,
     "tests/runtime/features/test_offload_copies.py": 25,
     "tests/runtime/features/test_recompute.py": 20,

@@ -25,6 +25,7 @@ from penstock.words import counted, sized
 if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.plan import Choice, Cluster, Kind, Lost, Plan, Planned
+    from penstock.simulate import LinkCost
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
@@ -53,7 +54,8 @@ class ClusterOptions:
     link: Annotated[
         str | None,
         _option(
-            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default messages are free.'
+            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
+            "measured (its --links), or messages are free."
         ),
     ] = None
     per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
@@ -64,15 +66,15 @@ class ClusterOptions:
         str | None, _option("To the host's memory and back; if given, stages may offload activations.")
     ] = None
 
-    def read(self) -> Cluster:
-        """The cluster. Raises ArgumentError if an option is wrong."""
+    def read(self, measured: LinkCost | None = None) -> Cluster:
+        """The cluster. Raises ArgumentError if an option is wrong. `measured`: the link, unless --link says it."""
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
         if self.between_hosts is not None and self.per_host is None:
             raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
         return Cluster(
-            link=link_of(self.link) or NO_COST,
+            link=link_of(self.link) or measured or NO_COST,
             devices_per_host=self.per_host,
             between_hosts=link_of(self.between_hosts),
             kinds=self._kinds(),
@@ -160,7 +162,10 @@ def plan(
             raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
         paper = numbers.read(known, cluster.per_host)
         known = paper.cluster()
-    sizes = Sizes.of(paper.profiles() if paper is not None else _profiles(target, profile or []))
+    profiles = paper.profiles() if paper is not None else _profiles(target, profile or [])
+    sizes = Sizes.of(profiles)
+    if cluster.link is None and paper is None:
+        known = cluster.read(_measured_link(profiles))
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
@@ -174,6 +179,13 @@ def plan(
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
         raise typer.Exit(1)
+
+
+def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
+    """The slowest link of the first profile that measured any; None if none did."""
+    from penstock.plan.stage_costs import slowest_link
+
+    return next((link for profile in profiles if (link := slowest_link(profile)) is not None), None)
 
 
 def _profiles(target: str | None, files: Sequence[Path]) -> list[Profile]:

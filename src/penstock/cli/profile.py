@@ -102,7 +102,7 @@ def show(found: Profile, console: Console) -> None:
     console.print(Text(f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}, {runs}", "bold"))
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     units_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    units_table.add_column("unit", overflow="fold")
+    units_table.add_column("unit", no_wrap=True)
     for head in ("F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"):
         units_table.add_column(head, justify="right", no_wrap=True)
     total = sum(unit.seconds for unit in found.units) or 1.0
@@ -111,11 +111,11 @@ def show(found: Profile, console: Console) -> None:
         units_table.add_row(
             Text(", ".join(in_ranges(unit.name for unit in units))),
             *(f"{1e3 * each:.3f}" for each in _parts(first)),
-            f"{first.spread:.0%}",
+            f"{first.spread:.0%}" if found.source == "measured" else "-",
             f"{sum(unit.seconds for unit in units) / total:.1%}",
             *(sized(size) for size in (first.activation_bytes, first.parameter_bytes, first.boundary_bytes)),
         )
-    console.print(units_table)
+    print_unbroken(console, units_table)
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
         print_unbroken(console, _sizes(found))

@@ -68,13 +68,16 @@ def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost) ->
     return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
 
 
-def stage_cost(units: Sequence[UnitCost], output_bytes: float) -> StageCost:
-    """What consecutive units cost as one stage that sends so much to the next."""
+def stage_cost(units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0) -> StageCost:
+    """What consecutive units cost as one stage that sends so much to the next.
+
+    `speed`: of its device; 1: that of the device of the profile.
+    """
     activations = sum(unit.activation_bytes for unit in units)
     return StageCost(
-        sum(unit.forward_seconds for unit in units),
-        sum(unit.input_gradient_seconds for unit in units),
-        sum(unit.weight_gradient_seconds for unit in units),
+        sum(unit.forward_seconds for unit in units) / speed,
+        sum(unit.input_gradient_seconds for unit in units) / speed,
+        sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,
         weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
