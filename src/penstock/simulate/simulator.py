@@ -121,7 +121,7 @@ def _run(columns: Columns, work: Work, begins: Floats, contended: bool) -> tuple
 
 def _array(times: Floats) -> array[float]:
     made = array("d")
-    made.frombytes(np.ascontiguousarray(times).view(np.uint8))
+    made.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
     return made
 
 
