@@ -73,7 +73,7 @@ _HOMES = {
 
 _SUBPACKAGES = frozenset(
     (
-        *("balance", "checkpoint", "errors", "fabric", "hardware", "integrations"),
+        *("balance", "checkpoint", "errors", "explain", "fabric", "hardware", "integrations"),
         *("plan", "report", "schedule", "search", "simulate", "testing"),
     )
 )

@@ -185,3 +185,49 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
         assert begins(command, "--memory-limit", "5KiB") == "3"
         least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
         assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
+
+
+def test_an_estimate_for_a_device_that_is_not_here() -> None:
+    lines = output("profile", "cases.py:meta", "--device", "h100", "--json", "estimate.json").splitlines()
+    assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
+    assert lines[-1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    found = read_profile("estimate.json")
+    assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
+    assert all(unit.seconds > 0 for unit in found.units)
+    assert "device 'h10': not known. Did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
+
+
+MINE = """
+[mine]
+type = "cpu"
+tflops = { float32 = 0.1 }
+memory_gb = 8
+bandwidth_gbps = 20
+"""
+
+
+def test_an_estimate_is_calibrated_by_what_was_measured() -> None:
+    Path("mine.toml").write_text(MINE)
+    output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")
+    lines = output("profile", "cases.py:meta", "--device", "mine.toml", "--calibrate", "here.json").splitlines()
+    assert lines[0] == "2 units on mine, an estimate"
+    assert "fitted to 6 measurements (median error " in lines[-1]
+    assert "--calibrate is for estimates: name what to estimate for" in refusal(
+        "profile", "cases.py:make", "--calibrate", "here.json"
+    )
+    assert "was measured on" in refusal("profile", "cases.py:make", "--device", "h100", "--calibrate", "here.json")
+
+
+def test_devices_are_listed_with_their_sources() -> None:
+    text = output("devices")
+    assert "h100-sxm" in text
+    assert "NVIDIA H100 datasheet" in text
+    (found,) = json.loads(output("devices", "a100", "--json"))
+    assert (found["key"], found["flops_per_second"]["bfloat16"]) == ("a100-sxm-80gb", 312e12)
+
+
+def test_cuts_by_an_estimate_say_so() -> None:
+    Path("mine.toml").write_text(MINE)
+    output("profile", "cases.py:make", "--device", "mine.toml", "--json", "estimate.json")
+    text = output("inspect", "cases.py:make", "--balance", "estimate.json")
+    assert "stages are cut by an estimate for mine, not by measured times" in text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.balance import Profile, UnitCost
 from penstock.partition import Partitioner, decision
-from penstock.partition.measure.measuring import identity
+from penstock.partition.measure.costs import identity
 from penstock.partition.recording.recording import Recording
 from scaffolding.small import batch
 

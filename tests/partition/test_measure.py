@@ -19,7 +19,8 @@ from penstock.errors import ArgumentError
 from penstock.partition import Balance, Choice, Partitioner, Room, decision
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock
-from penstock.partition.measure.measuring import UnmeasurableError, measure
+from penstock.partition.measure.costs import UnmeasurableError
+from penstock.partition.measure.measuring import measure
 from penstock.partition.recorder.attempts import record
 from scaffolding.models import SkipsTwice
 

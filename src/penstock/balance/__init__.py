@@ -1,16 +1,30 @@
 """What each unit of a model costs, and where to cut so that the dearest stage costs least. Does not load torch."""
 
 from penstock.balance.cuts import Problem, best_starts, stage_bytes, stage_loads
-from penstock.balance.profile import OPTIMIZER_VALUES, MeasuredLink, Profile, UnitCost, read_profile
+from penstock.balance.estimate import estimated, fitted, with_operations
+from penstock.balance.profile import (
+    OPTIMIZER_VALUES,
+    MeasuredLink,
+    Operations,
+    Profile,
+    UnitCost,
+    first_difference,
+    read_profile,
+)
 
 __all__ = [
     "OPTIMIZER_VALUES",
     "MeasuredLink",
+    "Operations",
     "Problem",
     "Profile",
     "UnitCost",
     "best_starts",
+    "estimated",
+    "first_difference",
+    "fitted",
     "read_profile",
     "stage_bytes",
     "stage_loads",
+    "with_operations",
 ]

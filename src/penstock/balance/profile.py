@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
+from penstock.hardware import Operation
 from penstock.words import shortened
 
 VERSION = 1
@@ -23,6 +24,21 @@ OPTIMIZER_VALUES = 2
 Source = Literal["measured", "estimate"]
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What one microbatch makes a unit do, counted on tensors without memory.
+
+    Attributes:
+        forward: its forward.
+        backward: its whole backward.
+        input_gradient: the part of it that makes the gradient of its inputs; nothing if these take none.
+    """
+
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    input_gradient: tuple[Operation, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +60,7 @@ class UnitCost:
             one was measured itself.
         recompute_seconds: the forward again, in a backward that needs what was not kept; without what a pipeline then
             restores (buffers, random streams). None: as long as F.
+        operations: what it does, for estimates on other devices; None: not counted, or as the unit in `like`.
     """
 
     name: str
@@ -59,6 +76,7 @@ class UnitCost:
     spread: float = 0.0
     like: str = ""
     recompute_seconds: float | None = None
+    operations: Operations | None = None
 
     @property
     def again_seconds(self) -> float:
@@ -188,20 +206,23 @@ class Profile:
         text = json.dumps(sorted((name, list(shape)) for name, shape in self.parameters.items()))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def check_for(self, parameters: Mapping[str, Shape], device: str, dtype: str) -> None:
-        """Refuses a profile of something else.
+    def check_for(
+        self,
+        parameters: Mapping[str, Shape],
+        device: str,
+        dtype: str,
+        what: str = "balance: the profile",
+        remedy: str = ", or use balance='time'",
+    ) -> None:
+        """Refuses a profile of something else. `what`, `remedy`: the beginning and the end of the message.
 
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
-        difference = _difference(self.parameters, parameters)
-        for what, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
-            if not difference and mine != given:
-                difference = f"it was made for {what} {mine!r}, and this is {given!r}"
-        if difference:
+        if difference := first_difference(self, parameters, device, dtype):
             raise ArgumentError(
-                f"balance: the profile is not of this model on this device: {difference}. Make one with "
-                "penstock.profile(...) or `penstock profile`, or use balance='time'"
+                f"{what} is not of this model on this device: {difference}. Make one with penstock.profile(...) or "
+                f"`penstock profile`{remedy}"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,6 +264,29 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"profile {name!r} is not JSON: {error}") from error
     return Profile.from_dict(given, f"profile {name!r}")
+
+
+class MadeFor(Protocol):
+    """What was made for a model: the shapes of its parameters by name, its device and dtype."""
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:
+    """The first difference between what something was made for and a model on a device; empty if there is none."""
+    if difference := _difference(made.parameters, parameters):
+        return difference
+    for what, mine, given in (("device", made.device, device), ("dtype", made.dtype, dtype)):
+        if mine != given:
+            return f"it was made for {what} {mine!r}, and this is {given!r}"
+    return ""
 
 
 def _difference(mine: Mapping[str, Shape], given: Mapping[str, Shape]) -> str:

@@ -29,6 +29,8 @@ VERBS: dict[str, dict[str, Any]] = {
     "search": {},
     "show": {},
     "plan": {},
+    "explain": {},
+    "devices": {},
     "fabric": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""

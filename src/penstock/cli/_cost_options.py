@@ -11,14 +11,20 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli._cost_files import read_costs, read_links
-from penstock.cli._costs import WORK, Costs
+from penstock.cli._costs import WORK, Costs, links_in
+from penstock.cli._measured_costs import profile_of, units_of
 from penstock.errors import ArgumentError
+from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 _PANEL = "Costs: of one microbatch on one stage, in any one unit"
 
 EPILOG = "\n\n".join(
     (
+        "--profile FILE takes what `penstock profile --json` measured, in seconds and bytes, and cuts it into as many "
+        "stages as the schedule has, as a pipeline cuts by itself. A TARGET is measured first; with both, the profile "
+        "must be the TARGET's. Messages take what --links, --comm and --bandwidth say, or what the profile measured "
+        "between ranks, or nothing.",
         "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
         "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
@@ -63,10 +69,25 @@ class CostOptions:
     ] = None
     memory_weight_grad: Annotated[
         float | None,
-        _option("The part of it that stays from I until W if the backward is split; default all."),
+        _option("What stays from I until W if the backward is split; default all of it."),
     ] = None
     memory_unsharded: Annotated[
         float | None, _option("What a stage's whole parameters take while they are gathered; see --unshard-window.")
+    ] = None
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]",
+            help="Instead of costs: a model to be measured here, module:function or file.py:function.",
+        ),
+    ] = None
+    profile: Annotated[
+        Path | None,
+        _option("Instead of the above: what `penstock profile` measured, cut into stages; see below.", metavar="FILE"),
+    ] = None
+    rows: Annotated[
+        int | None,
+        _option("With a profile or TARGET: the rows of a microbatch; default the profile's, or the batch's share."),
     ] = None
     costs: Annotated[
         Path | None, _option("Each stage's own costs, instead of the above; see below.", metavar="FILE")
@@ -76,25 +97,36 @@ class CostOptions:
         _option("A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"),
     ] = None
 
-    def read(self) -> Costs:
-        """The costs from the options or the file.
+    def read(self, microbatches: int | None = None) -> Costs:
+        """The costs from the options or the file, or measured.
+
+        Args:
+            microbatches: how many the batch of a TARGET is cut into; None: as usual.
 
         Raises:
             ArgumentError: a cost is negative, an option needs another that is missing, both options and a file are
-                given, or the file cannot be read.
+                given, or the file cannot be read, or is of something else than TARGET.
         """
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("contended", "costs", "links")}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_COSTS}
         given = {name: value for name, value in given.items() if value is not None}
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
             )
+        if self.rows is not None and not self._measured_where:
+            raise ArgumentError(f"--rows {self.rows} is for measured costs: give --profile or a TARGET too")
         if self.costs is not None:
+            if self._measured_where:
+                raise ArgumentError(
+                    f"--costs {self.costs}: {self._measured_where} has costs too; give only one of them"
+                )
             if given:
                 raise ArgumentError(
                     f"--costs {self.costs}: the file already sets what {_name(next(iter(given)))} would"
                 )
             costs = read_costs(self.costs)
+        elif self._measured_where:
+            costs = self._measured(given, microbatches)
         else:
             costs = self._from_numbers(given)
         if self.links is not None:
@@ -103,22 +135,35 @@ class CostOptions:
             raise ArgumentError("--contended: without a bandwidth, no message holds up another; give a bandwidth")
         return replace(costs, contended=self.contended)
 
+    @property
+    def _measured_where(self) -> str:
+        """Where measured costs come from, as it was typed; empty if costs are not measured."""
+        return f"--profile {self.profile}" if self.profile is not None else self.target or ""
+
+    def _measured(self, given: Mapping[str, float], microbatches: int | None) -> Costs:
+        _check(given)
+        if stated := [name for name in given if name not in ("comm", "bandwidth")]:
+            raise ArgumentError(
+                f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; give only "
+                "one of the two"
+            )
+        found = profile_of(self.target, self.profile, microbatches, self.rows)
+        links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
+        if links == NO_COST and self.links is None and found.links:
+            links = links_in(found, self._measured_where)
+        units = units_of(found, self.rows, self._measured_where)
+        return Costs(units, links, has_memory=True, source=self._measured_where)
+
     def _from_numbers(self, given: Mapping[str, float]) -> Costs:
-        for name, value in given.items():
-            if not value >= 0:
-                raise ArgumentError(f"{_name(name)} {value:g}: expected a cost of 0 or more")
-            refuse_extreme(name, value, f"{_name(name)} {value:g}")
+        _check(given)
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
             if name in given and other not in given and self.links is None:
                 raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
-        if given.get("bandwidth") == 0:
-            raise ArgumentError("--bandwidth 0: expected a bandwidth above 0")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
-        if weight_gradient > activation:
+        if weight_gradient and "memory_activation" not in given:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is "
-                "part of what F keeps; give at most that"
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: give what F keeps, too"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0
@@ -132,6 +177,19 @@ class CostOptions:
         return Costs(
             stage, link, has_memory=bool({"memory_activation", "memory_unsharded"} & given.keys()), assumed=assumed
         )
+
+
+_NO_COSTS = ("target", "profile", "rows", "costs", "links", "contended")
+"""The options that are no numbers of a cost."""
+
+
+def _check(given: Mapping[str, float]) -> None:
+    for name, value in given.items():
+        if not value >= 0:
+            raise ArgumentError(f"{_name(name)} {value:g}: expected a cost of 0 or more")
+        refuse_extreme(name, value, f"{_name(name)} {value:g}")
+    if given.get("bandwidth") == 0:
+        raise ArgumentError("--bandwidth 0: expected a bandwidth above 0")
 
 
 def _name(option: str) -> str:

@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock.cli._measured_costs import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, each_of
 from penstock.words import counted
+
+if TYPE_CHECKING:
+    from penstock.balance import Profile
 
 WORK = {"forward": "F", "backward_input": "I", "backward_weight": "W"}
 """The options for how long a stage works, and the ops they stand for."""
@@ -48,6 +52,12 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         return len(self.pairs)
 
     @property
+    def slowest(self) -> LinkCost:
+        """A link with the longest latency and the least bandwidth of them all."""
+        known = [*self.pairs.values(), *([self.every] if self.every else [])]
+        return LinkCost(max(link.latency_seconds for link in known), min(link.bytes_per_second for link in known))
+
+    @property
     def has_bandwidth(self) -> bool:
         known = [*self.pairs.values(), *([self.every] if self.every else [])]
         return any(link.bytes_per_second < math.inf for link in known)
@@ -62,12 +72,22 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
             )
 
 
+def links_in(profile: Profile, source: str) -> MeasuredLinks:
+    """The links that a profile measured; every pair that it did not measure has the slowest of them."""
+    pairs = {
+        (link.source, link.target): LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
+        for link in profile.links
+    }
+    return MeasuredLinks(pairs, MeasuredLinks(pairs, None, source).slowest, source)
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What stages and links cost, in the units in which they were given.
 
     Attributes:
-        stages: one cost that applies to every stage, or one per stage, or for each of its microbatches.
+        stages: one cost that applies to every stage, or one per stage, or for each of its microbatches; or the units of
+            a model, to be cut into as many stages as there are.
         links: as for `simulate`.
         has_memory: whether any memory cost was given.
         contended: as for `simulate`.
@@ -75,7 +95,7 @@ class Costs:
         assumed: the keys of `WORK` that were not given although other times were, with the values assumed for them.
     """
 
-    stages: StageCost | tuple[OfStage, ...]
+    stages: StageCost | tuple[OfStage, ...] | UnitsToCut
     links: Links
     has_memory: bool = False
     contended: bool = False
@@ -86,6 +106,30 @@ class Costs:
     def are_alike(self) -> bool:
         """Whether the same numbers apply to all stages, as they do unless a file gives each its own."""
         return isinstance(self.stages, StageCost)
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether they are of a model's units: in seconds and bytes."""
+        return isinstance(self.stages, UnitsToCut)
+
+    def described(self, alike: str, of_stages: str) -> str:
+        """What tables of several schedules say of costs: one of these two texts, or where they were measured."""
+        if isinstance(self.stages, UnitsToCut):
+            return f"{self.stages.said}, cut for each schedule where its slowest stage is fastest; seconds and bytes"
+        return alike if self.are_alike else of_stages
+
+    def origin(self, placement: Placement) -> str:
+        """Where measured costs come from, and where the stages of this placement begin; empty if they were given."""
+        if not isinstance(self.stages, UnitsToCut):
+            return ""
+        cuts = self.cuts(placement)
+        return f"{self.stages.said}; stages begin at {', '.join(cuts)}" if cuts else self.stages.said
+
+    def cuts(self, placement: Placement) -> tuple[str, ...]:
+        """Where measured units are cut for this placement; empty if costs were given."""
+        if not isinstance(self.stages, UnitsToCut):
+            return ()
+        return self.stages.into(placement.depth, "it", self._slowest_link).cuts
 
     @property
     def assumption(self) -> str:
@@ -109,10 +153,20 @@ class Costs:
 
     def check_sizes(self, source: str) -> None:
         """Raises ArgumentError if a link from `source` has a bandwidth but no message has a size."""
+        if isinstance(self.stages, UnitsToCut):
+            return
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
         if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
             how = "--output-bytes, or output_bytes in the file of --costs"
             raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
+
+    @property
+    def _slowest_link(self) -> LinkCost | None:
+        """None if messages are free."""
+        links = self.links
+        if isinstance(links, MeasuredLinks):
+            return links.slowest
+        return None if links == NO_COST or not isinstance(links, LinkCost) else links
 
     @property
     def has_bandwidth(self) -> bool:
@@ -136,8 +190,10 @@ class Costs:
 
     def of_stages(self, placement: Placement, name: str) -> list[OfStage]:
         """The cost of each stage, copies included. Raises the same errors as `of`; `name` is for their messages."""
-        depth = placement.depth
-        stages: list[OfStage] = [self.stages] * depth if isinstance(self.stages, StageCost) else list(self.stages)
+        depth, given = placement.depth, self.stages
+        if isinstance(given, UnitsToCut):
+            given = given.into(depth, name, self._slowest_link).costs
+        stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
             raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give that many")
@@ -165,7 +221,7 @@ class Costs:
         """The costs with which a schedule trains the same model as every other schedule.
 
         Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbours
-        are merged if the schedule has fewer.
+        are merged if the schedule has fewer. Measured units are cut for each schedule anyway.
 
         Raises:
             ArgumentError: the file's stages cannot be merged into as many as the schedule has.
@@ -173,6 +229,8 @@ class Costs:
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
             return replace(self, stages=_divided(self.stages, depth // schedule.ranks, _DIVIDED))
+        if isinstance(self.stages, UnitsToCut):
+            return self
         size, rest = divmod(len(self.stages), depth)
         if rest or not size:
             has = counted(len(self.stages), "stage")

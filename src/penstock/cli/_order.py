@@ -130,6 +130,11 @@ class OrderOptions:
         """A schedule that the numbers allow. Raises ArgumentError if --unshard-window leaves it no room."""
         return self._windowed(generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices))
 
+    @property
+    def count(self) -> int | None:
+        """The number of microbatches, if one was given."""
+        return int(self.microbatches) if self.microbatches is not None and self.microbatches.isdecimal() else None
+
     def entries(self) -> list[Generator]:
         """The schedules that were asked for by name. Raises ArgumentError if one is unknown."""
         name = self._name()

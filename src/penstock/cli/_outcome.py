@@ -20,7 +20,7 @@ from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, CriticalPath, peaks, simulate
 from penstock.simulate.costs import OfStage, StageCost, each_of
 from penstock.simulate.waits import Waits
-from penstock.words import counted
+from penstock.words import counted, sized
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -116,6 +116,9 @@ class Outcome:
             "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
             "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
         }
+        if self.costs.are_measured:
+            found["costs"] = self.costs.origin(self.schedule.placement)
+            found["cuts"] = list(self.costs.cuts(self.schedule.placement))
         if self.costs.assumed:
             found["assumed"] = dict(self.costs.assumed)
         if self.costs.has_memory:
@@ -183,13 +186,16 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
     times = format_of([timeline.makespan_seconds, *_times(outcome)])
     console.print(Text(title(outcome.schedule), "bold"), end="\n\n")
     for name, value in (("makespan", timeline.makespan_seconds), ("span", timeline.span_seconds)):
-        console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}")
+        unit = " s" if outcome.costs.are_measured else ""
+        console.print(f"{name:<15}{times(value):>{len(times(timeline.makespan_seconds))}}{unit}")
     console.print(f"{'bubble rate':<15}{timeline.bubble_rate:.2%} of the span")
     console.print(f"{'critical path':<15}{_path(outcome)}")
     assumed = {"assumed": outcome.costs.assumption} if outcome.costs.assumed else {}
     each = chunks(outcome.schedule)
     if each > 1 and outcome.costs.are_alike:
         assumed["costs"] = f"per stage; a rank has {each} stages"
+    if origin := outcome.costs.origin(outcome.schedule.placement):
+        assumed["costs"] = origin
     for name, text in {**assumed, **(more or {})}.items():
         console.print(f"{name:<15}{text}")
     console.print()
@@ -275,7 +281,8 @@ def _ranks(outcome: Outcome, times: Number) -> Table:
 
 def _memory(outcome: Outcome) -> Table:
     lines = outcome.memory_by_kind
-    sizes = format_of([size for line in lines for size in line.values()])
+    plain = format_of([size for line in lines for size in line.values()])
+    sizes = sized if outcome.costs.are_measured else plain
     made = table("memory of rank", *lines[0])
     for rank, line in enumerate(lines):
         made.add_row(str(rank), *map(sizes, line.values()))

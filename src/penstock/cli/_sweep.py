@@ -109,7 +109,7 @@ def show_sweep(sweep: Sweep, costs: Costs, console: Console) -> None:
     console.print("[bold]Speed-up against one device (and its share of the number of ranks)[/]")
     if costs.assumed:
         console.print(f"assumed: {costs.assumption}")
-    console.print(f"costs: {_OF_MODEL if costs.are_alike else _OF_STAGES}")
+    console.print(f"costs: {costs.described(_OF_MODEL, _OF_STAGES)}")
     places = [(cell.schedule, cell.ranks, cell.microbatches) for cell in sweep.cells] + list(sweep.refused)
     cells = {(cell.schedule, cell.ranks, cell.microbatches): cell for cell in sweep.cells}
     microbatches = sorted({m for _, _, m in places})

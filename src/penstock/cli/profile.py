@@ -1,4 +1,4 @@
-"""`penstock profile`: measures what each part of a model costs on this device."""
+"""`penstock profile`: measures what each part of a model costs on this device, or estimates it for another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,18 @@ def profile(
         typer.Option(metavar="ROWS", help="Instead: the rows of each microbatch to measure, such as 1,2,4,8."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Where to run, such as cuda; by default where the inputs are.")
+        str | None,
+        typer.Option(
+            help="Where to run, such as cuda; by default where the inputs are. Or what to estimate for, without "
+            "running: a name from `penstock devices`, such as h100, or the .toml file of another."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
+        ),
     ] = None,
     budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
     leaves: Leaves = None,
@@ -43,6 +54,9 @@ def profile(
     `penstock verify`; the loss is not measured. Each module before which the model
     can be cut is run, repeated blocks once for all. `--balance profile.json` of
     other commands, and `balance=` of `penstock.pipeline`, cut by the file.
+
+    With `--device h100` nothing is run: times are estimated from the operations
+    and bytes of each part and the device's specifications, and marked so.
     """
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
@@ -60,6 +74,7 @@ def profile(
             opens=names(opens),
             device=device,
             budget_seconds=budget_seconds,
+            calibrate=calibrate or (),
             **cutting,
         )
     if json is not None:

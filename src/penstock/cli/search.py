@@ -90,7 +90,7 @@ def search(
     limit; if one with another placement is shorter, it says so. No schedule with
     this placement is below the lower bound; the gap is the distance to it.
     """
-    known = costs.read()
+    known = costs.read(question.microbatches)
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
         raise ArgumentError(f"--csv {csv}: this file cannot be written; give one in a writable folder")
     found = answer(question, known)
@@ -111,7 +111,7 @@ def search(
         }
         print(json.dumps(outcome.to_dict() | figures))
     else:
-        show(outcome, Console(highlight=False), summary(found, elsewhere))
+        show(outcome, Console(highlight=False), summary(found, elsewhere, measured=known.are_measured))
     if csv is not None:
         try:
             write_csv(found.schedule, csv)
@@ -156,8 +156,8 @@ def answer(question: Question, costs: Costs) -> Found:
     )
 
 
-def summary(found: Found, elsewhere: ShorterSchedule | None) -> dict[str, str]:
-    """What a search adds to its schedule's figures, one line each."""
+def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool = False) -> dict[str, str]:
+    """What a search adds to its schedule's figures, one line each. `measured`: costs are cut for each placement."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
         "placement": f"{place(found.schedule.placement)}; the bound and the best by name are of this one alone",
@@ -172,7 +172,7 @@ def summary(found: Found, elsewhere: ShorterSchedule | None) -> dict[str, str]:
         seconds = format_of([elsewhere.seconds])(elsewhere.seconds)
         less = f"{1 - elsewhere.seconds / found.objective_seconds:.1%}"
         scaled = f", and multiply the costs by {elsewhere.share:g}, since they are per stage"
-        costs = "" if elsewhere.share == 1 else scaled
+        costs = "" if elsewhere.share == 1 or measured else scaled
         lines["elsewhere"] = (
             f"{elsewhere.name} {elsewhere.where} is {less} shorter: {seconds}; take {elsewhere.option}{costs}"
         )

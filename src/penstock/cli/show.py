@@ -51,7 +51,7 @@ def show(
     written = add_communication(schedule) if comms else schedule
     has_costs = costs != CostOptions()
     if as_json:
-        print(json.dumps(describe(Outcome.of(schedule, costs.read()), written)))
+        print(json.dumps(describe(Outcome.of(schedule, costs.read(order.count)), written)))
         return
     if text or comms:
         option = "--comms" if comms else "--text"
@@ -66,7 +66,7 @@ def show(
     width = console.width if width is None else width
     _check(schedule, width, zoom, has_costs=has_costs)
     if has_costs:
-        outcome = Outcome.of(schedule, costs.read())
+        outcome = Outcome.of(schedule, costs.read(order.count))
         picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
@@ -84,6 +84,8 @@ def _note(schedule: Schedule, outcome: Outcome) -> str:
     assumption = f"Assumed: {known.assumption}.\n" if known.assumed else ""
     each = chunks(schedule)
     whose = f"Costs are per stage; a rank has {each} stages.\n" if each > 1 and known.are_alike else ""
+    if origin := known.origin(schedule.placement):
+        whose, whole = f"Costs: {origin}.\n", f"{whole} s"
     return f"{assumption}{whose}The whole takes {whole}; time goes from left to right."
 
 

@@ -53,6 +53,7 @@ class Device:
         sources: where these figures are from.
         aliases: other names by which it is found.
         reports: what it calls itself begins with one of these.
+        type: the type of torch's device ("cuda").
 
     Raises:
         ArgumentError: a figure is not a number above 0, or a dtype is unknown.
@@ -68,6 +69,7 @@ class Device:
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     reports: tuple[str, ...] = field(default=(), repr=False)
+    type: str = "cuda"
 
     def __post_init__(self) -> None:
         if unknown := [dtype for dtype in self.flops_per_second if dtype not in DTYPES]:
@@ -80,12 +82,14 @@ class Device:
                 raise ArgumentError(f"device {self.key!r}: {what}: {value!r}; expected a number above 0")
 
     def peak(self, dtype: str) -> float:
-        """Operations a second of matrix products in this dtype.
+        """Operations a second of matrix products in this dtype; "tf32" is float32 on a device that has none.
 
         Raises:
             ArgumentError: the vendor states none; names the dtypes that have one.
         """
         name = "float8" if dtype.startswith("float8") else dtype
+        if name == "tf32" and name not in self.flops_per_second:
+            name = "float32"
         if name not in self.flops_per_second:
             raise ArgumentError(
                 f"device {self.key!r} has no stated peak for products in {dtype}; it has for "
@@ -148,7 +152,7 @@ def _read(path: Path) -> dict[str, Device]:
     return {key: _device(key, table, path) for key, table in tables.items()}
 
 
-_KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports")
+_KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")
 
 
 def _device(key: str, table: Any, path: Path) -> Device:
@@ -166,6 +170,7 @@ def _device(key: str, table: Any, path: Path) -> Device:
             tuple(table.get("sources", ())),
             tuple(table.get("aliases", ())),
             tuple(table.get("reports", ())),
+            str(table.get("type", "cuda")),
         )
     except (KeyError, TypeError, AttributeError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type ({error})"

@@ -13,9 +13,11 @@ from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_load
 from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.choice import Choice
-from penstock.partition.measure.measuring import UnmeasurableError, identity, measure
+from penstock.partition.measure.costs import UnmeasurableError, identity
+from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
+from penstock.plan.stage_costs import crossing_seconds, usual_link
 from penstock.simulate.costs import LinkCost
 
 LEAST_WORK = 500_000_000
@@ -40,13 +42,6 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
-"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
-
-USUAL_LINK = LinkCost(10e-6, 25e9)
-"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
     """What ranks have for their stages.
@@ -69,8 +64,7 @@ class Room:
 
     def crossing_seconds(self, unit: UnitCost, device: str) -> float:
         """What it takes to send what crosses a cut before this unit, there and back."""
-        link = self.link or USUAL_LINKS.get(device, USUAL_LINK)
-        return sum(link.seconds(size) for size in (unit.boundary_bytes, unit.boundary_gradient_bytes) if size)
+        return crossing_seconds(unit, self.link or usual_link(device))
 
 
 NO_LIMIT = Room()
@@ -96,7 +90,8 @@ def decide(
         ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
     """
     if choice.profile is not None:
-        return _by_profile(recording, model, stages, choice.profile, room, units)
+        found = _by_profile(recording, model, stages, choice.profile, room, units)
+        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
     every = candidates(recording, model, choice.by) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -195,6 +190,12 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
         f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
         f"wait for it; {remedy}",
     )
+
+
+def _cautions(profile: Profile) -> tuple[str, ...]:
+    if profile.source == "measured":
+        return ()
+    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
 
 
 def _by_profile(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.balance import Profile
+from penstock.balance import Profile, with_operations
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import candidates, cut_positions
@@ -18,6 +18,8 @@ from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
+from penstock.partition.measure.costs import UnmeasurableError
+from penstock.partition.measure.counting import count
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
@@ -192,12 +194,14 @@ class Partitioner:
         self,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        budget_seconds: float = BUDGET_SECONDS,
+        budget_seconds: float | None = BUDGET_SECONDS,
         rows: int = 0,
     ) -> Profile:
         """What each unit costs, with modules opened for as many stages as there are repeated blocks.
 
-        `rows`: how many the inputs have; 0: unknown.
+        Args:
+            budget_seconds: how long to measure; None: measure nothing, only count operations.
+            rows: how many the inputs have; 0: unknown.
 
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
         """
@@ -206,7 +210,14 @@ class Partitioner:
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         units = candidates(recording, self.model, "flops")
-        return replace(measure(recording, self.model, units, args, kwargs, budget_seconds), rows=rows)
+        if budget_seconds is None:
+            return replace(count(recording, self.model, units, args, kwargs), rows=rows)
+        found = replace(measure(recording, self.model, units, args, kwargs, budget_seconds), rows=rows)
+        try:
+            counted = count(recording, self.model, units, args, kwargs)
+        except UnmeasurableError:  # only estimates need it
+            return found
+        return with_operations(found, counted)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

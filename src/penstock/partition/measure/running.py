@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +13,8 @@ from torch import Tensor, nn
 
 from penstock.compat import size_of, storage_of
 from penstock.partition.measure.clock import Clock
+from penstock.partition.measure.costs import Times
 from penstock.partition.stages.stage import Stage
-
-
-class NoStreams:
-    """What a unit draws comes from torch's generators, which are restored afterwards."""
-
-    def enter(self, name: str) -> None:
-        """Draws go on."""
-
-    def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Nothing is counted."""
 
 
 @dataclass
@@ -129,6 +121,26 @@ class RunningUnit:
         self._clock.settle()
         self.runs.again.append(self._clock.seconds(begin, middle))
         self.runs.input_gradient.append(self._clock.seconds(start, end))
+
+    def times(self) -> Times:
+        """The medians. I of a unit that has no W is its whole backward."""
+        runs = self.runs
+        forward, backward = statistics.median(runs.forward), statistics.median(runs.backward)
+        if not self.splits:
+            input_gradient = backward if self.passes_gradient_on else 0.0
+        elif runs.input_gradient:
+            input_gradient = min(statistics.median(runs.input_gradient), backward)
+        else:
+            input_gradient = backward / 2
+        whole = [one + other for one, other in zip(runs.forward, runs.backward, strict=True)]
+        quarters = statistics.quantiles(whole, n=4, method="inclusive") if len(whole) > 1 else [0.0, 0.0, 0.0]
+        middle = forward + backward
+        spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
+        again = statistics.median(runs.again) if runs.again else None
+        return Times(forward, input_gradient, backward - input_gradient, spread, again)
+
+    def operations(self) -> None:
+        """Running counts nothing."""
 
     def _enter(self) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh leaves, and copies of them, which the forward may update in place."""

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from penstock.partition.state.provenance import tensors_of
 
@@ -44,7 +44,7 @@ def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], tr
         given, made: the tensors among its arguments and in its result.
         trains: whether gradients are recorded; if so, those of arguments that require one count too.
     """
-    group = _group(call.func)
+    group = group_of(call.func)
     if group == "free":
         return 0
     taking = [tensor for tensor in given if trains and tensor.requires_grad]
@@ -52,13 +52,14 @@ def work_of(call: Operation, given: Sequence[Tensor], made: Sequence[Tensor], tr
         moved = 2 * _bytes(made) + (_bytes(made) + 2 * _bytes(taking))
         return OPERATIONS_PER_BYTE * moved
     moved = (_bytes(given) + _bytes(made)) * (3 if taking else 1)
-    operations = _operations(call) if group == "product" else 0
+    operations = operations_of(call) if group == "product" else 0
     factors = sum(tensor.ndim > 1 for tensor in taking)  # a bias is not a factor
     return operations * (1 + min(factors, 2)) + OPERATIONS_PER_BYTE * moved
 
 
 @functools.cache
-def _group(func: Any) -> Group:
+def group_of(func: Any) -> Group:
+    """What kind of work an operator does."""
     packet = func.overloadpacket
     name = packet.__name__
     if func.namespace == "prim" or name in FREE or func.is_view:
@@ -68,7 +69,8 @@ def _group(func: Any) -> Group:
     return "product" if packet in flop_registry or name in _FORMULAS else "other"
 
 
-def _operations(call: Operation) -> int:
+def operations_of(call: Operation) -> int:
+    """The floating-point operations of a product; 0 if there is no formula for it."""
     packet = call.func.overloadpacket
     try:
         if packet in flop_registry:
@@ -82,15 +84,26 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
     return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
+def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
 def _recurrent(given: Tensor, *weights: Any) -> int:
     """Each row of the input, at each time step, meets each weight once."""
     rows = prod(given.shape[:-1])
     return 2 * rows * sum(tensor.numel() for tensor in tensors_of(weights) if tensor.ndim == 2)
 
 
+def _recurrent_backward(given: Tensor, *weights: Any) -> int:
+    """The gradients of the input and of the weights."""
+    return 2 * _recurrent(given, *weights[:4])
+
+
 _FORMULAS: Mapping[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     "mkldnn_rnn_layer": _recurrent,
+    "mkldnn_rnn_layer_backward": _recurrent_backward,
     "_cudnn_rnn": _recurrent,
 }
 """Formulas for products that are not in torch's table."""

@@ -1,0 +1,109 @@
+"""Costs that were measured: of a model's units, cut into as many stages as a schedule has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cli._target import loaded
+from penstock.errors import ArgumentError
+from penstock.words import counted
+
+if TYPE_CHECKING:
+    from penstock.balance import Profile, UnitCost
+    from penstock.plan.stage_costs import StagesOfUnits
+    from penstock.simulate import LinkCost
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsToCut:
+    """The units of a model for one microbatch, which become the stages of any schedule.
+
+    Attributes:
+        units: in the order in which they run.
+        device: the type of device.
+        source: where they come from, for messages.
+        said: the same with the microbatch and the device, for people.
+    """
+
+    units: tuple[UnitCost, ...]
+    device: str
+    source: str
+    said: str
+
+    def into(self, stages: int, name: str, link: LinkCost | None) -> StagesOfUnits:
+        """The stages of a schedule of that name, cut where the slowest is fastest.
+
+        `link`: what a message between two of them costs; None: as usual for the device.
+
+        Raises:
+            ArgumentError: the model has fewer units.
+        """
+        from penstock.plan.stage_costs import stages_of_units, usual_link
+
+        if stages > len(self.units):
+            raise ArgumentError(
+                f"{self.source} has {counted(len(self.units), 'unit')}, at most one stage each, but {name} needs "
+                f"{stages} stages; take fewer, or open modules: penstock profile --opens"
+            )
+        return stages_of_units(self.units, stages, link or usual_link(self.device))
+
+
+def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
+    """The units of a profile for microbatches of that many rows; None: of those that it is of.
+
+    Raises:
+        ArgumentError: it does not say how many rows it is of, or they are far fewer.
+    """
+    units, size = profile.units, ", ".join(profile.inputs.values())
+    if rows is not None:
+        from penstock.plan import Sizes
+
+        sizes = Sizes.of([profile])
+        if not 1 <= rows <= sizes.largest:
+            measured = ", ".join(map(str, sorted(sizes.profiles)))
+            raise ArgumentError(
+                f"--rows {rows}: {source} has microbatches of {measured} rows, which tell of 1 to {sizes.largest}; "
+                "measure others: penstock profile --microbatch-sizes"
+            )
+        units, size = sizes.at(rows), counted(rows, "row")
+        if rows not in sizes.profiles:
+            how = "between" if min(sizes.profiles) < rows < max(sizes.profiles) else "beyond"
+            size += f" ({how} those measured: {', '.join(map(str, sorted(sizes.profiles)))})"
+    elif profile.rows:
+        size = counted(profile.rows, "row")
+    made = "measured" if profile.source == "measured" else "an estimate"
+    where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
+    return UnitsToCut(units, profile.device, source, f"{where}, microbatches of {size}")
+
+
+def profile_of(target: str | None, file: Path | None, microbatches: int | None, rows: int | None) -> Profile:
+    """The profile in a file, checked against TARGET if that is given too, or TARGET measured.
+
+    Args:
+        microbatches: how many TARGET's batch is cut into; None: as usual.
+        rows: of a microbatch, instead.
+
+    Raises:
+        ArgumentError: the file has no profile, or it is of another model; TARGET is wrong.
+    """
+    from penstock.balance import read_profile
+
+    found = None if file is None else read_profile(file)
+    if target is None:
+        assert found is not None
+        return found
+    with loaded(target, "the model") as given:
+        if found is not None:
+            from penstock.pipe.profiling import check_profile
+
+            check_profile(found, given.model, given.args, given.kwargs, f"--profile {file}")
+            return found
+        from penstock.pipe.profiling import profile as measured
+
+        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        example = given.model, given.args, given.kwargs
+        if rows is not None:
+            return measured(*example, microbatch_sizes=[rows], **cutting)
+        return measured(*example, microbatches=microbatches, **cutting)

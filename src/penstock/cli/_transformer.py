@@ -1,0 +1,109 @@
+"""Options of `penstock plan` for a model that is only numbers yet, on devices that are only specifications."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.errors import ArgumentError
+from penstock.words import counted
+
+if TYPE_CHECKING:
+    from penstock.balance import Profile
+    from penstock.hardware import Device
+    from penstock.plan import Cluster, Plan
+    from penstock.transformer import Job, Machine
+
+ROWS = (1, 2, 4, 8)
+"""Of microbatches. Estimates cost nothing, so each size has its own."""
+
+
+def _option(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel="A transformer on paper", **more)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerOptions:
+    """A transformer and how layers are shared among devices."""
+
+    transformer: Annotated[
+        str | None,
+        _option(
+            "Instead of TARGET: a name (gpt3-175b, llama3-70b, llama3-405b) or numbers: "
+            "layers=126,hidden=16384,heads=128,kv-heads=8,ffn=53248,vocabulary=128256,style=llama."
+        ),
+    ] = None
+    sequence: Annotated[int, _option("Tokens of a row.")] = 4096
+    tensor_parallel: Annotated[int, _option("Devices that share every layer, and their norms by tokens.")] = 1
+    optimizer_shards: Annotated[int, _option("Replicas that share the optimizer's state, as with ZeRO-1.")] = 1
+
+    def read(self, cluster: Cluster, per_host: int | None, kind: Device | None) -> Paper:
+        """The job, on these devices; `kind`: whose specifications to estimate with, by default an H100's.
+
+        Raises:
+            ArgumentError: an option is wrong, or links are given, which the device's specifications state.
+        """
+        from penstock.hardware import device
+        from penstock.transformer import Job, Machine, transformer
+
+        if cluster.link.bytes_per_second != float("inf") or cluster.between_hosts is not None:
+            raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")
+        model, shared = transformer(str(self.transformer)), self.tensor_parallel
+        known = kind or device("h100")
+        job = Job(
+            model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=self.optimizer_shards
+        )
+        hosts = per_host or (known.link.devices if known.link else 1) or 1
+        if cluster.devices % shared:
+            raise ArgumentError(
+                f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: give "
+                f"{max(1, cluster.devices // shared) * shared}"
+            )
+        return Paper(job, Machine(known, devices_per_host=hosts), cluster.devices, cluster.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """A job on paper."""
+
+    job: Job
+    machine: Machine
+    devices: int
+    memory_bytes: float
+
+    def profiles(self) -> list[Profile]:
+        """What its layers cost, by the rows of a microbatch."""
+        from penstock.transformer import profile_of
+
+        return [profile_of(self.job, self.machine, rows) for rows in ROWS]
+
+    def cluster(self) -> Cluster:
+        """Groups of devices that share every layer, each as one device."""
+        from penstock.plan import Cluster
+        from penstock.simulate import LinkCost
+
+        machine, shared = self.machine, self.job.tensor_parallel
+        groups, in_host = self.devices // shared, max(1, machine.devices_per_host // shared)
+        memory = min(self.memory_bytes, machine.device.memory_bytes)
+        near = machine.link if in_host > 1 else machine.network
+        link = LinkCost(near.latency_seconds, near.bytes_per_second)
+        if in_host == 1 or groups <= in_host:
+            return Cluster(groups, memory, link)
+        far = machine.network
+        return Cluster(groups, memory, link, in_host, LinkCost(far.latency_seconds, far.bytes_per_second))
+
+    def told(self, best: Plan) -> str:
+        """What the numbers of a table of plans mean here, and what each device computes."""
+        from penstock.transformer import profile_of
+
+        job, choice = self.job, best.choice
+        rows = choice.replicas * choice.microbatches * choice.rows
+        flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
+        share = flops / self.machine.device.peak(job.dtype)
+        return (
+            f"An estimate {profile_of(job, self.machine, 1).notes[0]}.\n{job.model.parameters:,} parameters. dp and pp "
+            f"count groups of {counted(job.tensor_parallel, 'device')}. The first: {flops / 1e12:.0f} TFLOP/s a "
+            f"device, {share:.0%} of its peak."
+        )

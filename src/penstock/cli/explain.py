@@ -1,0 +1,218 @@
+"""`penstock explain`: where the time of a measured step went, what caused it, and what to change first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.cli._outcome import format_of, print_unbroken, table, title
+from penstock.cli._spread import Json, spread
+from penstock.errors import ArgumentError
+from penstock.words import counted
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.explain import Change, Explanation, Predicted, Run
+    from penstock.explain.where import RankTime
+
+    Written = Callable[[float], str]
+
+EPILOG = """\
+The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± is the \
+replay's own error on this trace: how far the same simulation is from the measured time if nothing is changed. It \
+does not cover what a change assumes."""
+"""Printed below the options."""
+
+_MOST_CHANGES = 6
+_MOST_RANKS = 16
+
+
+@spread
+def explain(
+    run: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Timelines as JSON, traces of Perfetto or torch's profiler, or columns (CSV); one file for all ranks, "
+            "one for each, or a folder of them; .gz too.",
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(help="Which step; by default the one whose time is the median.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `penstock profile` wrote: compare, and find a better cut.")
+    ] = None,
+    cuts: Annotated[
+        str | None, typer.Option(help="With --profile, the cuts of the run: a,b,c; by default the profile's own best.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The plan of the run, from `penstock plan`: compare with it.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="Try this: schedule=zb-h1, cut=even, stragglers=none, rank=2 (if it were not slow), "
+            "microbatches=equal, actions=usual, link=0.5 (of the time), host=none; several at once with "
+            "commas; repeat it for others.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Explain a measured step: where its time went, why, and what to change first.
+
+    The trace's actions are named by stage, op and microbatch (2F3), as in
+    penstock's and torch's own traces, or by columns.
+    """
+    from penstock.explain import explain as explained
+    from penstock.explain import read_run, run_of
+
+    known = run_of(read_run(run))
+    found = explained(known, step=step, predicted=_predicted(known, profile, cuts, plan), what_ifs=what_if or ())
+    if as_json:
+        print(json.dumps(found.to_dict()))
+    else:
+        show(found, Console(highlight=False))
+
+
+def _predicted(run: Run, profile: Path | None, cuts: str | None, plan: Path | None) -> Predicted | None:
+    from penstock.explain import Predicted
+
+    if cuts is not None and profile is None:
+        raise ArgumentError(f"--cuts {cuts!r} needs --profile, whose units it names")
+    planned = None
+    if plan is not None:
+        from penstock.plan import read_plan
+
+        planned = read_plan(plan)
+    if profile is None:
+        return None if planned is None else Predicted(planned.stage_seconds)
+    from penstock.balance import read_profile
+
+    stages = run.typical.slowest.schedule.placement.depth
+    names = cuts.split(",") if cuts is not None else None if planned is None else list(planned.cuts)
+    return Predicted.of_profile(read_profile(profile), stages, names)
+
+
+def show(found: Explanation, console: Console) -> None:
+    """Prints what the step is, what to change first, and where the time went."""
+    step = found.step
+    unit, name = (1.0, "s") if step.seconds >= 1 else (1e-3, "ms")
+    seconds = format_of([step.seconds / unit], most=3 if step.seconds / unit < 100 else 1)
+
+    def written(value: float) -> str:
+        return f"{seconds(value / unit)} {name}"
+
+    _show_head(found, console, written)
+    console.print("\n[bold]What to change first[/], and by how much that changes a step")
+    if mended := [one for one in found.changes if one.mends]:
+        console.print(_changes(mended[:_MOST_CHANGES], found.error))
+    else:
+        console.print("nothing: stages, ranks and microbatches are alike, as far as 0.5% of a step goes")
+    if others := [one for one in found.changes if not one.mends]:
+        console.print("\n[bold]Other ways[/]")
+        console.print(_changes(others[:_MOST_CHANGES], found.error))
+    if found.what_ifs:
+        console.print("\n[bold]What if[/]")
+        console.print(_changes(found.what_ifs, found.error))
+    console.print(f"\n[bold]Where the time went[/], in {name}{_which(found)}")
+    print_unbroken(console, _ranks(found, unit))
+    _show_why(found, console, written)
+
+
+def _show_head(found: Explanation, console: Console, written: Written) -> None:
+    step, run = found.step, found.run
+    replicas = f", {counted(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
+    console.print(Text(f"{title(step.slowest.schedule)}{replicas}", "bold"))
+    several = f" (step {step.number}, the median of {len(run.steps)})" if len(run.steps) > 1 else ""
+    outside, rest = step.seconds - step.pipeline_seconds, ""
+    if outside > 0.001 * step.seconds:
+        most = f" ({', '.join([*step.others][:2])} most)" if step.others else ""
+        rest = f"; {written(outside)} outside the pipeline{most}"
+    console.print(f"a step takes {written(step.seconds)}{several}{rest}")
+    parts = [f"{written(found.where.even_seconds)} if all were even"]
+    parts += [
+        f"{reason.value} {value / step.seconds:+.1%}"
+        for reason, value in found.where.added_seconds.items()
+        if abs(value) >= 0.002 * step.seconds
+    ]
+    console.print(f"of the pipeline's {written(step.pipeline_seconds)}: {', '.join(parts)}")
+    console.print(
+        f"replayed from its own durations: {found.replay_error:+.2%} of the step (worst {found.worst_error:.2%})"
+    )
+    if found.predicted_seconds is not None:
+        wrong = max(found.stages, key=lambda one: abs(one.seconds / (one.predicted_seconds or 1e-30) - 1))
+        console.print(
+            f"predicted {written(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
+            f"takes {wrong.seconds / (wrong.predicted_seconds or 1e-30):.2f} times what was predicted"
+        )
+    for note in run.notes:
+        console.print(f"note: {note}", style="yellow")
+
+
+def _changes(changes: Sequence[Change], error: float) -> Table:
+    made = table("step", "", "", left=3)
+    made.show_header = False
+    made.columns[0].justify = "right"
+    for one in changes:
+        note = (f" ({one.note})", "dim") if one.note else ""
+        made.add_row(
+            f"{-one.gain:+.1%}", f"± {error:.1%}" if error >= 0.001 else "± <0.1%", Text.assemble(one.text, note)
+        )
+    return made
+
+
+def _which(found: Explanation) -> str:
+    return f" (replica {found.step.slowest.number}, the slowest)" if len(found.step.replicas) > 1 else ""
+
+
+def _ranks(found: Explanation, unit: float) -> Table:
+    """A line for each rank; the busiest and the emptiest where there are many."""
+    ranks = found.where.ranks
+    total = found.step.slowest.span_seconds
+    reasons = [
+        reason for reason in ranks[0].idle_seconds if any(one.idle_seconds[reason] >= 0.001 * total for one in ranks)
+    ]
+    predicted = any(one.predicted_seconds is not None for one in found.stages)
+    heads = ["of the\nmean", *(("of the\nprediction",) if predicted else ())]
+    made = table(
+        "rank", "stages", "computes", *(reason.value.replace(" ", "\n", 1) for reason in reasons), *heads, left=2
+    )
+    seconds = format_of([total / unit], most=3 if total / unit < 100 else 1)
+    for one in _shown(found):
+        stages = [stage for stage in found.stages if stage.rank == one.rank]
+        cells = [seconds(one.idle_seconds[reason] / unit) for reason in reasons]
+        share = sum(stage.of_mean for stage in stages) / len(stages)
+        line = [str(one.rank), ", ".join(str(stage.stage) for stage in stages), seconds(one.compute_seconds / unit)]
+        line += [*cells, f"{share:.2f}"]
+        if predicted:
+            known = sum(stage.predicted_seconds or 0.0 for stage in stages)
+            line.append(f"{sum(stage.seconds for stage in stages) / known:.2f}" if known else "-")
+        made.add_row(*line)
+    return made
+
+
+def _shown(found: Explanation) -> list[RankTime]:
+    ranks = list(found.where.ranks)
+    if len(ranks) <= _MOST_RANKS:
+        return ranks
+    busiest = sorted(ranks, key=lambda one: -one.compute_seconds)
+    return sorted([*busiest[: _MOST_RANKS // 2], *busiest[-_MOST_RANKS // 2 :]], key=lambda one: one.rank)
+
+
+def _show_why(found: Explanation, console: Console, written: Written) -> None:
+    bubble = found.bubble
+    if bubble is not None:
+        text = f"The largest bubble: rank {bubble.rank} waits {written(bubble.seconds)} before {bubble.before}"
+        if bubble.culprit is not None:
+            text += (
+                f", mostly for {bubble.culprit} of rank {bubble.culprit_rank}, which takes "
+                f"{written(bubble.culprit_seconds)} where an even share is {written(bubble.usual_seconds)}"
+            )
+        console.print(f"\n{text}.")

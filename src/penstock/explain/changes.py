@@ -1,0 +1,264 @@
+"""What would make a step faster, and by how much: each change is tried on the replay of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.explain.case import Case
+from penstock.explain.factors import SLOW, Factors
+from penstock.explain.measured import Replica, Step
+from penstock.explain.predicted import Predicted
+from penstock.explain.schedules import another, best_schedules, twice_the_microbatches
+from penstock.simulate.columns import COMPUTE, Floats
+from penstock.words import counted
+
+_WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
+LEAST_GAIN = 0.005
+"""Changes that bring less of a step than this are not worth a line."""
+_UNEVEN = 1.05
+_OWN = 1.3
+"""An action is called slow by itself if it takes so many times what explains it."""
+_MOST_RANKS = 3
+_SAME_WORK = "the same work in sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that could be different.
+
+    Attributes:
+        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", "link", "host", or "what if".
+        text: what is, and what to do.
+        step_seconds: what the step would take.
+        gain: how much less that is, as a share of the step; below 0 if it is more.
+        note: what it assumes, or costs.
+    """
+
+    kind: str
+    text: str
+    step_seconds: float
+    gain: float
+    note: str = ""
+
+    @property
+    def mends(self) -> bool:
+        """Whether it mends something that the trace shows to be uneven, rather than doing the work in another way."""
+        return self.kind in ("cut", "rank", "microbatches", "actions")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A measured step, what explains its times, and its replay: what changes are tried on."""
+
+    step: Step
+    factors: Factors
+    replay: Case
+    replay_seconds: float
+    predicted: Predicted | None = None
+
+    @property
+    def slowest(self) -> Replica:
+        return self.step.slowest
+
+    def change(self, kind: str, text: str, case: Case, note: str = "") -> Change:
+        less = self.replay_seconds - case.pipeline_seconds
+        return Change(
+            kind, text, self.step.seconds - less, less / self.step.seconds if self.step.seconds else 0.0, note
+        )
+
+    @property
+    def totals(self) -> Floats:
+        """What a microbatch takes on each stage, of a rank that is not slow."""
+        return np.asarray(np.nansum(self.factors.typical, axis=0))
+
+
+def suggestions(trial: Trial) -> tuple[Change, ...]:
+    """The changes that bring something: those that mend what is uneven, then other ways; what brings most first."""
+    found = [
+        *_cut(trial),
+        *_ranks(trial),
+        *_microbatches(trial),
+        *_actions(trial),
+        *_schedules(trial),
+        *_between(trial),
+    ]
+    return tuple(sorted((one for one in found if one.gain >= LEAST_GAIN), key=lambda one: (not one.mends, -one.gain)))
+
+
+def _cut(trial: Trial) -> Iterator[Change]:
+    totals, placement = trial.totals, trial.slowest.schedule.placement
+    mean = float(totals.mean())
+    stage = int(np.argmax(totals))
+    if not mean or totals[stage] < _UNEVEN * mean:
+        return
+    rank = placement.rank_of[stage]
+    is_so = f"stage {stage} takes {totals[stage] / mean:.2f} times the mean (rank {rank})"
+    known = trial.predicted
+    if known is None or not known.units:
+        note = "if stages were even; a profile (--profile) tells which cuts there are"
+        yield trial.change("cut", f"{is_so}: move work off it", _even(trial, trial.replay), note)
+        return
+    starts, new = known.recut([float(total) for total in totals])
+    moves = [
+        f"begin stage {place} at {known.units[new_one]} instead of {known.units[old]}"
+        for place, (old, new_one) in enumerate(zip(known.starts, starts, strict=True))
+        if old != new_one
+    ]
+    if moves:
+        case = trial.replay.with_seconds(trial.replay.seconds * (np.array(new) / totals)[None, None, :, None])
+        yield trial.change(
+            "cut", f"{is_so}: {'; '.join(moves)}", case, "units as profiled, scaled to what was measured"
+        )
+
+
+def _even(trial: Trial, case: Case) -> Case:
+    """All stages as long as their mean, each op's share of its stage as it is."""
+    totals = trial.totals
+    scale = np.where(totals > 0, totals.mean() / np.where(totals > 0, totals, 1.0), 1.0)
+    return case.with_seconds(case.seconds * scale[None, None, :, None])
+
+
+def _ranks(trial: Trial) -> Iterator[Change]:
+    """The slow ranks by what they lose, the worst few."""
+    factors, placement = trial.factors, trial.slowest.schedule.placement
+    lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
+    found = []
+    for place, replica in enumerate(trial.step.replicas):
+        for rank, stages in enumerate(placement.by_rank):
+            slow = np.zeros_like(factors.typical, bool)
+            slow[:, list(stages)] = factors.rank[place][:, list(stages)] >= SLOW
+            if slow.any():
+                found.append((float(lost[place][slow].sum()), place, replica.number, rank, slow))
+    for _, place, number, rank, slow in sorted(found, key=lambda one: -one[0])[:_MOST_RANKS]:
+        seconds = trial.replay.seconds.copy()
+        seconds[place] /= np.where(slow, factors.rank[place], 1.0)[..., None]
+        ops = ", ".join(
+            f"{_WORDS[op.value]} {factors.rank[place][row][slow[row]].max():.1f}x"
+            for row, op in enumerate(COMPUTE)
+            if slow[row].any()
+        )
+        alone = len(trial.step.replicas) == 1
+        of = "" if alone else f" of replica {number}"
+        than = "the other stages'" if alone else "its replicas'"
+        text = f"rank {rank}{of} is slow ({ops} {than}): mend or replace it"
+        note = "no replica tells; its other ops are not slow" if alone else ""
+        yield trial.change("rank", text, trial.replay.with_seconds(seconds), note)
+
+
+def _microbatches(trial: Trial) -> Iterator[Change]:
+    factor = trial.factors.microbatch
+    if factor.max() == 1.0:
+        return
+    place, microbatch = np.unravel_index(int(np.argmax(factor)), factor.shape)
+    of = f" of replica {trial.step.replicas[int(place)].number}" if len(trial.step.replicas) > 1 else ""
+    text = (
+        f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
+        "much work, such as sequences of the same length in sum"
+    )
+    yield trial.change("microbatches", text, _equal(trial, trial.replay), _SAME_WORK)
+
+
+def _equal(trial: Trial, case: Case) -> Case:
+    return case.with_seconds(case.seconds / trial.factors.microbatch[:, None, None, :])
+
+
+def _actions(trial: Trial) -> Iterator[Change]:
+    own = np.nan_to_num(trial.factors.own, nan=1.0)
+    slow = own >= _OWN
+    if not slow.any():
+        return
+    excess = np.where(slow, np.nan_to_num(trial.factors.seconds) * (1 - 1 / own), 0.0)
+    place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
+    of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
+    name = f"{stage}{COMPUTE[op].value}{microbatch}"
+    text = (
+        f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name}{of} most "
+        f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
+    )
+    yield trial.change("actions", text, _usual(trial, trial.replay), "none slower than is usual there")
+
+
+def _usual(trial: Trial, case: Case) -> Case:
+    own = np.nan_to_num(trial.factors.own, nan=1.0)
+    return case.with_seconds(case.seconds / np.where(own >= _OWN, own, 1.0))
+
+
+def _schedules(trial: Trial) -> Iterator[Change]:
+    now = trial.slowest.schedule
+    for found in best_schedules(trial.replay, trial.factors.rank):
+        text = f"schedule {found.name} instead of {now.name}"
+        yield trial.change("schedule", text, found.case, found.note)
+    if more := twice_the_microbatches(trial.replay):
+        text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
+        yield trial.change("pieces", text, more.case, more.note)
+
+
+def _between(trial: Trial) -> Iterator[Change]:
+    yield trial.change("link", "links twice as fast", trial.replay.with_links(0.5), "transfers take half as long")
+    yield trial.change(
+        "host", "no time lost between a rank's actions (host, launches, other work)", trial.replay.without_host()
+    )
+
+
+# -- what if ----------------------------------------------------------------------------------------------------------
+
+WHAT_IFS = (
+    "schedule=NAME (or NAME/CHUNKS), cut=even, stragglers=none, rank=N (of any replica), microbatches=equal, "
+    "actions=usual, link=0.5 (so many times the transfer), host=none; several with commas between them"
+)
+
+
+def what_if(trial: Trial, text: str) -> Change:
+    """The step if things were different.
+
+    Args:
+        text: changes as in `WHAT_IFS`. Another schedule is made last.
+
+    Raises:
+        ArgumentError: it is none of them.
+    """
+    case, notes = trial.replay, []
+    parts = [part.strip().partition("=") for part in text.split(",")]
+    for name, _, value in sorted(parts, key=lambda part: part[0] == "schedule"):
+        case, note = _changed(trial, case, name, value)
+        notes += [note] if note else []
+    return trial.change("what if", text, case, "; ".join(notes))
+
+
+def _changed(trial: Trial, case: Case, name: str, value: str) -> tuple[Case, str]:
+    """One change, and what it assumes."""
+    slow = trial.factors.rank
+    match name, value:
+        case "schedule", _ if value:
+            found = another(case, value, slow)
+            return found.case, found.note
+        case "cut", "even":
+            return _even(trial, case), ""
+        case "stragglers", "none":
+            return case.with_seconds(case.seconds / slow[..., None]), ""
+        case "rank", _ if value.isdigit() and int(value) < trial.slowest.schedule.ranks:
+            of_rank = np.ones_like(slow)
+            stages = list(trial.slowest.schedule.placement.by_rank[int(value)])
+            of_rank[:, :, stages] = slow[:, :, stages]
+            return case.with_seconds(case.seconds / of_rank[..., None]), ""
+        case "microbatches", "equal":
+            return _equal(trial, case), _SAME_WORK
+        case "actions", "usual":
+            return _usual(trial, case), ""
+        case "link", _ if _is_factor(value):
+            return case.with_links(float(value)), ""
+        case "host", "none":
+            return case.without_host(), ""
+    raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}")
+
+
+def _is_factor(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False

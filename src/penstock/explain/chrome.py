@@ -1,0 +1,159 @@
+"""Traces in Chrome's format: our own, torch's profiler's (Kineto), and others whose events name the actions."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ScheduleError
+from penstock.explain.event import Event, Recording
+from penstock.schedule import Action, Op
+
+_RUN = re.compile(r"(?:penstock )?([0-9]{1,9}[FBIW][0-9]{1,9})")
+_TORCH = re.compile(r"PP:([0-9]{1,9}[FBIW][0-9]{1,9})")
+_TORCH_SINGLE = re.compile(r"(Forward|Backward) ([0-9]{1,9})")
+_WORDS = re.compile(
+    r"(F|B|I|W|forward|backward|input[- ]gradient|weight[- ]gradient)[ _:/]*(?:stage|s)?[ _=]*([0-9]{1,9})"
+    r"[ _:/,]+(?:microbatch|mb|m)?[ _=]*([0-9]{1,9})",
+    re.IGNORECASE,
+)
+_OPS = {"f": Op.F, "b": Op.B, "i": Op.I, "w": Op.W}
+_STEP = re.compile(r"ProfilerStep#([0-9]+)")
+_ON_DEVICE = "gpu_user_annotation"
+"""Kineto's category of a range as the device saw it; the host only gave it work."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A complete event that names an action; the stage is -1 where it is the process's only one."""
+
+    process: Any
+    op: Op
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+    on_device: bool
+    waits: bool
+
+
+def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) -> Recording:
+    """What one file says. A file is one process, unless several of its processes name actions.
+
+    Args:
+        events: the list of trace events.
+        header: what else the file has; Kineto's `distributedInfo` tells the rank.
+        file: its name, whose last number is the rank if nothing else says it.
+        number: the file's place among those that are read.
+    """
+    complete = _complete(events if isinstance(events, list) else [])
+    ranges = [found for event in complete if (found := _range(event)) is not None]
+    on_device = any(one.on_device for one in ranges)
+    ranges = [one for one in ranges if one.on_device == on_device]
+    processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
+    marks = _steps(complete)
+    made = []
+    for one in ranges:
+        place = processes.index(one.process)
+        rank = place if len(processes) > 1 else _rank(header, file, number)
+        stage = rank if one.stage < 0 else one.stage
+        action = Action(stage, one.op, one.microbatch)
+        source = ("process", rank)
+        made.append(Event(source, str(action), one.start, one.end, action, marks.at(one.start)))
+    return Recording(tuple(made), any(one.waits for one in ranges))
+
+
+def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
+    told = header.get("distributedInfo")
+    if isinstance(told, Mapping) and isinstance(told.get("rank"), int):
+        return int(told["rank"])
+    numbers = re.findall(r"rank[-_ ]?(\d+)", file, re.IGNORECASE) or re.findall(r"\d+", file.split(".")[0])
+    return int(numbers[-1]) if numbers else number
+
+
+def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """Events with a start and a duration; a begin (B) and its end (E) become one."""
+    found: list[Mapping[str, Any]] = []
+    begun: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
+    for event in sorted((e for e in events if isinstance(e, dict) and _is_time(e.get("ts"))), key=_at):
+        lane = event.get("pid"), event.get("tid")
+        if event.get("ph") == "X" and _is_time(event.get("dur", 0)):
+            found.append(event)
+        elif event.get("ph") == "B":
+            begun[lane].append(event)
+        elif event.get("ph") == "E" and begun[lane]:
+            open_ones = begun[lane]
+            named = (n for n in reversed(range(len(open_ones))) if open_ones[n].get("name") == event.get("name"))
+            first = open_ones.pop(next(named, -1))
+            found.append({**first, "dur": event["ts"] - first["ts"]})
+    return found
+
+
+def _at(event: Mapping[str, Any]) -> tuple[float, bool]:
+    """When an event is; at one time, what ends comes before what begins."""
+    return event["ts"], event.get("ph") != "E"
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _range(event: Mapping[str, Any]) -> _Range | None:
+    named = _named(event)
+    if named is None:
+        return None
+    op, stage, microbatch, waits = named
+    start = event["ts"] / 1e6
+    on_device = event.get("cat") == _ON_DEVICE
+    end = start + max(0.0, event.get("dur", 0)) / 1e6
+    return _Range(event.get("pid", 0), op, stage, microbatch, start, end, on_device, waits and not on_device)
+
+
+def _named(event: Mapping[str, Any]) -> tuple[Op, int, int, bool] | None:
+    """Op, stage, microbatch, and whether the range begins with the wait for the input."""
+    name, args = event.get("name"), event.get("args")
+    if isinstance(args, dict) and isinstance(args.get("action"), str):
+        found, waits = _RUN.fullmatch(args["action"]), False
+    elif not isinstance(name, str):
+        return None
+    elif single := _TORCH_SINGLE.fullmatch(name):
+        return (Op.F if single[1] == "Forward" else Op.B), -1, int(single[2]), True
+    elif words := _WORDS.fullmatch(name):
+        return _OPS[words[1][0].lower()], int(words[2]), int(words[3]), False
+    else:
+        ours = _RUN.fullmatch(name)
+        found, waits = (ours, False) if ours else (_TORCH.fullmatch(name), True)
+    if found is None:
+        return None
+    try:
+        action = Action.parse(found[1])
+    except ScheduleError:
+        return None
+    return action.op, action.stage, action.microbatch or 0, waits
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The profiler's own marks of steps, ascending."""
+
+    starts: tuple[float, ...]
+    numbers: tuple[int, ...]
+
+    def at(self, seconds: float) -> int | None:
+        """The step at a time; None if the profiler marked none."""
+        return self.numbers[max(0, bisect.bisect_right(self.starts, seconds) - 1)] if self.starts else None
+
+
+def _steps(events: Sequence[Mapping[str, Any]]) -> _Steps:
+    found: dict[int, float] = {}
+    for event in events:
+        mark = _STEP.fullmatch(event["name"]) if isinstance(event.get("name"), str) else None
+        if mark:
+            found.setdefault(int(mark[1]), event["ts"] / 1e6)
+    ordered = sorted((start, number) for number, start in found.items())
+    return _Steps(tuple(start for start, _ in ordered), tuple(number for _, number in ordered))

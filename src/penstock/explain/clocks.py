@@ -1,0 +1,89 @@
+"""Clocks that disagree, set right by messages: nothing can be used before it was made.
+
+Where every message arrives after it was sent, clocks are taken as they are. Otherwise each rank's is set so that the
+fastest message takes as long to its neighbour as back, as NTP does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.simulate.columns import Columns, Floats, Ints
+
+TOLERANCE = 0.01
+"""The share of a median action by which a message may seem to arrive too early: traces round, and are late."""
+LEAST_SECONDS = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages between ranks, an entry each.
+
+    Attributes:
+        source, target: ranks.
+        seconds: from the end of the action that made it to the start of the one that used it (to its end, if a span
+            begins with the wait), each on its own clock.
+        waited: whether the target's rank was idle right before.
+    """
+
+    source: Ints
+    target: Ints
+    seconds: Floats
+    waited: Ints
+
+    @classmethod
+    def of(cls, columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool) -> Messages:
+        users = np.flatnonzero(columns.need >= 0)
+        makers = columns.need[users]
+        rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
+        arrived = ends[users] if with_waits else starts[users]
+        before = np.maximum(users - 1, 0)
+        gap = np.where(np.isin(users, columns.first), np.inf, starts[users] - ends[before])
+        idle = gap > max(LEAST_SECONDS, TOLERANCE * float(np.median(ends - starts)))
+        return cls(rank[makers], rank[users], arrived - ends[makers], idle | with_waits)
+
+
+def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
+    """What to add to each rank's clock; zeros if they agree."""
+    if not len(messages.seconds) or messages.seconds.min() >= -tolerance:
+        return [0.0] * ranks
+    least = dict(_least(messages))
+    neighbours = defaultdict(set)
+    for one, two in least:
+        neighbours[one].add(two)
+        neighbours[two].add(one)
+    found = {0: 0.0}
+    queue = [0]
+    while queue:
+        rank = queue.pop(0)
+        for other in sorted(neighbours[rank] - found.keys()):
+            found[other] = found[rank] + _ahead(least, rank, other)
+            queue.append(other)
+    return [found.get(rank, 0.0) for rank in range(ranks)]
+
+
+def _least(messages: Messages) -> Iterator[tuple[tuple[int, int], tuple[float, bool]]]:
+    """For each pair of ranks the fastest message, and whether any was waited for: only then is it a message's time."""
+    pairs = sorted(set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)))
+    for one, two in pairs:
+        chosen = (messages.source == one) & (messages.target == two)
+        yield (one, two), (float(messages.seconds[chosen].min()), bool(messages.waited[chosen].any()))
+
+
+def _ahead(least: dict[tuple[int, int], tuple[float, bool]], rank: int, other: int) -> float:
+    """What to add to the other's clock so that it agrees with this one's."""
+    there, back = least.get((rank, other)), least.get((other, rank))
+    if there is None or back is None:
+        return -there[0] if there else back[0] if back else 0.0
+    if there[1] == back[1]:
+        return (back[0] - there[0]) / 2
+    return -there[0] if there[1] else back[0]
+
+
+def tolerance_of(starts: Floats, ends: Floats) -> float:
+    """By how much a message may seem to arrive too early."""
+    return max(LEAST_SECONDS, TOLERANCE * float(np.median(ends - starts)))

@@ -1,0 +1,45 @@
+"""What every trace is read into: one event for each thing that a process did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.schedule import Action
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that a process did, on its own clock.
+
+    Attributes:
+        source: which process: whatever the trace calls it.
+        name: the action's text, or the trace's name of something else, such as a collective or the optimizer.
+        start_seconds, end_seconds: on the clock of its process.
+        action: if it is one of the pipeline's.
+        step: if the trace says; otherwise the first time that a process runs an action is step 0, the next is step 1.
+        rank, replica: if the trace says; otherwise processes with the same stages are replicas of a rank.
+    """
+
+    source: tuple[int | str, ...]
+    name: str
+    start_seconds: float
+    end_seconds: float
+    action: Action | None = None
+    step: int | None = None
+    rank: int | None = None
+    replica: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """All that was read.
+
+    Attributes:
+        events: of each process in order, as far as they do not say their step.
+        with_waits: the span of an action begins when its process begins to wait for the input, as torch's ranges do.
+        notes: what the reader left out, and why.
+    """
+
+    events: tuple[Event, ...]
+    with_waits: bool = False
+    notes: tuple[str, ...] = ()

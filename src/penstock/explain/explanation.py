@@ -1,0 +1,195 @@
+"""Explains a run: where the time of a step went, why, and what to change first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.explain.case import case_of
+from penstock.explain.changes import Change, Trial, suggestions, what_if
+from penstock.explain.event import Recording
+from penstock.explain.factors import factors_of, seconds_of
+from penstock.explain.measured import Run, Step, run_of
+from penstock.explain.predicted import Predicted
+from penstock.explain.where import Bubble, Where, bubble_of, where_of
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """What a microbatch takes on one stage: a rank that is not slow, the mean microbatch.
+
+    Attributes:
+        seconds: F + B.
+        of_mean: how many times the mean of all stages that is.
+        predicted_seconds: what the plan or profile said; None if there is none.
+    """
+
+    stage: int
+    rank: int
+    seconds: float
+    of_mean: float
+    predicted_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a step took as long as it did.
+
+    Attributes:
+        run: all steps; `step` is the one that is explained.
+        replay_error: the replay's time of the step less the measured one, as a share of it: what is to be expected of
+            the predictions in `changes`.
+        worst_error: the largest of that, over all steps and replicas.
+        stages: what each takes.
+        predicted_seconds: the pipeline by the plan's or profile's costs; None if there is none.
+        where: where the time went.
+        bubble: the longest wait of the slowest replica.
+        changes: what would bring something: what mends before other ways, and of each what brings most first.
+        what_ifs: what was asked for.
+    """
+
+    run: Run
+    step: Step
+    replay_error: float
+    worst_error: float
+    stages: tuple[StageTime, ...]
+    predicted_seconds: float | None
+    where: Where
+    bubble: Bubble | None
+    changes: tuple[Change, ...]
+    what_ifs: tuple[Change, ...]
+
+    @property
+    def error(self) -> float:
+        """By how much of the step a predicted gain may be wrong: the worst that the replay was."""
+        return max(abs(self.replay_error), self.worst_error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        slowest = self.step.slowest
+        schedule = slowest.schedule
+        return {
+            "schedule": schedule.name,
+            "ranks": schedule.ranks,
+            "stages": [asdict(one) for one in self.stages],
+            "microbatches": schedule.microbatches,
+            "replicas": len(self.step.replicas),
+            "step": self.step.number,
+            "steps": {step.number: step.seconds for step in self.run.steps},
+            "step_seconds": self.step.seconds,
+            "pipeline_seconds": self.step.pipeline_seconds,
+            "others_seconds": dict(self.step.others),
+            "predicted_seconds": self.predicted_seconds,
+            "replay_error": self.replay_error,
+            "worst_replay_error": self.worst_error,
+            "even_seconds": self.where.even_seconds,
+            "added_seconds": _named(self.where.added_seconds),
+            "slowest_replica": slowest.number,
+            "by_rank": [
+                {"rank": one.rank, "compute_seconds": one.compute_seconds, "idle_seconds": _named(one.idle_seconds)}
+                for one in self.where.ranks
+            ],
+            "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
+            "changes": [asdict(one) | {"error": self.error} for one in self.changes],
+            "what_ifs": [asdict(one) | {"error": self.error} for one in self.what_ifs],
+            "notes": list(self.run.notes),
+        }
+
+
+def _named(seconds: Mapping[Any, float]) -> dict[str, float]:
+    return {reason.value: value for reason, value in seconds.items()}
+
+
+def _bubble(bubble: Bubble) -> dict[str, Any]:
+    culprit = None if bubble.culprit is None else str(bubble.culprit)
+    return asdict(bubble) | {"before": str(bubble.before), "culprit": culprit}
+
+
+def explain(
+    recording: Recording | Run,
+    *,
+    step: int | None = None,
+    predicted: Predicted | None = None,
+    what_ifs: Sequence[str] = (),
+) -> Explanation:
+    """Explains one step of a run.
+
+    Args:
+        recording: what `read_run` read, or the run that `run_of` made of it.
+        step: which one; None: the one whose time is the median.
+        predicted: what the stages should have taken.
+        what_ifs: more to try, as in `schedule=zb-h1`.
+
+    Raises:
+        ArgumentError: the trace has no complete step (says what is missing), not this one, or a what-if is unknown.
+    """
+    run = run_of(recording) if isinstance(recording, Recording) else recording
+    chosen = _chosen(run, step)
+    if predicted is not None and len(predicted.stage_seconds) != chosen.slowest.schedule.placement.depth:
+        raise ArgumentError(
+            f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
+            f"{chosen.slowest.schedule.placement.depth}"
+        )
+    factors = factors_of(chosen.replicas)
+    replay = case_of(chosen, factors.seconds)
+    replay_seconds = replay.pipeline_seconds
+    even = factors.even[chosen.replicas.index(chosen.slowest)]
+    trial = Trial(chosen, factors, replay, replay_seconds, predicted)
+    return Explanation(
+        run,
+        chosen,
+        (replay_seconds - chosen.pipeline_seconds) / chosen.seconds,
+        max(map(_worst_error, run.steps)),
+        _stages(trial),
+        _predicted_seconds(trial),
+        where_of(chosen, factors, replay),
+        bubble_of(chosen.slowest, replay.free.timeline(chosen.slowest.schedule, even)),
+        suggestions(trial),
+        tuple(what_if(trial, text) for text in what_ifs),
+    )
+
+
+def _chosen(run: Run, number: int | None) -> Step:
+    if number is None:
+        return run.typical
+    for step in run.steps:
+        if step.number == number:
+            return step
+    known = ", ".join(str(step.number) for step in run.steps)
+    raise ArgumentError(f"step={number}: the trace has complete steps {known}")
+
+
+def _worst_error(step: Step) -> float:
+    """Of any replica, as a share of the step."""
+    replay = case_of(step, seconds_of(step.replicas))
+    pairs = zip(replay.spans(), step.replicas, strict=True)
+    return max(abs(span - one.span_seconds) / step.seconds for span, one in pairs) if step.seconds else 0.0
+
+
+def _stages(trial: Trial) -> tuple[StageTime, ...]:
+    totals, known = trial.totals, trial.predicted
+    mean, placement = float(totals.mean()), trial.slowest.schedule.placement
+    return tuple(
+        StageTime(
+            stage,
+            placement.rank_of[stage],
+            float(total),
+            float(total) / mean if mean else 1.0,
+            None if known is None else known.stage_seconds[stage % placement.depth],
+        )
+        for stage, total in enumerate(totals)
+    )
+
+
+def _predicted_seconds(trial: Trial) -> float | None:
+    """The pipeline if each stage took what was predicted, each op its measured share of it, and messages as long."""
+    known, totals = trial.predicted, trial.totals
+    if known is None:
+        return None
+    depth = trial.slowest.schedule.placement.depth
+    scale = np.array([known.stage_seconds[stage % depth] for stage in range(len(totals))]) / np.maximum(totals, 1e-30)
+    return trial.replay.with_seconds(trial.factors.by_stage * scale[None, None, :, None]).pipeline_seconds

@@ -1,0 +1,138 @@
+"""Why actions take as long as they do: the stage, the rank that runs it, the microbatch, and what is left.
+
+An action's time is taken as a product: what its op takes on its stage (typical of all replicas), how slow its rank is,
+how long its microbatch, and a rest that is its own. Medians, so that a few slow actions do not count as a slow stage.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.explain.measured import Replica
+from penstock.schedule import Placement
+from penstock.simulate.columns import COMPUTE, Floats, column
+
+ALIKE = 0.05
+"""Microbatches that differ by less than this are taken as alike."""
+SLOW = 1.1
+"""A rank is called slow if one of its ops takes so many times what is typical of the stage."""
+_ONE_OP = 1.25
+"""Without replicas to compare with: a stage's op that is slower by this than the stage's others is due to its rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Times by replica (R), op (O, as in `COMPUTE`), stage (S) and microbatch (M); NaN where there is no such action.
+
+    Attributes:
+        seconds: as measured, [R, O, S, M].
+        typical: of the stage's op, [O, S].
+        rank: by how much the rank is slower than is typical, [R, O, S].
+        microbatch: by how much a microbatch is longer than the mean, [R, M].
+    """
+
+    seconds: Floats
+    typical: Floats
+    rank: Floats
+    microbatch: Floats
+
+    @property
+    def even(self) -> Floats:
+        """If all stages were alike."""
+        used = ~np.isnan(self.typical)
+        means = np.nansum(self.typical, axis=1) / np.maximum(1, used.sum(axis=1))
+        return self._spread(np.where(used, means[:, None], np.nan))
+
+    @property
+    def by_stage(self) -> Floats:
+        """If no rank were slow, and all microbatches alike."""
+        return self._spread(self.typical)
+
+    @property
+    def by_rank(self) -> Floats:
+        """If all microbatches were alike."""
+        return self._spread(self.typical) * self.rank[..., None]
+
+    @property
+    def by_microbatch(self) -> Floats:
+        """Without what is an action's own."""
+        return self.by_rank * self.microbatch[:, None, None, :]
+
+    @property
+    def own(self) -> Floats:
+        """By how much each action is slower than all that explains it."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(self.by_microbatch > 0, self.seconds / self.by_microbatch, 1.0)
+
+    def _spread(self, by_stage: Floats) -> Floats:
+        """[O, S] for every action that there is."""
+        return np.where(np.isnan(self.seconds), np.nan, by_stage[None, :, :, None])
+
+
+def factors_of(replicas: Sequence[Replica]) -> Factors:
+    """What explains the times of one step."""
+    seconds = seconds_of(replicas)
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # a stage without an op has only NaN
+        microbatch = _microbatches(seconds)
+        base = np.nanmedian(seconds / microbatch[:, None, None, :], axis=3)
+        typical = np.nanquantile(base, 0.5, axis=0, method="lower")
+        if len(replicas) == 1:
+            typical = _without_slow_rank(typical, replicas[0].schedule.placement)
+        rank = np.where(base > 0, base / typical[None], 1.0)
+        rank = np.where(np.isfinite(rank), rank, 1.0)
+    return Factors(seconds, typical, rank, microbatch)
+
+
+def _microbatches(seconds: Floats) -> Floats:
+    """By how much each microbatch is longer than the mean, [R, M]: what most ops of most stages say."""
+    alike = np.nanmedian(seconds, axis=(0, 3), keepdims=True)
+    ratio = seconds / np.where(alike > 0, alike, np.nan)
+    found = np.nanquantile(ratio, 0.5, axis=(1, 2), method="lower")
+    found = np.where(np.isnan(found), 1.0, found)
+    uniform = found.max(axis=1) < found.min(axis=1) * (1 + ALIKE)  # then it is the replica's ranks
+    found[uniform] = 1.0
+    found /= found.mean()
+    return found if np.abs(found - 1).max() >= ALIKE else np.ones_like(found)
+
+
+def seconds_of(replicas: Sequence[Replica]) -> Floats:
+    """What each action took, [R, O, S, M]."""
+    schedule = replicas[0].schedule
+    microbatches = max(one.schedule.microbatches for one in replicas)
+    found = np.full((len(replicas), len(COMPUTE), schedule.stages, microbatches), np.nan)
+    place = np.zeros(max(op.code for op in COMPUTE) + 1, int)
+    for index, op in enumerate(COMPUTE):
+        place[op.code] = index
+    for number, replica in enumerate(replicas):
+        for track in replica.timeline.tracks:
+            row = track.actions
+            found[number, place[column(row.op)], column(row.stage), column(row.microbatch)] = column(
+                track.end
+            ) - column(track.start)
+    return found
+
+
+def _without_slow_rank(typical: Floats, placement: Placement) -> Floats:
+    """What a stage would take on another rank, guessed, as no replica tells.
+
+    An op that is slow on a stage whose other ops are not is due to its rank; so is what all stages of a rank share, if
+    ranks have several.
+    """
+    usual = np.nanmedian(typical, axis=1, keepdims=True)
+    ratio = np.where(usual > 0, typical / usual, np.nan)  # [O, S]
+    least = np.nanmin(ratio, axis=0, keepdims=True)
+    odd = (ratio > _ONE_OP) & (ratio > _ONE_OP * np.fmax(least, 1.0))
+    typical = np.where(odd, usual * np.fmax(least, 1.0), typical)
+    if placement.stages == placement.ranks or placement.ranks < 3:
+        return typical
+    total = np.nansum(typical, axis=0)
+    for stages in placement.by_rank:
+        shared = float(np.min(total[list(stages)] / np.median(total)))
+        if shared > _ONE_OP:
+            typical[:, list(stages)] /= shared
+    return typical

@@ -1,0 +1,286 @@
+"""Events -> steps: for each replica of a step the order in which its ranks worked, and when, on one clock."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.explain.clocks import Messages, shifts, tolerance_of
+from penstock.explain.event import Event, Recording
+from penstock.schedule import Placement, Row, Schedule, check, generate, names, summary
+from penstock.schedule.timeline import Span, Timeline
+from penstock.simulate.columns import Columns, Floats
+from penstock.words import counted
+
+_MOST_TRIED = 200_000
+"""Schedules of more actions are not compared with those that have a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One pipeline in one step.
+
+    Attributes:
+        number: which replica.
+        schedule: the order in which each rank ran its actions; named, if it is that of a generator.
+        timeline: when; its clock starts with the first action.
+        begin_seconds: of that clock, after the begin of the step.
+    """
+
+    number: int
+    schedule: Schedule
+    timeline: Timeline
+    begin_seconds: float
+
+    @property
+    def span_seconds(self) -> float:
+        return self.timeline.makespan_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of training.
+
+    Attributes:
+        number: as the trace has it.
+        replicas: those that are complete, in order.
+        seconds: from the first event's start to the last one's end, whatever they are.
+        others: what else ranks did, such as collectives and the optimizer: its name, and from when the last rank of
+            a replica began until all had ended.
+    """
+
+    number: int
+    replicas: tuple[Replica, ...]
+    seconds: float
+    others: Mapping[str, float]
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(one.begin_seconds + one.span_seconds for one in self.replicas) - min(
+            one.begin_seconds for one in self.replicas
+        )
+
+    @property
+    def slowest(self) -> Replica:
+        """The replica that ends last."""
+        return max(self.replicas, key=lambda one: one.begin_seconds + one.span_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The steps of a trace that are complete, and what was left out or set right."""
+
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def typical(self) -> Step:
+        """The step whose time is the median."""
+        return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
+
+
+def run_of(recording: Recording) -> Run:
+    """The steps of a recording.
+
+    Raises:
+        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order.
+    """
+    events = _placed(recording.events)
+    groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    others: defaultdict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.action is None:
+            others[event.step or 0].append(event)
+        else:
+            groups[event.step or 0][event.replica or 0].append(event)
+    steps, notes, lacking = [], list(recording.notes), []
+    stages = 1 + max(event.action.stage for event in events if event.action is not None)
+    for number, by_replica in sorted(groups.items()):
+        made = []
+        for replica, given in sorted(by_replica.items()):
+            wrong = _missing(given, stages)
+            found = None if wrong else _replica(replica, given, with_waits=recording.with_waits)
+            if isinstance(found, _Made):
+                made.append(found)
+                notes += found.notes
+            else:
+                lacking.append((number, replica, wrong or str(found)))
+        if made:
+            steps.append(_step(number, made, others[number]))
+    if not steps:
+        raise ArgumentError(f"the trace has no complete step: {lacking[0][2]}")
+    if lacking:
+        number, replica, wrong = lacking[0]
+        notes.append(
+            f"left out {counted(len(lacking), 'incomplete pipeline')}, first step {number}, replica {replica}: {wrong}"
+        )
+    return Run(tuple(steps), tuple(dict.fromkeys(notes)))
+
+
+def _placed(events: Sequence[Event]) -> list[Event]:
+    """The events, each with its step, rank and replica."""
+    stages: defaultdict[tuple[int | str, ...], set[int]] = defaultdict(set)
+    for event in events:
+        if event.action is not None:
+            stages[event.source].add(event.action.stage)
+    ranks = {own: rank for rank, own in enumerate(sorted({tuple(sorted(own)) for own in stages.values()}))}
+    place: dict[tuple[int | str, ...], tuple[int, int]] = {}
+    taken: defaultdict[int, int] = defaultdict(int)
+    for source in sorted(stages):
+        rank = ranks[tuple(sorted(stages[source]))]
+        place[source] = rank, taken[rank]
+        taken[rank] += 1
+    seen: defaultdict[tuple[object, ...], int] = defaultdict(int)
+    found = []
+    for event in events:
+        rank, replica = place.get(event.source, (0, 0))
+        rank = rank if event.rank is None else event.rank
+        replica = replica if event.replica is None else event.replica
+        step = event.step
+        if step is None:
+            step = seen[event.source, event.action or event.name]
+            seen[event.source, event.action or event.name] += 1
+        found.append(replace(event, step=step, rank=rank, replica=replica))
+    return found
+
+
+def _missing(events: Sequence[Event], stages: int) -> str:
+    """Which ranks or stages have no events; empty if all have."""
+    present = {event.action.stage for event in events if event.action is not None}
+    ranks = {event.rank or 0 for event in events}
+    if lacking := sorted(set(range(max(ranks))) - ranks):
+        named = ", ".join(map(str, lacking))
+        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; give the trace of every rank"
+    if lacking := sorted(set(range(stages)) - present):
+        named = ", ".join(map(str, lacking))
+        return f"no rank has stage {named}, and there are stages up to {stages - 1}; give the trace of every rank"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A replica whose clock starts with its first action, and when that was."""
+
+    replica: Replica
+    first_seconds: float
+    shifts: tuple[float, ...]
+    notes: tuple[str, ...]
+
+
+def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made | str:
+    """One pipeline on one clock; what is wrong with it, if something is."""
+    rows: list[list[Event]] = [[] for _ in range(1 + max(event.rank or 0 for event in events))]
+    for event in sorted(events, key=lambda event: (event.start_seconds, event.end_seconds)):
+        rows[event.rank or 0].append(event)
+    schedule = _schedule(rows)
+    if isinstance(schedule, str):
+        return schedule
+    columns = Columns.of(schedule)
+    starts = np.array([event.start_seconds for row in rows for event in row])
+    ends = np.array([event.end_seconds for row in rows for event in row])
+    slack = tolerance_of(starts, ends)
+    moved = shifts(Messages.of(columns, starts, ends, with_waits=with_waits), schedule.ranks, slack)
+    each = np.repeat(moved, np.diff(columns.first))
+    starts, ends = starts + each, ends + each
+    late = Messages.of(columns, starts, ends, with_waits=with_waits).seconds
+    notes = _clock_notes(number, moved, float(late.min(initial=0.0)), slack)
+    if with_waits:
+        users = np.flatnonzero(columns.need >= 0)
+        starts[users] = np.clip(ends[columns.need[users]], starts[users], ends[users])
+    inner = np.delete(np.arange(1, len(starts)), columns.first[1:-1] - 1)  # not the first of a rank
+    overlap = ends[inner - 1] - starts[inner]
+    if overlap.max(initial=0.0) > slack:
+        notes.append(f"some actions of one rank overlap; each counts from the end of the one before (replica {number})")
+    starts[inner] = np.clip(ends[inner - 1], starts[inner], np.maximum(ends[inner], starts[inner]))
+    ends = np.maximum(starts, ends)
+    first = float(starts.min())
+    timeline = _timeline(schedule, columns, starts - first, ends - first)
+    return _Made(Replica(number, schedule, timeline, 0.0), first, tuple(moved), tuple(notes))
+
+
+def _clock_notes(number: int, moved: Sequence[float], latest: float, slack: float) -> list[str]:
+    notes = []
+    if any(moved):
+        ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
+        by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
+        notes.append(
+            f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by "
+            "their messages, taken to be as fast there as back"
+        )
+    if latest < -slack:
+        notes.append(f"replica {number}: messages seem to arrive up to {-latest:.6g} s before they are sent")
+    return notes
+
+
+def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:
+    tracks = []
+    for rank, row in enumerate(schedule.rows):
+        nodes = columns.nodes(rank)
+        start, end = starts[nodes].tolist(), ends[nodes].tolist()
+        waited = np.maximum(0.0, np.subtract(start, [0.0, *end[:-1]])).tolist()
+        tracks.append([Span(rank, *rest) for rest in zip(row, start, end, waited, strict=True)])
+    return Timeline.merge(tracks)
+
+
+def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
+    """What each rank did in order, or what is missing or out of order."""
+    actions = [[event.action for event in row if event.action is not None] for row in rows]
+    owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    numbers: defaultdict[int, set[int]] = defaultdict(set)
+    for row in actions:
+        for action in row:
+            numbers[action.stage].add(action.microbatch or 0)
+    pipelines = 2 if len(owners) % 2 == 0 and not numbers[0] & numbers[len(owners) // 2] else 1
+    placement = Placement(len(rows), tuple(owners[stage] for stage in sorted(owners)), pipelines)
+    return _judged(Schedule("as traced", placement, 1 + max(map(max, numbers.values())), map(Row, actions)))
+
+
+@lru_cache(maxsize=8)
+def _judged(schedule: Schedule) -> Schedule | str:
+    """The schedule under the name of the generator that makes it, if one does; or what is wrong with it."""
+    fatal = [violation for violation in check(schedule) if violation.fatal]
+    if fatal:
+        return summary(fatal, most=2)
+    placement = schedule.placement
+    if sum(map(len, schedule.rows)) > _MOST_TRIED:
+        return schedule
+    chunks = placement.stages // placement.ranks // placement.pipelines
+    for name in names():
+        try:
+            made = generate(name, placement.ranks, schedule.microbatches, chunks, 1)
+        except ArgumentError:
+            continue
+        if made.rows == schedule.rows and made.placement == placement:
+            return made
+    return schedule
+
+
+def _step(number: int, made: Sequence[_Made], others: Sequence[Event]) -> Step:
+    """All replicas of a step on the clock of the step, which begins with its first event."""
+    moved = any(any(one.shifts) for one in made)
+    zero = min(one.first_seconds for one in made)
+    ends = [one.first_seconds + one.replica.span_seconds for one in made]
+    latest = max(ends)
+    if not moved:
+        zero = min([zero, *(event.start_seconds for event in others)])
+        latest = max([latest, *(event.end_seconds for event in others)])
+    replicas = [replace(one.replica, begin_seconds=one.first_seconds - zero) for one in made]
+    return Step(number, tuple(replicas), latest - zero, {} if moved else _together(others))
+
+
+def _together(events: Iterable[Event]) -> dict[str, float]:
+    """For each name the time from when the last one began until the last one ended, longest first."""
+    found: defaultdict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        found[event.name].append(event)
+    spent = {
+        name: max(event.end_seconds for event in group) - max(event.start_seconds for event in group)
+        for name, group in found.items()
+    }
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))

@@ -1,0 +1,142 @@
+"""Files of a run -> a `Recording`: our timelines, Chrome's trace events (Perfetto, Kineto), and columns of events."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.explain.chrome import read_chrome
+from penstock.explain.event import Event, Recording
+from penstock.schedule import Action, Op
+from penstock.schedule.timeline import Timeline
+
+SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
+"""Files that a folder is searched for."""
+
+
+def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
+    """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not.
+
+    A file is a timeline as `Timeline.to_dict` writes it (or a list of them, a step each), a trace in Chrome's format
+    whose events name the actions, or columns: op, microbatch, start_us and duration_us, with step, dp_rank and pp_rank.
+
+    Raises:
+        ArgumentError: a file cannot be read, or no event names an action.
+    """
+    files = [file for path in paths for file in _files(Path(path))]
+    found = [_read(file, number) for number, file in enumerate(files)]
+    events = tuple(event for one in found for event in sorted(one.events, key=lambda event: event.start_seconds))
+    if not any(event.action is not None for event in events):
+        raise ArgumentError(
+            f"{', '.join(map(str, paths))}: no event names an action of a pipeline. Expected names such as 2F3 (stage, "
+            "op, microbatch), PP:2F3, 'Forward 3' or 'F 2 3', an argument `action`, or columns op, microbatch, "
+            "start_us, duration_us"
+        )
+    notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
+    return Recording(events, any(one.with_waits for one in found), notes)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    found = sorted((file for file in path.iterdir() if file.name.endswith(SUFFIXES)), key=_in_order)
+    if not found:
+        raise ArgumentError(f"{path} has no file that ends in {', '.join(SUFFIXES)}")
+    return found
+
+
+def _in_order(file: Path) -> list[tuple[int, int | str]]:
+    """rank2 comes before rank10."""
+    parts = re.findall(r"\d+|\D+", file.name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+def _read(file: Path, number: int) -> Recording:
+    text = _text(file)
+    if file.name.removesuffix(".gz").endswith(".csv"):
+        return Recording(tuple(_columns(text, str(file))))
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ArgumentError(f"{file} is not JSON: {error}") from None
+    if isinstance(given, dict) and "traceEvents" in given:
+        return read_chrome(given["traceEvents"], given, file.name, number)
+    timelines = given if isinstance(given, list) else [given]
+    if timelines and all(isinstance(one, dict) and "ranks" in one for one in timelines):
+        return Recording(tuple(_of_timelines([Timeline.from_dict(one) for one in timelines], str(file))))
+    if isinstance(given, list):
+        return read_chrome(given, {}, file.name, number)
+    raise ArgumentError(f"{file}: expected a timeline (ranks) or a trace in Chrome's format (traceEvents)")
+
+
+def _text(file: Path) -> str:
+    try:
+        data = file.read_bytes()
+        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+    except OSError as error:
+        raise ArgumentError(f"{file} cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{file} cannot be read: {error}") from None
+
+
+def recording_of(timelines: Sequence[Timeline]) -> Recording:
+    """The timelines of some steps, as the runtime or the simulator made them."""
+    return Recording(tuple(event for one in timelines for event in _of_timelines([one], "")))
+
+
+def _of_timelines(timelines: Sequence[Timeline], file: str) -> Iterator[Event]:
+    """A source for each rank, the same in every step and file."""
+    for timeline in timelines:
+        if timeline.in_turns:
+            raise ArgumentError(
+                f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a "
+                "run with a process for each rank (penstock run), or simulate these times"
+            )
+        for span in timeline:
+            if span.action.op.is_compute:
+                yield Event(
+                    ("rank", span.rank), str(span.action), span.start_seconds, span.end_seconds, span.action,
+                    rank=span.rank, replica=0,
+                )  # fmt: skip
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+_OPS = {"forward-compute": Op.F, "backward-compute": Op.B} | {op.value: op for op in Op if op.is_compute}
+_MESSAGES = re.compile(r"(forward|backward)-(send|recv)|SEND_[FB]|RECV_[FB]")
+_NEEDED = ("op", "microbatch", "start_us", "duration_us")
+
+
+def _columns(text: str, file: str) -> Iterator[Event]:
+    """Rows of one event each, in microseconds on one clock. Messages are left out: what ranks wait for says when."""
+    reader = csv.DictReader(io.StringIO(text))
+    if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
+        raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
+    for line, row in enumerate(reader, 2):
+        if not _MESSAGES.fullmatch(row["op"] or ""):
+            try:
+                yield _row(row)
+            except (ValueError, TypeError, ScheduleError) as error:
+                raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
+
+
+def _row(row: Mapping[str, Any]) -> Event:
+    rank, replica = int(row.get("pp_rank") or 0), int(row.get("dp_rank") or 0)
+    stage = int(row["stage"]) if row.get("stage") else rank
+    start, seconds = float(row["start_us"]) / 1e6, float(row["duration_us"]) / 1e6
+    if not (math.isfinite(start) and 0 <= seconds < math.inf):
+        raise ValueError("its start or duration is no time")
+    op = _OPS.get(row["op"])
+    action = None if op is None else Action(stage, op, int(row["microbatch"]))
+    step = int(row["step"]) if row.get("step") else None
+    return Event((replica, rank), row["op"], start, start + seconds, action, step, rank, replica)

@@ -1,0 +1,224 @@
+"""What the units of a recording cost, put together from runs of one unit of each kind."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.balance import OPTIMIZER_VALUES, Operations, Profile, UnitCost
+from penstock.errors import PartitionError
+from penstock.partition.cut.balance import Candidate
+from penstock.partition.measure.alike import kind_of
+from penstock.partition.measure.finest import finest_cut
+from penstock.partition.recording.recording import Recording
+from penstock.partition.stages.split import CutRecording
+from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.units.chain import public_names
+from penstock.partition.values.objects import input_path
+from penstock.stages import MODEL_INPUT, Input, TensorMeta
+from penstock.trees import flatten
+
+
+class UnmeasurableError(Exception):
+    """The units cannot be run; the text says why."""
+
+
+class NoStreams:
+    """What a unit draws comes from torch's generators, which are restored afterwards."""
+
+    def enter(self, name: str) -> None:
+        """Draws go on."""
+
+    def pass_by(self, calls: Mapping[str, int]) -> None:
+        """Nothing is counted."""
+
+
+class Times(NamedTuple):
+    """What a unit takes, in seconds; `spread` as a fraction, `again` None if the forward was not timed by itself."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    spread: float = 0.0
+    again: float | None = None
+
+
+class Run(Protocol):
+    """A unit that ran.
+
+    Attributes:
+        outputs: what it returned.
+        saved_bytes: what its forward kept for its backward, besides parameters and buffers.
+    """
+
+    outputs: Sequence[Tensor]
+    saved_bytes: int
+
+    def times(self) -> Times:
+        """What it took."""
+
+    def operations(self) -> Operations | None:
+        """What it did, if that was counted."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """A unit that is of the same kind as an earlier one."""
+
+    stage: int
+
+
+def cut_finely(
+    recording: Recording, model: nn.Module, units: Sequence[Candidate]
+) -> tuple[list[Candidate], CutRecording]:
+    """The recording cut at every unit at which it can be. Raises UnmeasurableError if its units cannot be run alone."""
+    if stray := next((each for each in recording.remembered if each.storage is not None), None):
+        raise UnmeasurableError(f"its forward updates {stray.text.rstrip(',')}")
+    try:
+        return finest_cut(recording, model, units)
+    except PartitionError as error:
+        raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
+
+
+def first_runs(
+    split: CutRecording, values: dict[tuple[int, str], Tensor], run: Callable[[Stage, Sequence[Tensor]], Run]
+) -> dict[int, Run | Like]:
+    """Runs one unit of each kind, in order, on what earlier ones made."""
+    first_of: dict[Hashable, int] = {}
+    runs: dict[int, Run | Like] = {}
+    for index, plan in enumerate(split.plans):
+        like = first_of.setdefault(kind_of(split, index), index)
+        if like == index:
+            inputs = [values[i.source, i.name] for i in plan.inputs]
+            made = runs[index] = run(build_stage(split, plan, index, NoStreams()), inputs)
+            outputs = made.outputs
+        else:
+            runs[index] = Like(like)
+            outputs = [values[like, value.name] for value in split.plans[like].outputs]
+        values |= {(index, value.name): made for value, made in zip(plan.outputs, outputs, strict=True)}
+    return runs
+
+
+def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
+    """What each unit costs."""
+    crossing = _crossing([plan.inputs for plan in split.plans])
+    recording = split.recording
+    found: list[UnitCost] = []
+    for index, (unit, plan) in enumerate(zip(kept, split.plans, strict=True)):
+        run, like = runs[index], ""
+        if isinstance(run, Like):
+            like = kept[run.stage].name
+            run = runs[run.stage]
+            assert not isinstance(run, Like)
+        times = run.times()
+        names = {name for node in plan.run for name in split.held_by(node)}
+        parameters = [t for name in names if isinstance(t := recording.held[name], nn.Parameter)]
+        size = sum(t.numel() * t.element_size() for t in parameters)
+        trained = sum(t.numel() * t.element_size() for t in parameters if t.requires_grad)
+        sent, back = crossing[index]
+        found.append(
+            UnitCost(
+                unit.name,
+                times.forward,
+                times.input_gradient,
+                times.weight_gradient,
+                activation_bytes=run.saved_bytes,
+                parameter_bytes=size,
+                gradient_bytes=trained,
+                optimizer_bytes=OPTIMIZER_VALUES * trained,
+                boundary_bytes=sent,
+                boundary_gradient_bytes=back,
+                spread=times.spread,
+                like=like,
+                recompute_seconds=times.again,
+                operations=None if like else run.operations(),
+            )
+        )
+    return tuple(found)
+
+
+def _crossing(inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int]]:
+    """For a cut before each unit: the bytes that cross it, and those of the gradients that come back."""
+    last: dict[tuple[int, str], int] = {}
+    metas: dict[tuple[int, str], TensorMeta] = {}
+    for index, received in enumerate(inputs):
+        for value in received:
+            if value.source != MODEL_INPUT:
+                last[value.source, value.name] = index
+                metas[value.source, value.name] = value.meta
+    sent, back = [0] * (len(inputs) + 1), [0] * (len(inputs) + 1)
+    for key, end in last.items():
+        size = _bytes(metas[key])
+        for totals, counts in ((sent, True), (back, metas[key].requires_grad)):
+            if counts:
+                totals[key[0] + 1] += size
+                totals[end + 1] -= size
+    return list(zip(accumulate(sent[:-1]), accumulate(back[:-1]), strict=True))
+
+
+def _bytes(meta: TensorMeta) -> int:
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return prod(meta.shape) * dtype.itemsize
+
+
+def profile_of(
+    recording: Recording,
+    model: nn.Module,
+    costs: tuple[UnitCost, ...],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    runs: int,
+) -> Profile:
+    """The profile of a recording with these costs."""
+    flat = flatten((tuple(args), dict(kwargs)))
+    described = {
+        input_path(path): f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+        if isinstance(leaf, Tensor)
+    }
+    of_model = identity(model)
+    return Profile(
+        costs,
+        device=recording.device.type,
+        dtype=of_model.dtype,
+        parameters=of_model.parameters,
+        device_name=_name_of(recording.device),
+        inputs=described,
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        opened=tuple(sorted(recording.opening.names)),
+        runs=runs,
+    )
+
+
+def identity(model: nn.Module) -> Identity:
+    """What a profile says of its model."""
+    parameters = dict(model.named_parameters())
+    public = public_names(model, list(parameters))
+    elements: Counter[str] = Counter()
+    for parameter in parameters.values():
+        elements[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    dtype = elements.most_common(1)[0][0] if elements else ""
+    return Identity({public[name]: tuple(p.shape) for name, p in parameters.items()}, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The shapes of a model's parameters by name, and the dtype of most of their elements."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    dtype: str
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine() if device.type == "cpu" else device.type

@@ -1,0 +1,70 @@
+"""A profile's units as the stages of a pipeline: where it cuts them by itself, and what each stage then costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from penstock.balance import Problem, UnitCost, best_starts
+from penstock.simulate.costs import LinkCost, StageCost
+
+USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
+"""Between ranks, by the type of their device, unless the user says: the shared memory of one machine, ..."""
+
+USUAL_LINK = LinkCost(10e-6, 25e9)
+"""... and PCIe 4.0 with 16 lanes. Ranks of one process send nothing, but are cut like those of several."""
+
+
+def usual_link(device: str) -> LinkCost:
+    """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
+    return USUAL_LINKS.get(device, USUAL_LINK)
+
+
+def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
+    """What it takes to send what crosses a cut before this unit, there and back."""
+    return sum(link.seconds(size) for size in (unit.boundary_bytes, unit.boundary_gradient_bytes) if size)
+
+
+@dataclass(frozen=True, slots=True)
+class StagesOfUnits:
+    """Units divided into stages.
+
+    Attributes:
+        cuts: the unit with which each stage but the first begins.
+        costs: of each stage, for one microbatch.
+    """
+
+    cuts: tuple[str, ...]
+    costs: tuple[StageCost, ...]
+
+
+@lru_cache(maxsize=256)
+def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost) -> StagesOfUnits:
+    """The units cut where `balance="time"` cuts them: the slowest stage is as fast as can be.
+
+    Raises:
+        ArgumentError: there are fewer units than stages.
+    """
+    crossing = [crossing_seconds(unit, link) for unit in units]
+    starts = best_starts(Problem([unit.seconds for unit in units], crossing), stages)
+    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
+    sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
+    return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
+
+
+def stage_cost(units: Sequence[UnitCost], output_bytes: float) -> StageCost:
+    """What consecutive units cost as one stage that sends so much to the next."""
+    activations = sum(unit.activation_bytes for unit in units)
+    return StageCost(
+        sum(unit.forward_seconds for unit in units),
+        sum(unit.input_gradient_seconds for unit in units),
+        sum(unit.weight_gradient_seconds for unit in units),
+        output_bytes=output_bytes,
+        activation_bytes=activations,
+        weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
+        parameter_bytes=sum(unit.parameter_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
+    )

@@ -1,0 +1,24 @@
+"""Training of a transformer from its numbers alone: work, messages, memory, and times from a device's specifications.
+
+Pure values and functions without torch: jobs can be planned that no machine at hand could hold.
+"""
+
+from penstock.transformer.job import Job
+from penstock.transformer.machine import Machine
+from penstock.transformer.model import Transformer
+from penstock.transformer.named import NAMED, transformer
+from penstock.transformer.step import Layout, Step, predict_step
+from penstock.transformer.units import profile_of, units_of
+
+__all__ = [
+    "NAMED",
+    "Job",
+    "Layout",
+    "Machine",
+    "Step",
+    "Transformer",
+    "predict_step",
+    "profile_of",
+    "transformer",
+    "units_of",
+]

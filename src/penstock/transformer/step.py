@@ -1,0 +1,145 @@
+"""A whole step of training: the pipeline by the simulator, the sums over replicas, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from penstock.balance import UnitCost
+from penstock.errors import ArgumentError
+from penstock.schedule import generate
+from penstock.simulate import LinkCost, StageCost, memory, simulate
+from penstock.transformer.job import GRADIENT_BYTES, OPTIMIZER_BYTES, PARAMETER_BYTES, Job
+from penstock.transformer.machine import Machine
+from penstock.transformer.units import units_of
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job's devices are used.
+
+    Attributes:
+        replicas, ranks: dp and pp; each rank is a tensor-parallel group.
+        chunks: stages a rank; with more than one, the schedule is interleaved 1F1B.
+        rows: of a microbatch.
+        microbatches: of each replica.
+        layers: of each stage; empty: as even as can be, the later ones with more.
+    """
+
+    replicas: int
+    ranks: int
+    microbatches: int
+    rows: int = 1
+    chunks: int = 1
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step is predicted to take.
+
+    Attributes:
+        pipeline_seconds: from the first forward to the last backward.
+        reduce_seconds: the sums of gradients over replicas after it, and with a sharded optimizer the gathering of
+            parameters.
+        optimizer_seconds: reading and writing each parameter's state.
+        memory_bytes: the most that each rank's devices need.
+        activation_bytes: the most that activations take of it, on each rank.
+    """
+
+    pipeline_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    memory_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
+
+
+def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
+    """A step of 1F1B (interleaved, if ranks have several stages).
+
+    Raises:
+        ArgumentError: the layers of the stages are not those of the model, or the schedule does not exist.
+    """
+    units = units_of(job, machine, layout.rows)
+    stages = stage_costs(units, _layers(job, layout))
+    schedule = generate(
+        "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
+    )
+    timeline = simulate(schedule, stages, _neighbours(job, machine, layout))
+    peaks = memory(schedule, stages, timeline)
+    held = [sum(_held(stages[stage]) for stage in schedule.placement.stages_on(rank)) for rank in range(layout.ranks)]
+    parameters = max(
+        sum(stages[stage].parameter_bytes for stage in schedule.placement.stages_on(rank)) / PARAMETER_BYTES
+        for rank in range(layout.ranks)
+    )
+    return Step(
+        timeline.makespan_seconds,
+        reduce_seconds(job, machine, layout, parameters),
+        optimizer_seconds(job, machine, parameters),
+        tuple(one.peak for one in peaks),
+        tuple(one.peak - held for one, held in zip(peaks, held, strict=True)),
+    )
+
+
+def stage_costs(units: Sequence[UnitCost], layers: Sequence[int]) -> list[StageCost]:
+    """The costs of stages with so many layers each; the first has the embedding too, the last the output."""
+    ends = list(accumulate(layers))
+    bounds = [0, *(end + 1 for end in ends[:-1]), len(units)]
+    found = []
+    for start, end in pairwise(bounds):
+        piece = units[start:end]
+        kept = sum(unit.activation_bytes for unit in piece)
+        found.append(
+            StageCost(
+                sum(unit.forward_seconds for unit in piece),
+                sum(unit.input_gradient_seconds for unit in piece),
+                sum(unit.weight_gradient_seconds for unit in piece),
+                output_bytes=units[end].boundary_bytes if end < len(units) else 0,
+                activation_bytes=kept,
+                weight_gradient_bytes=kept,
+                parameter_bytes=sum(unit.parameter_bytes for unit in piece),
+                gradient_bytes=sum(unit.gradient_bytes for unit in piece),
+                optimizer_bytes=sum(unit.optimizer_bytes for unit in piece),
+            )
+        )
+    return found
+
+
+def reduce_seconds(job: Job, machine: Machine, layout: Layout, parameters: float) -> float:
+    """The sum of a rank's gradients over its replicas, which are neighbours once tensor-parallel groups are taken."""
+    size = parameters * PARAMETER_BYTES
+    return machine.all_reduce_seconds(size, layout.replicas, stride=job.tensor_parallel)
+
+
+def optimizer_seconds(job: Job, machine: Machine, parameters: float) -> float:
+    """Adam reads and writes parameters, reads gradients, and reads and writes its state."""
+    moved = 2 * PARAMETER_BYTES + GRADIENT_BYTES + 2 * OPTIMIZER_BYTES / job.optimizer_shards
+    return parameters * moved / (machine.device.bytes_per_second * machine.efficiency.bandwidth_fraction)
+
+
+def _held(cost: StageCost) -> float:
+    return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
+
+
+def _neighbours(job: Job, machine: Machine, layout: Layout) -> LinkCost:
+    """Between two ranks: replicas lie between them, so that a host has one rank only, unless there is but one host."""
+    devices = job.tensor_parallel * layout.replicas * layout.ranks
+    cable = machine.link if devices <= machine.devices_per_host else machine.network
+    return LinkCost(cable.latency_seconds, cable.bytes_per_second)
+
+
+def _layers(job: Job, layout: Layout) -> tuple[int, ...]:
+    stages, layers = layout.ranks * layout.chunks, job.model.layers
+    if layout.layers:
+        if len(layout.layers) != stages or sum(layout.layers) != layers:
+            raise ArgumentError(f"layers={layout.layers}: expected {stages} numbers that add up to {layers}")
+        return layout.layers
+    if stages > layers + 2:
+        raise ArgumentError(f"{stages} stages for {layers} layers: give fewer ranks or chunks")
+    return tuple(layers * (k + 1) // stages - layers * k // stages for k in range(stages))

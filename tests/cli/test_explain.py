@@ -1,0 +1,242 @@
+"""`penstock explain`: what it reads, what its screen says, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.balance import Profile, UnitCost
+from penstock.report import to_perfetto
+from penstock.schedule import generate
+from penstock.schedule.timeline import Span, Timeline
+from penstock.simulate import LinkCost, StageCost, simulate
+
+HEAVY = [1.0, 1.0, 1.5, 1.0]
+
+
+def measured(seconds: float = 0.01, schedule: str = "1f1b") -> Timeline:
+    """A step whose stage 2 is heavy."""
+    costs = [StageCost(one * seconds, one * seconds, one * seconds) for one in HEAVY]
+    return simulate(generate(schedule, 4, 8), costs, LinkCost(0.01 * seconds))
+
+
+def write(path: Path, value: Any) -> Path:
+    data = json.dumps(value).encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def named(timeline: Timeline, name: str, *, rank: int | None = None, unix: float = 0.0) -> list[dict[str, Any]]:
+    """Events of a trace, as torch's profiler writes them."""
+    found = []
+    for span in timeline:
+        if rank is None or span.rank == rank:
+            word = {"F": "Forward", "B": "Backward"}.get(span.action.op.value, "")
+            text = name.format(
+                a=span.action, word=word, s=span.action.stage, o=span.action.op.value, k=span.action.microbatch
+            )
+            times = {"ts": (span.start_seconds + unix) * 1e6, "dur": (span.end_seconds - span.start_seconds) * 1e6}
+            found.append(
+                {"ph": "X", "cat": "user_annotation", "name": text, "pid": 4000 + span.rank, "tid": 1, **times}
+            )
+    return found
+
+
+# -- the same step in every form --------------------------------------------------------------------------------------
+
+
+def a_timeline(folder: Path) -> list[Path]:
+    return [write(folder / "timeline.json", measured().to_dict())]
+
+
+def perfetto(folder: Path) -> list[Path]:
+    return [write(folder / "trace.json.gz", to_perfetto(measured()))]
+
+
+def ranges_of_ours(folder: Path) -> list[Path]:
+    """Under torch's profiler, a file for each rank, in a folder."""
+    for rank in range(4):
+        told = {
+            "distributedInfo": {"rank": rank},
+            "traceEvents": named(measured(), "penstock {a}", rank=rank, unix=1.7e9),
+        }
+        write(folder / f"host_{rank + 17}.pt.trace.json.gz", told)
+    return [folder]
+
+
+def ranges_of_torch(folder: Path) -> list[Path]:
+    """`_PipelineScheduleRuntime`: a range begins with the wait for the input."""
+    whole = measured()
+    waiting = Timeline.merge(
+        [replace(span, start_seconds=span.start_seconds - span.waited_seconds) for span in whole.spans(rank)]
+        for rank in range(4)
+    )
+    return [
+        write(folder / f"rank{rank}.json", {"traceEvents": named(waiting, "PP:{a}", rank=rank)}) for rank in range(4)
+    ]
+
+
+def single_of_torch(folder: Path) -> list[Path]:
+    """`Schedule1F1B`: a process is a stage."""
+    return [
+        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{word} {k}", rank=rank)})
+        for rank in range(4)
+    ]
+
+
+def words(folder: Path) -> list[Path]:
+    return [write(folder / "trace.json", named(measured(), "{o} {s} {k}"))]
+
+
+def begins_and_ends(folder: Path) -> list[Path]:
+    events = named(measured(), "{o} stage {s} mb {k}")
+    split = [{**e, "ph": "B"} for e in events] + [{**e, "ph": "E", "ts": e["ts"] + e["dur"]} for e in events]
+    return [write(folder / "trace.json", split)]
+
+
+def columns(folder: Path) -> list[Path]:
+    file = folder / "trace.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["op", "microbatch", "pp_rank", "start_us", "duration_us"])
+        for span in measured():
+            op = {"F": "forward-compute", "B": "backward-compute"}[span.action.op.value]
+            times = span.start_seconds * 1e6, (span.end_seconds - span.start_seconds) * 1e6
+            writer.writerow([op, span.action.microbatch, span.rank, *times])
+    return [file]
+
+
+FORMS = [a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_says_the_same(form: Any, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    found = as_json("explain", *map(str, form(tmp_path / "run")))
+    assert (found["schedule"], found["ranks"], found["microbatches"], found["replicas"]) == ("1f1b", 4, 8, 1)
+    assert found["changes"][0]["text"].startswith("stage 2 takes 1.33 times the mean (rank 2)")
+    assert found["step_seconds"] == pytest.approx(measured().makespan_seconds, rel=0.01)
+    assert abs(found["replay_error"]) < 0.02
+    assert found["notes"] == []
+
+
+def test_several_steps_in_one_trace(tmp_path: Path) -> None:
+    """Without marks, the second time that a process runs an action is its second step; of three, the median counts."""
+    events = []
+    for number, seconds in enumerate((0.01, 0.03, 0.02)):
+        events += named(measured(seconds), "{a}", unix=10.0 * number)
+    file = str(write(tmp_path / "trace.json", events))
+    assert as_json("explain", file)["step"] == 2
+    assert len(as_json("explain", file)["steps"]) == 3
+    assert as_json("explain", file, "--step", "1")["step_seconds"] == pytest.approx(measured(0.03).makespan_seconds)
+    assert "step 2, the median of 3" in output("explain", file)
+
+
+def test_marks_of_the_profiler_tell_steps(tmp_path: Path) -> None:
+    """The first step is cut off: it is left out, and the second one is whole."""
+    late = [event for event in named(measured(), "{a}") if event["ts"] > 30_000]
+    marks = [
+        {"ph": "X", "name": f"ProfilerStep#{n}", "pid": 4000, "ts": at, "dur": 1.0} for n, at in ((7, 0.0), (8, 1e6))
+    ]
+    file = write(tmp_path / "trace.json", late + named(measured(), "{a}", unix=1.0) + marks)
+    found = as_json("explain", str(file))
+    assert found["step"] == 8
+    assert "step 7" in found["notes"][0]
+
+
+def test_ranges_of_the_device_count(tmp_path: Path) -> None:
+    """The host is done long before; only where the device is recorded."""
+    device = [{**event, "cat": "gpu_user_annotation"} for event in named(measured(), "{a}")]
+    host = [{**event, "dur": 1.0} for event in named(measured(), "{a}")]
+    found = as_json("explain", str(write(tmp_path / "trace.json", host + device)))
+    assert found["step_seconds"] == pytest.approx(measured().makespan_seconds)
+
+
+# -- the screen -------------------------------------------------------------------------------------------------------
+
+
+def test_the_screen_says_what_to_do_first(tmp_path: Path) -> None:
+    (file,) = a_timeline(tmp_path)
+    said = output("explain", str(file), "--what-if", "link=0", columns=100)
+    head, _, rest = said.partition("What to change first")
+    assert head.startswith("1f1b: 4 ranks, 8 microbatches")
+    assert rest.splitlines()[1].startswith("-")
+    assert "stage 2 takes 1.33 times the mean (rank 2): move work off it" in rest.splitlines()[1]
+    assert "What if" in rest
+    assert len(said.splitlines()) < 40
+    assert max(map(len, said.splitlines())) <= 100
+
+
+def profile(tmp_path: Path, seconds: list[float]) -> str:
+    units = tuple(UnitCost(f"layers.{n}", one, one, one) for n, one in enumerate(seconds))
+    made = Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)})
+    made.save(tmp_path / "profile.json")
+    return str(tmp_path / "profile.json")
+
+
+def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
+    """Stage 2 has six units, which take 1.25 times what the profile says: one should go to each neighbour."""
+    (file,) = a_timeline(tmp_path)
+    units = [*[0.005] * 4, *[0.002] * 6, *[0.005] * 2]
+    asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.2,layers.4,layers.10")
+    found = as_json(*asked)
+    moves = "begin stage 2 at layers.5 instead of layers.4; begin stage 3 at layers.9 instead of layers.10"
+    assert found["changes"][0]["text"].endswith(moves)
+    costs = [StageCost(one, one, one) for one in (0.01, 0.0125, 0.01, 0.0125)]
+    moved = simulate(generate("1f1b", 4, 8), costs, LinkCost(0.0001)).makespan_seconds
+    assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
+    assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
+    assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
+
+
+# -- what cannot be explained -----------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.json").write_text("no")
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    wrong = {
+        "missing.json": "No such file",
+        "empty": "has no file that ends in .json",
+        "text.json": "is not JSON",
+        "cut.json.gz": "cannot be read",
+        "other.json": "expected a timeline",
+        "other.csv": "has no column op",
+    }
+    for name, said in wrong.items():
+        assert said in refusal("explain", str(tmp_path / name)), name
+
+
+def test_a_trace_without_actions_is_refused(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "trace.json", {"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 0, "ts": 1, "dur": 2}]}
+    )
+    assert "no event names an action" in refusal("explain", str(file))
+
+
+def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
+    files = ranges_of_torch(tmp_path)
+    assert "give the trace of every rank" in refusal("explain", *map(str, files[:2] + files[3:]))
+
+
+def test_ranks_in_turns_are_refused(tmp_path: Path) -> None:
+    spans = [[Span(rank, *rest) for (*rest,) in ()] for rank in range(2)]
+    turns = Timeline.merge(spans, in_turns=True)
+    assert "in turns" in refusal("explain", str(write(tmp_path / "timeline.json", turns.to_dict())))
+
+
+def test_cuts_need_a_profile(tmp_path: Path) -> None:
+    (file,) = a_timeline(tmp_path)
+    assert "needs --profile" in refusal("explain", str(file), "--cuts", "a")
+    text = refusal("explain", str(file), "--profile", profile(tmp_path, [1.0] * 9), "--cuts", "a,b,c")
+    assert "is no unit" in text

@@ -1,0 +1,42 @@
+"""`penstock plan --transformer`: a plan from a model's numbers and a device's specifications."""
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.transformer import transformer
+
+JOB = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--sequence", "4096", "--global-batch", "64")
+GROUPS = (*JOB, "--devices", "64", "--tensor-parallel", "8", "--optimizer-shards", "4", "--schedule", "1f1b")
+
+
+def test_groups_of_devices_are_planned_as_one_each() -> None:
+    best = as_json(*GROUPS)["plans"][0]
+    choice = best["choice"]
+    assert choice["replicas"] * choice["ranks"] == 8
+    assert choice["replicas"] * choice["microbatches"] * choice["rows"] == 64
+    assert best["limit_bytes"] == 80e9
+    assert all(name.startswith("layers.") for name in best["cuts"])
+
+
+def test_the_estimate_says_what_it_rests_on() -> None:
+    plans, text = as_json(*GROUPS)["plans"], output(*GROUPS, columns=200)
+    assert "from NVIDIA H100 SXM 80GB's specifications: 70% of the peak" in text
+    assert "70,553,706,496 parameters. dp and pp count groups of 8 devices." in text
+    flops = transformer("llama3-70b").flops(64 * 4096, 4096)
+    assert f"{flops / plans[0]['step_seconds'] / 64 / 1e12:.0f} TFLOP/s a device" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ("--devices", "60", "--tensor-parallel", "8"),
+            "60 is not a multiple of --tensor-parallel 8: give 56",
+        ),
+        (("--devices", "64", "--link", "100gbit"), "the --device states its links"),
+        (("--devices", "64", "--device", "h1000"), "Did you mean"),
+        (("--devices", "64", "--profile", "p.json"), "give one of the three"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str) -> None:
+    assert said in refusal(*JOB, *words)

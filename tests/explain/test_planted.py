@@ -1,0 +1,189 @@
+"""What is planted in a simulated step is found, named, and its repair predicted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import LINK, even, recorded, timeline, twice, without
+
+from penstock.errors import ArgumentError
+from penstock.explain import Explanation, explain
+from penstock.explain.where import Reason
+
+
+def first(found: Explanation, kind: str) -> str:
+    change = found.changes[0]
+    assert change.kind == kind, found.changes
+    return change.text
+
+
+def test_nothing_planted_nothing_found() -> None:
+    found = explain(recorded(timeline(even, twice)))
+    assert not any(change.mends for change in found.changes)
+    assert found.step.slowest.schedule.name == "1f1b"
+    assert found.error < 1e-9
+    added = found.where.added_seconds
+    assert added[Reason.LINKS] == pytest.approx(found.step.seconds - found.where.even_seconds)
+
+
+def test_a_heavy_stage() -> None:
+    """Both its ops take longer, as more layers do."""
+
+    def heavy(stage: int, microbatch: int) -> float:
+        return 1.6 if stage == 2 else 1.0
+
+    measured = timeline(heavy, lambda stage, k: 2 * heavy(stage, k))
+    found = explain(recorded(measured))
+    assert first(found, "cut").startswith("stage 2 takes 1.39 times the mean (rank 2)")
+    even_one = timeline(lambda stage, k: 1.15, lambda stage, k: 2.3)
+    assert found.changes[0].step_seconds == pytest.approx(even_one.makespan_seconds)
+
+
+def test_a_rank_whose_forwards_are_slow() -> None:
+    measured = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
+    found = explain(recorded(measured))
+    text = first(found, "rank")
+    assert "rank 2 is slow (forwards 1.9x" in text
+    assert "backwards" not in text
+    assert found.changes[0].step_seconds == pytest.approx(timeline(even, twice).makespan_seconds)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_a_slow_rank_of_one_replica(replicas: int) -> None:
+    """Though both ops are slow, as on a heavy stage: the other replicas tell."""
+    usual = timeline(even, twice)
+    slow = timeline(lambda stage, k: 1.5 if stage == 1 else 1.0, lambda stage, k: 3.0 if stage == 1 else 2.0)
+    found = explain(recorded(*[usual] * (replicas - 1), slow))
+    assert f"rank 1 of replica {replicas - 1} is slow (forwards 1.5x, backwards 1.5x" in first(found, "rank")
+    assert found.changes[0].step_seconds == pytest.approx(usual.makespan_seconds)
+
+
+def test_unequal_microbatches() -> None:
+    """Long sequences are long on every stage."""
+    length = [1.0, 1.0, 2.5, 1.0, 0.5, 1.0, 0.5, 0.5]
+    found = explain(recorded(timeline(lambda stage, k: length[k], lambda stage, k: 2 * length[k])))
+    assert "microbatch 2 takes 2.50 times the mean" in first(found, "microbatches")
+    assert found.changes[0].step_seconds == pytest.approx(timeline(even, twice).makespan_seconds)
+
+
+def test_one_slow_action() -> None:
+    found = explain(recorded(timeline(lambda stage, k: 6.0 if (stage, k) == (1, 5) else 1.0, twice)))
+    assert "1 action took" in first(found, "actions")
+    assert "1F5" in first(found, "actions")
+    assert found.bubble is not None
+    assert str(found.bubble.culprit) == "1F5"
+
+
+def test_each_ranks_time_adds_up() -> None:
+    length = [1.0, 1.0, 2.5, 1.0, 0.5, 1.0, 0.5, 0.5]
+    measured = timeline(lambda stage, k: length[k] * (1 + stage / 4), twice)
+    found = explain(recorded(measured))
+    for one in found.where.ranks:
+        assert min(one.idle_seconds.values()) >= 0
+        assert one.compute_seconds + sum(one.idle_seconds.values()) == pytest.approx(measured.makespan_seconds)
+    total = found.where.even_seconds + sum(found.where.added_seconds.values())
+    assert total == pytest.approx(found.step.pipeline_seconds)
+
+
+WHAT_IFS = ["schedule=zb-h1", "schedule=gpipe", "link=0", "link=2", "cut=even", "stragglers=none", "rank=2"]
+
+
+@pytest.mark.parametrize("change", WHAT_IFS)
+def test_a_what_if_is_what_the_simulator_says_of_it(change: str) -> None:
+    """The trace knows only B: half of it is taken as I."""
+    from penstock.schedule import generate
+    from penstock.simulate import LinkCost, StageCost, simulate
+
+    slow = [1.0, 1.0, 1.9, 1.0]
+    (found,) = explain(recorded(timeline(lambda stage, k: slow[stage], twice)), what_ifs=[change]).what_ifs
+    name, _, value = change.partition("=")
+    link = LinkCost(float(value) * LINK.latency_seconds) if name == "link" else LINK
+    slow = [1.0] * 4 if name in ("stragglers", "rank") else slow
+    costs = [StageCost(forward, 1.0, 1.0) for forward in slow]
+    repaired = simulate(generate(value if name == "schedule" else "1f1b", 4, 8), costs, link)
+    assert found.step_seconds == pytest.approx(repaired.makespan_seconds)
+
+
+def test_changes_are_made_together() -> None:
+    measured = recorded(timeline(lambda stage, k: 1.6 if stage == 2 else 1.0, lambda s, k: 3.2 if s == 2 else 2.0))
+    both, other_order = explain(measured, what_ifs=["cut=even,schedule=zb-h1", "schedule=zb-h1,cut=even"]).what_ifs
+    (even_one,) = explain(recorded(timeline(lambda s, k: 1.15, lambda s, k: 2.3)), what_ifs=["schedule=zb-h1"]).what_ifs
+    assert both.step_seconds == pytest.approx(even_one.step_seconds)
+    assert both.step_seconds == other_order.step_seconds
+
+
+@pytest.mark.parametrize(
+    "wrong", ["schedule", "schedule=zb-h3", "rank=4", "rank=-1", "link=-1", "link=nan", "colour=red", ""]
+)
+def test_other_what_ifs_are_refused(wrong: str) -> None:
+    with pytest.raises(ArgumentError, match=r"expected|did you mean"):
+        explain(recorded(timeline(even, twice)), what_ifs=[wrong])
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    ahead=st.dictionaries(st.integers(0, 3), st.floats(1.0, 1e6) | st.floats(-1e6, -1.0), min_size=1, max_size=3),
+    schedule=st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+)
+def test_a_clock_that_is_ahead_changes_nothing(ahead: dict[int, float], schedule: str) -> None:
+    measured = timeline(lambda stage, k: 1.5 if stage == 2 else 1.0, twice, schedule=schedule)
+    plain, shifted = (explain(recorded(measured, ahead=by)) for by in ({}, ahead))
+    assert [change.text for change in shifted.changes] == [change.text for change in plain.changes]
+    for one, other in zip(shifted.changes, plain.changes, strict=True):
+        assert one.gain == pytest.approx(other.gain, abs=1e-6)
+    assert shifted.step.seconds == pytest.approx(plain.step.seconds, rel=1e-6)
+    by_rank = zip(shifted.where.ranks, plain.where.ranks, strict=True)
+    assert all(a.idle_seconds == pytest.approx(b.idle_seconds, abs=1e-6 * 50) for a, b in by_rank)
+
+
+def test_clocks_that_disagree_are_reported() -> None:
+    (note,) = explain(recorded(timeline(even, twice), ahead={2: 100.0})).run.notes
+    assert "rank 2's is 100 s ahead of rank 0's" in note
+    assert not explain(recorded(timeline(even, twice))).run.notes
+
+
+# -- what cannot be explained -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "rank 0 has no actions"), (2, "rank 2 has no actions")])
+def test_a_missing_rank_is_named(rank: int, said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        explain(without(recorded(timeline(even, twice)), lambda event: event.rank != rank))
+
+
+def test_a_replica_that_misses_a_rank_is_left_out() -> None:
+    both = recorded(timeline(even, twice), timeline(even, twice))
+    found = explain(without(both, lambda event: (event.replica, event.rank) != (0, 3)))
+    assert [one.number for one in found.step.replicas] == [1]
+    (note,) = found.run.notes
+    assert "replica 0" in note
+    assert "stage 3" in note
+
+
+def test_a_missing_action_is_named() -> None:
+    with pytest.raises(ArgumentError, match="rank 1 has no 1B5"):
+        explain(without(recorded(timeline(even, twice)), lambda event: event.name != "1B5"))
+
+
+def test_the_order_of_events_does_not_matter() -> None:
+    given_ = recorded(timeline(even, twice))
+    backwards = type(given_)(given_.events[::-1])
+    assert explain(backwards).to_dict() == explain(given_).to_dict()
+
+
+def test_a_backward_before_its_forward_is_named() -> None:
+    from dataclasses import replace
+
+    events = recorded(timeline(even, twice)).events
+    wrong = [replace(e, start_seconds=-5.0, end_seconds=-4.0) if e.name == "1B5" else e for e in events]
+    with pytest.raises(ArgumentError, match="1B5"):
+        explain(type(recorded())(tuple(wrong)))
+
+
+def test_a_step_that_is_not_there() -> None:
+    with pytest.raises(ArgumentError, match="step=7: the trace has complete steps 0"):
+        explain(recorded(timeline(even, twice)), step=7)

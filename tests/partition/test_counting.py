@@ -1,0 +1,170 @@
+"""Operations and bytes of units, against those counted by hand: forward, whole backward, and its input gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.balance import Operations, Profile
+from penstock.hardware import Operation
+from penstock.partition.cut.balance import candidates
+from penstock.partition.measure.costs import UnmeasurableError
+from penstock.partition.measure.counting import count
+from penstock.partition.measure.measuring import measure
+from penstock.partition.recorder.attempts import record
+
+ROWS, IN, OUT = 6, 8, 16
+FLOAT = 4
+
+
+def profile_of(model: nn.Module, *args: Tensor) -> Profile:
+    recording = record(model, args, {})
+    return count(recording, model, candidates(recording, model, "flops"), args, {})
+
+
+def second(layer: nn.Module, *before: nn.Module, given: Tensor) -> Operations:
+    """What a layer does that is not the first, so that its inputs take a gradient."""
+    found = profile_of(nn.Sequential(*before, layer), given).units[-1].operations
+    assert found is not None
+    return found
+
+
+def products(operations: Sequence[Operation]) -> list[tuple[float, float, int]]:
+    return sorted((each.flops, each.bytes, each.count) for each in operations if each.flops)
+
+
+def flops(operations: Sequence[Operation]) -> float:
+    return sum(each.flops * each.count for each in operations)
+
+
+def moved(operations: Sequence[Operation]) -> float:
+    return sum(each.bytes * each.count for each in operations)
+
+
+def test_linear() -> None:
+    found = second(nn.Linear(IN, OUT), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    product = 2 * ROWS * IN * OUT
+    given, made, weight, bias = (FLOAT * n for n in (ROWS * IN, ROWS * OUT, IN * OUT, OUT))
+    assert products(found.forward) == [(product, given + weight + bias + made, 1)]
+    assert products(found.backward) == [(product, given + weight + made, 2)]  # one for each factor
+    assert products(found.input_gradient) == [(product, given + weight + made, 1)]
+    # besides the products: the bias' gradient is a sum, and both gradients are added to what is there
+    sums = made + bias
+    assert moved(found.backward) - 2 * (given + weight + made) == sums + 3 * (weight + bias)
+    assert moved(found.forward) == given + weight + bias + made
+
+
+def test_what_takes_no_gradient_is_not_counted() -> None:
+    frozen = nn.Linear(IN, OUT)
+    frozen.requires_grad_(False)
+    found = second(frozen, nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    assert found.backward == found.input_gradient
+    assert flops(found.backward) == 2 * ROWS * IN * OUT
+    first = profile_of(nn.Sequential(nn.Linear(IN, OUT), nn.Linear(OUT, IN)), torch.randn(ROWS, IN)).units[0].operations
+    assert first is not None
+    assert (first.input_gradient, flops(first.backward)) == ((), 2 * ROWS * IN * OUT)
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * self.gain, x, x, is_causal=self.causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal: bool) -> None:
+    batch, heads, length, width = 2, 3, 10, 4
+    found = second(Attention(causal), nn.Linear(width, width), given=torch.randn(batch, heads, length, width))
+    pairs = batch * heads * (length * (length + 1) // 2 if causal else length * length)
+    assert flops(found.forward) == 2 * (2 * pairs * width)  # with the keys, and with the values
+    assert flops(found.backward) == 5 * (2 * pairs * width)  # scores again, and four gradients
+    tensor = FLOAT * batch * heads * length * width
+    kernel = next(each for each in found.forward if each.flops)
+    assert kernel.bytes == 4 * tensor + FLOAT * batch * heads * length  # no scores: it is fused
+
+
+def test_layer_norm() -> None:
+    found = second(nn.LayerNorm(IN), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    tensor, parameters, statistics = FLOAT * ROWS * IN, FLOAT * 2 * IN, FLOAT * 2 * ROWS
+    assert flops((*found.forward, *found.backward)) == 0
+    assert [(each.bytes, each.count) for each in found.forward] == [(2 * tensor + parameters + statistics, 1)]
+    backward = 3 * tensor + 2 * parameters + statistics  # gradient and input in, gradient out; parameters and theirs
+    assert moved(found.backward) == backward + 3 * parameters
+
+
+def test_convolution() -> None:
+    batch, side = 2, 5
+    found = second(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 3, 1), given=torch.randn(batch, 3, side, side))
+    product = 2 * batch * side * side * 3 * 4 * 9
+    assert flops(found.forward) == product
+    assert flops(found.backward) == 2 * product
+    assert flops(found.input_gradient) == product
+    assert {each.dtype for each in found.forward if each.flops} == {"tf32"}  # torch's default for convolutions
+
+
+def test_embedding_reads_only_what_is_asked_for() -> None:
+    rows, width, given = 1000, 8, torch.zeros(3, 5, dtype=torch.long)
+    model = nn.Sequential(nn.Embedding(rows, width), nn.Linear(width, width))
+    found = profile_of(model, given).units[0].operations
+    assert found is not None
+    made, table = FLOAT * 15 * width, FLOAT * rows * width
+    assert [each.bytes for each in found.forward] == [8 * 15 + 2 * made]
+    # its gradient is as large as the table, and added to what is there
+    assert moved(found.backward) == (made + 8 * 15 + table) + 3 * table
+
+
+def test_low_precision_and_autocast_have_their_own_peaks() -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), nn.Linear(IN, IN))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = profile_of(model, torch.randn(ROWS, IN)).units[1].operations
+    assert found is not None
+    assert {each.dtype for each in (*found.forward, *found.backward) if each.flops} == {"bfloat16"}
+    low = profile_of(model.to(torch.bfloat16), torch.randn(ROWS, IN, dtype=torch.bfloat16)).units[1].operations
+    assert low is not None
+    assert products(low.forward) == [(2 * ROWS * IN * IN, 2 * (2 * ROWS * IN + IN * IN + IN), 1)]
+
+
+def test_bytes_are_those_of_a_measurement_and_weights_need_no_memory() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(7, 9), *(nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9)) for _ in range(3)))
+
+    given, real = torch.randn(4, 7), model()
+    recording = record(real, (given,), {})
+    measured = measure(recording, real, candidates(recording, real, "flops"), (given,), {}, 0.0)
+    with torch.device("meta"):
+        empty = model()
+    counted = profile_of(empty, given)
+    assert all(parameter.is_meta and parameter.grad is None for parameter in empty.parameters())
+    names = ("name", "like", "activation_bytes", "parameter_bytes", "gradient_bytes", "boundary_bytes")
+    assert [[getattr(unit, name) for name in names] for unit in counted.units] == [
+        [getattr(unit, name) for name in names] for unit in measured.units
+    ]
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = nn.Sequential(nn.Linear(IN, IN), nn.BatchNorm1d(IN), nn.Dropout(0.5), nn.Linear(IN, IN))
+    before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    profile_of(model, torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Counts(nn.Module):
+    """What it makes depends on values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0].sum() * x
+
+
+def test_what_depends_on_values_cannot_be_counted() -> None:
+    with pytest.raises(UnmeasurableError, match="running its units on fake tensors fails"):
+        profile_of(nn.Sequential(nn.Linear(IN, IN), Counts(), nn.Linear(IN, IN)), torch.randn(ROWS, IN))
