@@ -37,9 +37,9 @@ def run_rank(names: list[str], rounds: int, space: list[str], out: Path) -> None
     runtime = host(rank, ranks)
     found: dict[str, Any] = {"host": astuple(runtime), "models": {}, "spaces": {}}
     for name in names:
-        found["models"][name] = measure_model(name, rank, ranks, rounds, runtime.link)
+        found["models"][name] = measure_model(name, rank, ranks, rounds, runtime)
     for name in space if ranks == 2 else ():
-        found["spaces"][name] = measure_space(name, rank, ranks, rounds, runtime.link)
+        found["spaces"][name] = measure_space(name, rank, ranks, rounds, runtime)
     if rank == 0:
         out.write_text(json.dumps(found))
     dist.barrier()

@@ -28,7 +28,6 @@ from penstock.partition import Stage
 from penstock.plan import Choice, Cluster, Plan, Sizes, make_plans
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.processes.world import join
-from penstock.simulate import LinkCost
 from penstock.stages import MODEL_INPUT, Link
 from penstock.traffic.layers import record
 from penstock.trees import flatten
@@ -44,38 +43,42 @@ SPACE_BATCH = 16
 """The small space: every way to train 16 rows on two ranks, in microbatches of these many rows."""
 
 
-def measure_model(name: str, rank: int, ranks: int, rounds: int, link: LinkCost) -> dict[str, Any]:
+def measure_model(name: str, rank: int, ranks: int, rounds: int, runtime: Host) -> dict[str, Any]:
     """Steps of each schedule and number of microbatches."""
     case = MODELS[name]
     profile = _profile(case, [case.rows], rank)
     plans = [
-        plan_of(profile, link, Choice(1, ranks, v, schedule, m, case.rows))
+        plan_of(profile, runtime, Choice(1, ranks, v, schedule, m, case.rows))
         for schedule, v in SCHEDULES
         for m in MICROBATCHES
     ]
     return _measure(case, profile, plans, rank, ranks, rounds)
 
 
-def measure_space(name: str, rank: int, ranks: int, rounds: int, link: LinkCost) -> dict[str, Any]:
+def measure_space(name: str, rank: int, ranks: int, rounds: int, runtime: Host) -> dict[str, Any]:
     """Steps of each plan of the small space."""
     case = MODELS[name]
     profile = _profile(case, SPACE_ROWS, rank)
-    return _measure(case, profile, space(profile, ranks, link), rank, ranks, rounds)
+    return _measure(case, profile, space(profile, runtime, ranks), rank, ranks, rounds)
 
 
-def space(profile: Profile, ranks: int, link: LinkCost) -> list[Plan]:
+def space(profile: Profile, runtime: Host, ranks: int) -> list[Plan]:
     """Every plan of one pipeline, the fastest first by prediction; rows that were measured only."""
     found = make_plans(
-        Sizes.of([profile]), Cluster(ranks, link=link), SPACE_BATCH, [name for name, _ in SCHEDULES], best=1000
+        Sizes.of([profile]), _cluster(ranks, runtime), SPACE_BATCH, [name for name, _ in SCHEDULES], best=1000
     ).best
     return [plan for plan in found if plan.choice.replicas == 1 and plan.choice.rows in SPACE_ROWS]
 
 
-def plan_of(profile: Profile, link: LinkCost, choice: Choice) -> Plan:
+def plan_of(profile: Profile, runtime: Host, choice: Choice) -> Plan:
     """The plan that `penstock plan` makes for this choice."""
     batch = choice.rows * choice.microbatches
-    made = make_plans(Sizes.of([profile]), Cluster(choice.ranks, link=link), batch, [choice.schedule], best=1000)
+    made = make_plans(Sizes.of([profile]), _cluster(choice.ranks, runtime), batch, [choice.schedule], best=1000)
     return next(plan for plan in made.best if plan.choice == choice)
+
+
+def _cluster(ranks: int, runtime: Host) -> Cluster:
+    return Cluster(ranks, link=runtime.link, action_seconds=runtime.action)
 
 
 def host(rank: int, ranks: int) -> Host:

@@ -55,15 +55,16 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     starts = best_starts(Problem([unit.seconds for unit in units], crossing, speeds=differ), depth)
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    costs = map(_stage, pieces, sent, speeds)
-    return Cut(tuple(starts), tuple(costs), kinds)
+    added = [cluster.action_seconds] * depth
+    return Cut(tuple(starts), tuple(map(_stage, pieces, sent, speeds, added)), kinds)
 
 
-def _stage(units: Sequence[UnitCost], output_bytes: float, speed: float) -> StageCost:
+def _stage(units: Sequence[UnitCost], output_bytes: float, speed: float, action_seconds: float) -> StageCost:
+    """What these units cost together, with the runtime's time for F and for B or I; a W is taken to need none."""
     activations = sum(unit.activation_bytes for unit in units)
     return StageCost(
-        sum(unit.forward_seconds for unit in units) / speed,
-        sum(unit.input_gradient_seconds for unit in units) / speed,
+        sum(unit.forward_seconds for unit in units) / speed + action_seconds,
+        sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,
         sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,
