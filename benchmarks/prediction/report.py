@@ -14,6 +14,7 @@ from shared import step_seconds
 
 from penstock import Profile
 from penstock.balance import UnitCost
+from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Op, Schedule, generate
 from penstock.simulate import StageCost
 
@@ -139,16 +140,8 @@ def stage_costs(cuts: Sequence[str], units: Sequence[UnitCost]) -> list[StageCos
     """What each stage costs by the profile."""
     names = [unit.name for unit in units]
     ends = [0, *(names.index(name) for name in cuts), len(units)]
-    return [
-        StageCost(
-            sum(unit.forward_seconds for unit in units[a:b]),
-            sum(unit.input_gradient_seconds for unit in units[a:b]),
-            sum(unit.weight_gradient_seconds for unit in units[a:b]),
-            output_bytes=units[b].boundary_bytes if b < len(units) else 0,
-            optimizer_bytes=sum(unit.optimizer_bytes for unit in units[a:b]),
-        )
-        for a, b in pairwise(ends)
-    ]
+    sent = [*(units[end].boundary_bytes for end in ends[1:-1]), 0]
+    return [stage_cost(units[a:b], size) for (a, b), size in zip(pairwise(ends), sent, strict=True)]
 
 
 def scaled(cost: StageCost, slower: float) -> StageCost:

@@ -14,6 +14,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
+from penstock.plan.stage_costs import stage_cost
 from penstock.plan.sums import sums_end
 from penstock.schedule import Op, Placement, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
@@ -56,23 +57,7 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
     added = [cluster.action_seconds] * depth
-    return Cut(tuple(starts), tuple(map(_stage, pieces, sent, speeds, added)), kinds)
-
-
-def _stage(units: Sequence[UnitCost], output_bytes: float, speed: float, action_seconds: float) -> StageCost:
-    """What these units cost together, with the runtime's time for F and for B or I; a W is taken to need none."""
-    activations = sum(unit.activation_bytes for unit in units)
-    return StageCost(
-        sum(unit.forward_seconds for unit in units) / speed + action_seconds,
-        sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,
-        sum(unit.weight_gradient_seconds for unit in units) / speed,
-        output_bytes=output_bytes,
-        activation_bytes=activations,
-        weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
-        parameter_bytes=sum(unit.parameter_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
-    )
+    return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
 
 
 def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
