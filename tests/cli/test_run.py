@@ -185,7 +185,7 @@ def test_no_verb_loads_torch_or_scipy_before_it_runs(folder: Path) -> None:
 
 
 def test_a_plan_says_how_many_processes_and_reaches_them(folder: Path) -> None:
-    plan = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
+    plan = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
     plan.save(folder / "plan.json")
     (folder / "told.py").write_text("import os\nprint(os.environ['WORLD_SIZE'], os.environ['PENSTOCK_PLAN'])\n")
     done = penstock(folder, "run", "--plan", "plan.json", "told.py")

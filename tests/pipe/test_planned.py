@@ -8,14 +8,20 @@ import torch
 
 from penstock import ArgumentError, PartitionError, pipeline
 from penstock.plan import Choice, Plan
-from penstock.plan.plan import VARIABLE
+from penstock.plan.plan import VARIABLE, MadeFor
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
 
 X, Y = batch()
 PLAN = Plan(
-    Choice(1, 2, 2, "interleaved-1f1b", 4, 2), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), 2.0
+    Choice(1, 2, 2, "interleaved-1f1b", 4, 2), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0)
 )
+
+
+def _made_for(shape: tuple[int, ...] | None = None, device: str = "cpu", dtype: str = "float32") -> MadeFor:
+    """What the model is, or something else."""
+    parameters = {name: tuple(p.shape) for name, p in mlp().named_parameters()}
+    return MadeFor({**parameters, "0.weight": shape} if shape else parameters, device, dtype)
 
 
 def _gradients(**options: object) -> tuple[tuple[str, ...], str, list[torch.Tensor]]:
@@ -61,6 +67,11 @@ def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeyp
         ({"plan": "nowhere.json"}, "plan 'nowhere.json' cannot be read"),
         ({"plan": replace(PLAN, choice=replace(PLAN.choice, replicas=3))}, r"mesh=init_device_mesh\(type, \(3, 2\)"),
         ({"plan": replace(PLAN, cuts=("1", "none", "4"))}, "none"),
+        ({"plan": replace(PLAN, made_for=_made_for(shape=(2, 2)))}, r"its '0.weight' is \[2, 2\], and the model's \["),
+        ({"plan": replace(PLAN, made_for=_made_for(device="cuda"))}, "made for device 'cuda', and this is 'cpu'"),
+        ({"plan": replace(PLAN, made_for=_made_for(dtype="bfloat16"))}, "for dtype 'bfloat16', and this is 'float32'"),
+        ({"plan": replace(PLAN, made_for=_made_for(), cuts=("1", "none", "4"))}, "none"),
+        ({"plan": PLAN, "offload": True}, "plan= already decides offload"),
     ],
 )
 def test_what_does_not_go_with_a_plan_is_refused(given: dict[str, object], message: str) -> None:

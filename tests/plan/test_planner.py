@@ -1,5 +1,6 @@
 """The planner finds what trying everything finds, says what a plan takes, and says what is missing if nothing fits."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.balance import Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.plan import Choice, Cluster, Plan, Sizes, choices, make_plans, read_plan
-from penstock.plan.predict import cut, least_seconds, predict
+from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, choices, make_plans, read_plan
+from penstock.plan.layout import kinds_of_ranks
+from penstock.plan.predict import Cut, cut, least_seconds, order_of, predict
 from penstock.schedule import generate, names
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 
@@ -27,6 +29,12 @@ def _profile(seconds: list[float], **bytes_: float) -> Profile:
 
 
 ALIKE = Sizes({1: _profile([1.0] * 8, activation=MB, parameter=MB, gradient=MB, optimizer=2 * MB, boundary=MB // 10)})
+
+
+def _cut(choice: Choice, cluster: Cluster, sizes: Sizes = ALIKE) -> Cut:
+    (kinds,) = kinds_of_ranks(cluster, choice.replicas, choice.ranks)
+    return cut(sizes.at(choice.rows), order_of(choice).placement, cluster, kinds)
+
 
 _COST = st.builds(StageCost, *(st.integers(0, 9).map(float) for _ in range(3)))
 
@@ -48,7 +56,7 @@ def test_no_choice_is_better_than_the_best(megabytes: float) -> None:
     tried = []
     for choice in choices(sizes, cluster, 8):
         units = sizes.at(choice.rows)
-        tried.append(predict(choice, units, cluster, cut(units, choice.stages, cluster)))
+        tried.append(predict(choice, units, cluster, _cut(choice, cluster, sizes)))
     fitting = sorted(plan.step_seconds for plan in tried if not plan.lacking_bytes)
     found = make_plans(sizes, cluster, 8, best=3)
     assert [plan.step_seconds for plan in found.best] == fitting[:3]
@@ -63,7 +71,7 @@ def test_no_choice_is_better_than_the_best(megabytes: float) -> None:
 def test_a_plan_says_what_the_simulator_says() -> None:
     choice, cluster = Choice(2, 4, 1, "1f1b", 8, 1), Cluster(8, link=LinkCost(0.5, MB))
     units = ALIKE.at(1)
-    plan = predict(choice, units, cluster, cut(units, 4, cluster))
+    plan = predict(choice, units, cluster, _cut(choice, cluster))
     assert plan.cuts == ("layer.2", "layer.4", "layer.6")
     cost = StageCost(2, 2, 2, MB // 10, 2 * MB, 2 * MB, 2 * MB, 2 * MB, 4 * MB)
     schedule = generate("1f1b", 4, 8)
@@ -81,7 +89,7 @@ def test_stages_are_recomputed_only_where_memory_lacks() -> None:
 
     def planned(megabytes: float) -> Plan:
         cluster = Cluster(4, megabytes * MB)
-        return predict(choice, units, cluster, cut(units, 4, cluster))
+        return predict(choice, units, cluster, _cut(choice, cluster))
 
     assert planned(16).recompute == ()  # the first rank holds 8 MB of state and 4 microbatches of 2 MB
     assert planned(14.5).recompute == (0,)
@@ -95,9 +103,8 @@ def test_what_waits_for_w_is_held_until_then() -> None:
     """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
     units = ALIKE.at(1)
     cluster = Cluster(4, 9 * MB)
-    split, whole = (
-        predict(Choice(1, 4, 1, name, 8, 1), units, cluster, cut(units, 4, cluster)) for name in ("zb-h1", "1f1b")
-    )
+    both = [Choice(1, 4, 1, name, 8, 1) for name in ("zb-h1", "1f1b")]
+    split, whole = (predict(choice, units, cluster, _cut(choice, cluster)) for choice in both)
     assert whole.memory_bytes[3] <= 8 * MB + 2 * MB + MB // 10
     assert split.memory_bytes[3] >= 8 * MB + 4 * 2 * MB
     assert split.lacking_bytes > whole.lacking_bytes
@@ -113,12 +120,14 @@ def test_nothing_fits_and_the_nearest_says_what_is_missing() -> None:
     assert enough.best
 
 
-@pytest.mark.parametrize(("boundary", "parameter", "inner"), [(50 * MB, MB, "pp"), (MB, 500 * MB, "dp")])
-def test_the_slow_link_carries_least(boundary: int, parameter: int, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("boundary", "parameter", "grid"), [(50 * MB, MB, [[0, 1], [2, 3]]), (MB, 500 * MB, [[0, 2], [1, 3]])]
+)
+def test_the_slow_link_carries_least(boundary: int, parameter: int, grid: list[list[int]]) -> None:
     sizes = Sizes({1: _profile([1.0] * 4, gradient=parameter, boundary=boundary, boundary_gradient=boundary)})
     cluster = Cluster(4, math.inf, LinkCost(0, 1000 * MB), devices_per_host=2, between_hosts=LinkCost(0, 10 * MB))
     plans = [p for p in make_plans(sizes, cluster, 8, ["1f1b"], best=99).best if p.choice.replicas == 2]
-    assert plans[0].choice.inner == inner
+    assert plans[0].grid == grid
 
 
 def test_costs_lie_on_the_line_through_two_sizes() -> None:
@@ -159,15 +168,67 @@ def test_a_plan_goes_through_a_file(tmp_path: Path, megabytes: float) -> None:
     ("text", "message"),
     [
         ("{", "is not JSON"),
-        ("[]", r"expected a plan of version 1, not \[\]"),
-        ('{"version": 2}', "expected a plan of version 1, not 2"),
-        ('{"version": 1, "choice": {}}', "misses"),
+        ("[]", r"expected a plan of version 2, not \[\]"),
+        ('{"version": 1}', "expected a plan of version 2, not 1"),
+        ('{"version": 2, "choice": {}}', "misses"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ArgumentError, match=message):
         read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("choice", {"ranks": 2}, "is not one"),
+        ("choice", 7, "choice=7 is not an object"),
+        ("cuts", "layer.1", "cuts='layer.1' is not a list"),
+        ("cuts", [], r"cuts=\[\]: expected the names of 3 units"),
+        ("recompute", [4], "recompute: there is no stage 4; the stages are 0 to 3"),
+        ("offload", ["0"], "offload: there is no stage '0'"),
+        ("stage_seconds", [1, 1, 1, -1], r"stage_seconds=.*expected 4 numbers of 0 or more"),
+        ("memory_bytes", [1], r"memory_bytes=\[1\]: expected 4 numbers"),
+        ("pipeline_seconds", "long", "pipeline_seconds"),
+        ("devices", [0, 1, 2, 2], "devices='0', '1', '2', '2': expected each of 0 to 3 once"),
+        ("order", "1f1b", "expected a first line as in"),
+        (
+            "order",
+            str(generate("1f1b", 2, 8)),
+            "order is for 2 ranks, 2 stages, .*, but choice has 4 ranks",
+        ),
+        ("made_for", {"device": "cpu"}, "parameters"),
+        ("idle", [], "idle=.* is not an object"),
+    ],
+)
+def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: object, message: str) -> None:
+    file, cluster = tmp_path / "plan.json", Cluster(4)
+    choice = Choice(1, 4, 1, "1f1b", 8, 1)
+    predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster)).save(file)
+    read_plan(file)
+    file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+    with pytest.raises(ArgumentError, match=rf"plan '.*plan.json': .*{message}.*make a new one with `penstock plan`"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize("name", ["replicas", "ranks", "chunks", "microbatches", "rows"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+def test_a_choice_of_nothing_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}={value!r}: expected a whole number, at least 1"):
+        replace(Choice(1, 2, 1, "1f1b", 4, 1), **{name: value})  # type: ignore[arg-type]
+
+
+def test_slow_devices_get_less_and_small_ones_are_not_overfilled() -> None:
+    """The best order of kinds is found, and each rank is judged by its own device's speed and memory."""
+    kinds = (Kind("old", 2, 9 * MB, 0.5), Kind("new", 2, 40 * MB))
+    cluster = Cluster(kinds=kinds)
+    sizes = Sizes({1: _profile([1.0] * 12, activation=MB, parameter=MB // 4, gradient=MB // 4, optimizer=MB // 2)})
+    best = next(p for p in make_plans(sizes, cluster, 8, ["1f1b"], best=99).best if p.choice.ranks == 4)
+    assert best.devices == (2, 3, 0, 1)  # new ones first: there 1F1B holds more microbatches
+    assert best.limit_bytes == (40 * MB, 40 * MB, 9 * MB, 9 * MB)
+    assert all(need <= limit for need, limit in zip(best.memory_bytes, best.limit_bytes, strict=True))
+    assert best.stage_seconds == (12.0, 12.0, 12.0, 12.0)  # 4 units of 3 seconds, or 2 at half the speed
 
 
 def test_bad_numbers_get_one_clear_error() -> None:

@@ -2,7 +2,15 @@
 
 from penstock.balance.cuts import Problem, best_starts, stage_bytes, stage_loads
 from penstock.balance.estimate import estimated, fitted, with_operations
-from penstock.balance.profile import OPTIMIZER_VALUES, MeasuredLink, Operations, Profile, UnitCost, read_profile
+from penstock.balance.profile import (
+    OPTIMIZER_VALUES,
+    MeasuredLink,
+    Operations,
+    Profile,
+    UnitCost,
+    first_difference,
+    read_profile,
+)
 
 __all__ = [
     "OPTIMIZER_VALUES",
@@ -13,6 +21,7 @@ __all__ = [
     "UnitCost",
     "best_starts",
     "estimated",
+    "first_difference",
     "fitted",
     "read_profile",
     "stage_bytes",

@@ -39,6 +39,7 @@ class Problem:
         activation_bytes: what it keeps for each microbatch in flight.
         in_flight: for each stage, how many microbatches are in flight at most; empty: one.
         limit_bytes: what a stage may take.
+        speeds: for each stage, how fast its device computes; empty: all as fast as the one that `seconds` are of.
         balanced: what is to be even: seconds, or bytes.
     """
 
@@ -49,6 +50,7 @@ class Problem:
     in_flight: Sequence[int] = ()
     limit_bytes: float = math.inf
     balanced: Literal["seconds", "bytes"] = "seconds"
+    speeds: Sequence[float] = ()
 
     def bytes_before(self, stage: int) -> Floats:
         """What all units before each one, and before the end, would take on this stage."""
@@ -57,7 +59,8 @@ class Problem:
     def costs_before(self, stage: int | None = None) -> Floats:
         """The same for what is balanced, without what crosses; with no stage: where they cost least."""
         if self.balanced == "seconds":
-            return _totals(_column(self.seconds, len(self.seconds))[:-1])
+            speed = max(self.speeds, default=1.0) if stage is None or not self.speeds else self.speeds[stage]
+            return _totals(_column(self.seconds, len(self.seconds))[:-1]) / speed
         return self._bytes_before(min(self.in_flight, default=1)) if stage is None else self.bytes_before(stage)
 
     def crossing(self) -> Floats:
@@ -147,7 +150,7 @@ def _table(problem: Problem, longest: int) -> Table:
             found[taken[None, :] - taken[begins] > problem.limit_bytes * ROUNDING] = np.inf
         return found
 
-    if problem.balanced == "seconds" and math.isinf(problem.limit_bytes):
+    if problem.balanced == "seconds" and math.isinf(problem.limit_bytes) and not problem.speeds:
         same = costs(0)
         return lambda stage: same
     return costs

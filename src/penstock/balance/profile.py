@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
@@ -219,11 +219,7 @@ class Profile:
         Raises:
             ArgumentError: names the first difference in parameters, device or dtype.
         """
-        difference = _difference(self.parameters, parameters)
-        for kind, mine, given in (("device", self.device, device), ("dtype", self.dtype, dtype)):
-            if not difference and mine != given:
-                difference = f"it was made for {kind} {mine!r}, and this is {given!r}"
-        if difference:
+        if difference := first_difference(self, parameters, device, dtype):
             raise ArgumentError(
                 f"{what} is not of this model on this device: {difference}. Make one with penstock.profile(...) or "
                 f"`penstock profile`{remedy}"
@@ -268,6 +264,29 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"profile {name!r} is not JSON: {error}") from error
     return Profile.from_dict(given, f"profile {name!r}")
+
+
+class MadeFor(Protocol):
+    """What was made for a model: the shapes of its parameters by name, its device and dtype."""
+
+    @property
+    def parameters(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:
+    """The first difference between what something was made for and a model on a device; empty if there is none."""
+    if difference := _difference(made.parameters, parameters):
+        return difference
+    for what, mine, given in (("device", made.device, device), ("dtype", made.dtype, dtype)):
+        if mine != given:
+            return f"it was made for {what} {mine!r}, and this is {given!r}"
+    return ""
 
 
 def _difference(mine: Mapping[str, Shape], given: Mapping[str, Shape]) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import link_of, loaded
+from penstock.cli._target import loaded
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.simulate import Cause
@@ -27,49 +29,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
-Times are simulated from those of the profile; the gradients of replicas are summed after the last backward, and the \
-optimizer takes no time."""
+Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
+backward, beside what is left, and the optimizer takes no time."""
 """Printed below the options."""
-
-_DEVICES = "Devices"
-
-
-def _option(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=_DEVICES, **more)
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterOptions:
-    """The devices to plan for."""
-
-    devices: Annotated[int, _option("How many there are.", "--devices", "-n")]
-    memory: Annotated[str | None, _option("What each has: 80GiB. By default no limit.")] = None
-    link: Annotated[
-        str | None,
-        _option(
-            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default messages are free.'
-        ),
-    ] = None
-    per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
-    between_hosts: Annotated[
-        str | None, _option("Between devices of two hosts, if not as --link says; needs --per-host.")
-    ] = None
-
-    def read(self) -> Cluster:
-        """The cluster. Raises ArgumentError if an option is wrong."""
-        from penstock.fabric.units import size_of
-        from penstock.plan import Cluster
-        from penstock.simulate import NO_COST
-
-        if self.between_hosts is not None and self.per_host is None:
-            raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
-        return Cluster(
-            self.devices,
-            math.inf if self.memory is None else size_of(self.memory),
-            link_of(self.link) or NO_COST,
-            self.per_host,
-            link_of(self.between_hosts),
-        )
 
 
 @spread
@@ -94,30 +56,35 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Choose replicas, ranks, cuts, microbatches, schedule and recomputation for a model and its devices.
+    """Choose replicas, ranks, cuts, microbatches, schedule and more for a model and its devices.
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
     of it as microbatches. To plan for another device, profile there, and give
-    the files; for a transformer that is only numbers yet, on devices that you
-    do not have, give --transformer.
+    the files, or name it (--device h100) for an estimate. For a transformer that
+    is only numbers yet, give --transformer.
     """
     from penstock.plan import Sizes, make_plans
 
-    known, paper = cluster.read(), None
+    paper = None
     if numbers.transformer is not None:
         if target is not None or profile:
             raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
-        paper = numbers.read(known, cluster.per_host)
-        known = paper.cluster()
-    sizes = Sizes.of(paper.profiles() if paper is not None else _profiles(target, profile or []))
+        paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
+        known, profiles = paper.cluster(), paper.profiles()
+    else:
+        known, profiles = cluster.specified.read(), _profiles(target, profile or [], cluster)
+    sizes = Sizes.of(profiles)
     found = make_plans(sizes, known, global_batch, _names(schedule))
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
-        print(json.dumps(to_dict(found)))
+        print(json.dumps({**to_dict(found), "notes": cautions(profiles)}))
     else:
-        show(found, known, Console(highlight=False))
+        console = Console(highlight=False)
+        for note in () if paper is not None else (*cluster.said, *cautions(profiles)):
+            console.print(Text(f"note: {note}"), soft_wrap=True)
+        show(found, known, console)
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
@@ -126,20 +93,25 @@ def plan(
         raise typer.Exit(1)
 
 
-def _profiles(target: str | None, files: Sequence[Path]) -> list[Profile]:
-    """Those in the files, or measured."""
+def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:
+    """Those in the files, or measured, or estimated for the device that was named."""
     from penstock.balance import read_profile
 
     if (target is None) != bool(files):
         raise ArgumentError("give either a TARGET to measure, or --profile with what was measured")
     if target is None:
-        return [read_profile(path) for path in files]
+        found = [read_profile(path) for path in files]
+        if cluster.kind is not None:
+            check_of(found, cluster.kind)
+        return found
     from penstock.plan.sizes import rows_of
 
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
 
         cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        if cluster.kind is not None:
+            cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
         example = given.model, given.args, given.kwargs
         whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
         pieces = min(8, rows_of(whole))
@@ -243,10 +215,9 @@ def _kind(choice: Choice, ranks: int) -> tuple[int, str]:
 
 
 def _named(choice: Choice) -> str:
-    inner = ", replicas within hosts" if choice.inner == "dp" else ""
     return (
         f"{choice.schedule}, dp {choice.replicas} x pp {choice.ranks}"
-        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}{inner}"
+        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}"
     )
 
 
@@ -268,10 +239,10 @@ def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
     nearest = found.nearest
     if nearest is None:
         raise ArgumentError("no schedule works for these numbers; leave --schedule out, or give another --global-batch")
-    needed = max(nearest.memory_bytes)
-    rank = nearest.memory_bytes.index(needed)
+    rank = nearest.fullest
+    needed = nearest.memory_bytes[rank]
     console.print(
-        f"[bold]Nothing fits[/] into {sized(cluster.memory_bytes)} a device. {_named(nearest.choice)}, with "
+        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
         f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
         f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is. It fits with --memory "
         f"{math.ceil(needed / 2**20)}MiB; otherwise give more devices, or smaller microbatches."

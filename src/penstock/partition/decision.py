@@ -90,7 +90,8 @@ def decide(
         ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
     """
     if choice.profile is not None:
-        return _by_profile(recording, model, stages, choice.profile, room, units)
+        found = _by_profile(recording, model, stages, choice.profile, room, units)
+        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
     every = candidates(recording, model, choice.by) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -189,6 +190,12 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
         f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
         f"wait for it; {remedy}",
     )
+
+
+def _cautions(profile: Profile) -> tuple[str, ...]:
+    if profile.source == "measured":
+        return ()
+    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
 
 
 def _by_profile(

@@ -176,7 +176,8 @@ def pipeline(
         pg_options: a `torch.distributed.ProcessGroupNCCL.Options` for the process groups that exchange tensors, as for
             `torch.distributed.new_group`. Each group gets a copy, with `group_timeout`.
         plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, chunks, microbatches,
-            cuts and recompute, and, in one process, ranks. A plan with replicas needs a `mesh` as well.
+            cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
+            `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -184,9 +185,15 @@ def pipeline(
         ScheduleError: the schedule is not legal, or could deadlock.
     """
     followed = Followed.of(
-        plan, schedule=schedule, chunks=chunks, microbatches=microbatches, cuts=cuts, recompute=recompute
+        plan,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=microbatches,
+        cuts=cuts,
+        recompute=recompute,
+        offload=offload,
     )
-    schedule, chunks, microbatches, cuts, recompute = followed.decided
+    schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
     _check_numbers(microbatches=microbatches, chunks=chunks)
     _check_model(model)
     example = checked_inputs(args, kwargs)
@@ -221,8 +228,8 @@ def pipeline(
         pg_options=pg_options,
     )
     kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
-    world = join(followed.ranks(ranks), mesh, kind)
-    followed.check(world)
+    world = join(followed.ranks(ranks), mesh, kind, followed.members)
+    followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)
     return build(model, example, world, order, options, by_default=by_default)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from penstock.balance import first_difference
 from penstock.errors import ArgumentError, warn
+from penstock.partition.measure.costs import identity
+from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
-from penstock.plan.plan import VARIABLE
+from penstock.plan.plan import VARIABLE, MadeFor
 from penstock.runtime.processes.world import World
 
 USUAL: Mapping[str, Any] = {
@@ -18,6 +23,7 @@ USUAL: Mapping[str, Any] = {
     "microbatches": None,
     "cuts": None,
     "recompute": "never",
+    "offload": False,
 }
 """The arguments of `penstock.pipeline` that a plan decides, with their defaults."""
 
@@ -62,27 +68,45 @@ class Followed:
         alone = given is None and int(os.environ.get("WORLD_SIZE", "1")) == 1
         return self.plan.choice.ranks if self.plan is not None and alone else given
 
-    def check(self, world: World) -> None:
-        """Refuses processes that are not those of the plan."""
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Which process is each rank, if the plan has no replicas and says so; empty: in order."""
+        return self.plan.devices if self.plan is not None and self.plan.choice.replicas == 1 else ()
+
+    def check(self, world: World, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
+        """Refuses another model, device or dtype, and processes that are not those of the plan.
+
+        Raises:
+            ArgumentError: names the difference.
+        """
         if self.plan is None:
             return
         choice = self.plan.choice
-        if (world.ranks, world.data_parallel) == (choice.ranks, choice.replicas):
-            return
-        shape, names = (
-            ((choice.replicas, choice.ranks), ("dp", "pp"))
-            if choice.inner == "pp"
-            else ((choice.ranks, choice.replicas), ("pp", "dp"))
+        if self.plan.made_for is not None:
+            _check_model(self.plan.made_for, model, device_type)
+        names = 'mesh_dim_names=("dp", "pp"))'
+        mesh = (
+            f"mesh=DeviceMesh(type, {self.plan.grid}, {names}"
+            if self.plan.devices
+            else f"mesh=init_device_mesh(type, {choice.replicas, choice.ranks}, {names}"
         )
-        remedy = (
-            f"start {choice.replicas * choice.ranks} processes and give mesh=init_device_mesh(type, {shape}, "
-            f"mesh_dim_names={names})"
-            if choice.replicas > 1
-            else f"start {choice.ranks} processes, or one that runs all ranks"
-        )
+        if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
+            alone = f"start {choice.ranks} processes, or one that runs all ranks"
+            remedy = f"start {choice.devices} processes and give {mesh}" if choice.replicas > 1 else alone
+            raise ArgumentError(
+                f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
+                f"{world.data_parallel} x {world.ranks}: {remedy}"
+            )
+        if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
+            warn(f"the processes are not arranged as in the plan, so that it may be slower than predicted: give {mesh}")
+
+
+def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:
+    mine = identity(as_module(model))
+    device = made_for.device if device_type == "meta" else device_type
+    if difference := first_difference(made_for, mine.parameters, device, mine.dtype):
         raise ArgumentError(
-            f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
-            f"{world.data_parallel} x {world.ranks}: {remedy}"
+            f"plan= is not for this model on this device: {difference}; make a plan of this one with `penstock plan`"
         )
 
 
@@ -97,9 +121,10 @@ def _read(given: Any) -> Plan:
 def _decided(plan: Plan) -> dict[str, Any]:
     choice = plan.choice
     return {
-        "schedule": choice.schedule,
+        "schedule": plan.schedule,
         "chunks": choice.chunks,
         "microbatches": choice.microbatches,
         "cuts": list(plan.cuts),
         "recompute": dict.fromkeys(plan.recompute, "always") or "never",
+        "offload": dict.fromkeys(plan.offload, True) or False,
     }

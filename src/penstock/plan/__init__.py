@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.plan.choice import Choice as Choice
     from penstock.plan.choice import choices as choices
     from penstock.plan.cluster import Cluster as Cluster
+    from penstock.plan.cluster import Kind as Kind
     from penstock.plan.graph_cut import GraphCut as GraphCut
     from penstock.plan.graph_cut import cut_graph as cut_graph
     from penstock.plan.plan import Plan as Plan
@@ -34,6 +35,7 @@ _HOMES = {
     "Choice": "choice",
     "choices": "choice",
     "Cluster": "cluster",
+    "Kind": "cluster",
     "Plan": "plan",
     "read_plan": "plan",
     "Lost": "planner",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
-from penstock.plan.cluster import Cluster, Inner
+from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
 from penstock.schedule import generators
 from penstock.schedule.generators import Generator, Numbers
@@ -24,7 +24,9 @@ class Choice:
         schedule: its name.
         microbatches: of each replica's part of the batch.
         rows: of each microbatch.
-        inner: what the devices of one host are.
+
+    Raises:
+        ArgumentError: a number is less than 1.
     """
 
     replicas: int
@@ -33,7 +35,14 @@ class Choice:
     schedule: str
     microbatches: int
     rows: int
-    inner: Inner = "pp"
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "ranks", "chunks", "microbatches", "rows"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+        if not isinstance(self.schedule, str):
+            raise ArgumentError(f"schedule={self.schedule!r}: expected a name")
 
     @property
     def devices(self) -> int:
@@ -62,8 +71,7 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequen
         part = global_batch // replicas
         for rows in (rows for rows in divisors(part) if rows <= sizes.largest):
             for made in _open_schedules(ranks, part // rows, units, schedules):
-                for inner in _layouts(cluster, ranks, replicas):
-                    found.append(Choice(replicas, ranks, made.chunks, made.name, part // rows, rows, inner))
+                found.append(Choice(replicas, ranks, made.chunks, made.name, part // rows, rows))
     if not found:
         raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
     return found
@@ -89,10 +97,6 @@ def _open_schedules(ranks: int, microbatches: int, units: int, wanted: Sequence[
 
 def _chunks_of(entry: Generator) -> Sequence[int]:
     return (2, 4) if entry.chunks > 1 and not entry.broken(Numbers(4, 8, 4)) else (entry.chunks,)
-
-
-def _layouts(cluster: Cluster, ranks: int, replicas: int) -> Sequence[Inner]:
-    return ("pp", "dp") if cluster.hosts > 1 and ranks > 1 and replicas > 1 else ("pp",)
 
 
 def _nothing_divides(sizes: Sizes, cluster: Cluster, global_batch: int) -> str:

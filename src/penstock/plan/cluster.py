@@ -4,19 +4,44 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.errors import ArgumentError
 from penstock.simulate.costs import NO_COST, LinkCost
 from penstock.words import counted
 
-Inner = Literal["pp", "dp"]
-"""What a host's devices are: neighbours in a pipeline, or replicas of one rank."""
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Devices that are alike.
+
+    Attributes:
+        name: for messages.
+        devices: how many there are.
+        memory_bytes: of each.
+        speed: how fast it computes; 1: as fast as the device of the profile.
+
+    Raises:
+        ArgumentError: a number is not above 0.
+    """
+
+    name: str
+    devices: int
+    memory_bytes: float = math.inf
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        of = f" of {self.name!r}" if self.name else ""
+        if self.devices < 1:
+            raise ArgumentError(f"devices={self.devices}{of}: expected at least 1")
+        if not self.memory_bytes > 0:
+            raise ArgumentError(f"memory_bytes={self.memory_bytes}{of}: expected what each device has, more than 0")
+        if not 0 < self.speed < math.inf:
+            raise ArgumentError(f"speed={self.speed}{of}: expected a number above 0; 1 is the profile's device")
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Devices of one kind, on hosts of equal size.
+    """Devices on hosts of equal size. They have consecutive numbers, kind after kind and host after host.
 
     Attributes:
         devices: how many in all.
@@ -24,22 +49,31 @@ class Cluster:
         link: between two devices of a host.
         devices_per_host: None: one host has them all.
         between_hosts: between two devices of different hosts; None: as within a host.
+        kinds: if not all devices are alike: `devices` and `memory_bytes` are then taken from these.
+        host_link: between a device and its host's memory; None: nothing is offloaded.
 
     Raises:
         ArgumentError: a number is less than one, or there is a link between hosts but one host.
     """
 
-    devices: int
+    devices: int = 0
     memory_bytes: float = math.inf
     link: LinkCost = NO_COST
     devices_per_host: int | None = None
     between_hosts: LinkCost | None = None
+    kinds: tuple[Kind, ...] = ()
+    host_link: LinkCost | None = None
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ArgumentError(f"devices={self.devices}: expected at least 1")
-        if not self.memory_bytes > 0:
-            raise ArgumentError(f"memory_bytes={self.memory_bytes}: expected what each device has, more than 0")
+        kinds = self.kinds or (Kind("", self.devices, self.memory_bytes),)
+        total = sum(kind.devices for kind in kinds)
+        if self.kinds and self.devices not in (0, total):
+            raise ArgumentError(f"devices={self.devices}, but kinds= has {total}; leave devices out")
+        if self.kinds and self.memory_bytes < math.inf:
+            raise ArgumentError("memory_bytes= together with kinds=: give each kind its own")
+        object.__setattr__(self, "kinds", kinds)
+        object.__setattr__(self, "devices", total)
+        object.__setattr__(self, "memory_bytes", max(kind.memory_bytes for kind in kinds))
         if self.devices_per_host is not None and self.devices_per_host < 1:
             raise ArgumentError(f"devices_per_host={self.devices_per_host}: expected at least 1, or None for one host")
         if self.between_hosts is not None and self.hosts == 1:
@@ -53,33 +87,25 @@ class Cluster:
         """How many hosts there are; the last may have fewer devices."""
         return 1 if self.devices_per_host is None else math.ceil(self.devices / self.devices_per_host)
 
-    def pipeline_links(self, ranks: int, replicas: int, inner: Inner) -> dict[tuple[int, int], LinkCost]:
-        """The slowest link that any replica has between each two ranks of a pipeline."""
+    @property
+    def kind_of(self) -> tuple[int, ...]:
+        """The index of each device's kind."""
+        return tuple(index for index, kind in enumerate(self.kinds) for _ in range(kind.devices))
 
-        def between(a: int, b: int) -> LinkCost:
-            ends = [[_device(end, r, ranks, replicas, inner) for end in (a, b)] for r in range(replicas)]
-            return self._slowest([(one, other) for one, other in ends])
+    def host_of(self, device: int) -> int:
+        """The host that a device is on."""
+        return 0 if self.devices_per_host is None else device // self.devices_per_host
 
-        return {(a, b): between(a, b) for a in range(ranks) for b in range(ranks) if a != b}
+    def ring_seconds(self, size_bytes: float, members: int, *, crosses: bool) -> float:
+        """What a ring takes to sum a buffer over its members: 2 (n - 1) messages, one after another.
 
-    def reduce_seconds(self, rank: int, ranks: int, replicas: int, inner: Inner, gradient_bytes: float) -> float:
-        """What a ring takes to sum a rank's gradients over its replicas: 2 (dp - 1) messages, one after another."""
-        if replicas == 1:
+        Args:
+            crosses: whether they are on several hosts.
+        """
+        if members == 1 or not size_bytes:
             return 0.0
-        ring = [_device(rank, replica, ranks, replicas, inner) for replica in range(replicas)]
-        slowest = self._slowest(list(zip(ring, [*ring[1:], ring[0]], strict=True)))
-        return 2 * (replicas - 1) * slowest.seconds(gradient_bytes / replicas)
+        return 2 * (members - 1) * self.between(crosses=crosses).seconds(size_bytes / members)
 
-    def _slowest(self, pairs: list[tuple[int, int]]) -> LinkCost:
-        far = self.between_hosts
-        if far is None or self.devices_per_host is None:
-            return self.link
-        size = self.devices_per_host
-        crosses = {a // size != b // size for a, b in pairs}
-        used = [far if crossing else self.link for crossing in crosses]
-        return LinkCost(max(link.latency_seconds for link in used), min(link.bytes_per_second for link in used))
-
-
-def _device(rank: int, replica: int, ranks: int, replicas: int, inner: Inner) -> int:
-    """The number of the device that has this rank of this replica; hosts have consecutive numbers."""
-    return replica * ranks + rank if inner == "pp" else rank * replicas + replica
+    def between(self, *, crosses: bool) -> LinkCost:
+        """The link between two devices, of different hosts or of one."""
+        return self.between_hosts if crosses and self.between_hosts is not None else self.link

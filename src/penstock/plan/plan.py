@@ -5,20 +5,42 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ArgumentError
+from penstock.balance import Profile
+from penstock.errors import ArgumentError, ScheduleError
 from penstock.plan.choice import Choice
+from penstock.schedule import Schedule
 from penstock.words import shortened
 
-VERSION = 1
+VERSION = 2
 """Of the file. Others are refused."""
 
 VARIABLE = "PENSTOCK_PLAN"
 """Of the environment: the file of the plan that `penstock run` was told to follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFor:
+    """What a plan is a plan for.
+
+    Attributes:
+        parameters: the shape of each parameter of the model, by name.
+        device: the type of device ("cpu", "cuda").
+        dtype: of the parameters.
+    """
+
+    parameters: Mapping[str, tuple[int, ...]]
+    device: str
+    dtype: str
+
+    @classmethod
+    def of(cls, profile: Profile) -> MadeFor:
+        """What a profile is a profile of."""
+        return cls(profile.parameters, profile.device, profile.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +51,20 @@ class Plan:
         choice: replicas, ranks, chunks, schedule, microbatches.
         cuts: the unit with which each stage but the first begins.
         recompute: the stages whose forward runs again in backward.
-        stage_seconds: F + I + W of each stage, for one microbatch.
+        stage_seconds: F + I + W of each stage, for one microbatch, on its device.
         pipeline_seconds: from the first forward to the last backward.
-        reduce_seconds: the sums over replicas that come after it.
+        reduce_seconds: how much longer the sums of gradients take, which begin as stages end.
         idle: the share of all ranks' time that is lost, by cause.
         memory_bytes: the most that each rank needs.
         limit_bytes: what each has; infinite: no limit.
+        held_bytes: what each needs all the time: parameters, gradients and the optimizer's state.
+        offload: the stages whose activations go to the host between forward and backward.
+        devices: the device of each rank, replica after replica; empty: in order.
+        order: the actions of each rank, as `str(schedule)` writes them; empty: the schedule is known by its name.
+        made_for: the model and the device; None: not known.
+
+    Raises:
+        ArgumentError: they do not go together.
     """
 
     choice: Choice
@@ -45,7 +75,38 @@ class Plan:
     reduce_seconds: float
     idle: Mapping[str, float]
     memory_bytes: tuple[float, ...]
-    limit_bytes: float
+    limit_bytes: tuple[float, ...]
+    held_bytes: tuple[float, ...] = ()
+    offload: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+    order: str = ""
+    made_for: MadeFor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        choice, stages = self.choice, range(self.choice.stages)
+        if len(self.cuts) != choice.stages - 1 or not all(isinstance(cut, str) for cut in self.cuts):
+            raise ArgumentError(f"cuts={list(self.cuts)!r}: expected the names of {choice.stages - 1} units")
+        for name in ("recompute", "offload"):
+            if odd := [stage for stage in getattr(self, name) if stage not in stages]:
+                raise ArgumentError(f"{name}: there is no stage {odd[0]!r}; the stages are 0 to {choice.stages - 1}")
+        _check_numbers("stage_seconds", self.stage_seconds, choice.stages)
+        _check_numbers("memory_bytes", self.memory_bytes, choice.ranks)
+        _check_numbers("limit_bytes", self.limit_bytes, choice.ranks)
+        _check_numbers("pipeline_seconds, reduce_seconds", (self.pipeline_seconds, self.reduce_seconds), 2)
+        if self.devices and sorted(self.devices) != [*range(choice.devices)]:
+            given = shortened([*map(str, self.devices)])
+            raise ArgumentError(f"devices={given}: expected each of 0 to {choice.devices - 1} once")
+
+    @property
+    def schedule(self) -> Schedule | str:
+        """The order of work: a schedule's name, or the actions."""
+        return Schedule.parse(self.order) if self.order else self.choice.schedule
+
+    @property
+    def grid(self) -> list[list[int]]:
+        """The device of each rank of each replica: `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`."""
+        devices, ranks = self.devices or range(self.choice.devices), self.choice.ranks
+        return [[*devices[start : start + ranks]] for start in range(0, self.choice.devices, ranks)]
 
     @property
     def step_seconds(self) -> float:
@@ -64,33 +125,57 @@ class Plan:
         return sum(self.idle.values())
 
     @property
+    def fullest(self) -> int:
+        """The rank that lacks most memory, or else has least to spare."""
+        spare = [limit - needed for limit, needed in zip(self.limit_bytes, self.memory_bytes, strict=True)]
+        if all(math.isinf(one) for one in spare):
+            return max(range(len(spare)), key=self.memory_bytes.__getitem__)
+        return min(range(len(spare)), key=spare.__getitem__)
+
+    @property
     def lacking_bytes(self) -> float:
         """What the fullest rank needs beyond its memory; 0 if the plan fits."""
-        return max(0.0, max(self.memory_bytes) - self.limit_bytes)
+        return max(0.0, self.memory_bytes[self.fullest] - self.limit_bytes[self.fullest])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; null for no limit."""
-        limit = None if math.isinf(self.limit_bytes) else self.limit_bytes
-        return {"version": VERSION, **asdict(self), "limit_bytes": limit, "step_seconds": self.step_seconds}
+        limits = [None if math.isinf(limit) else limit for limit in self.limit_bytes]
+        return {"version": VERSION, **asdict(self), "limit_bytes": limits, "step_seconds": self.step_seconds}
 
     @classmethod
     def from_dict(cls, given: Any, what: str = "the plan") -> Plan:
         """The plan that `to_dict` wrote.
 
         Raises:
-            ArgumentError: it is of another version, or misses something.
+            ArgumentError: it is of another version, misses something, or has something odd.
         """
         version = given.get("version") if isinstance(given, dict) else given
         if version != VERSION:
             raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {version!r}; make a new one")
-        if missing := [field.name for field in fields(cls) if field.name not in given]:
+        if missing := [each.name for each in fields(cls) if each.name not in given]:
             raise ArgumentError(f"{what}: misses {shortened(missing)}; make a new one with `penstock plan`")
-        if not isinstance(given["choice"], dict) or given["choice"].keys() != {field.name for field in fields(Choice)}:
-            raise ArgumentError(f"{what}: choice={given['choice']!r} is not one; make a new plan with `penstock plan`")
-        values = {field.name: given[field.name] for field in fields(cls)}
+        try:
+            return cls._of(given)
+        except (TypeError, AttributeError, KeyError, ArgumentError, ScheduleError) as error:
+            raise ArgumentError(f"{what}: {error}; make a new one with `penstock plan`") from error
+
+    @classmethod
+    def _of(cls, given: Mapping[str, Any]) -> Plan:
+        values = {each.name: given[each.name] for each in fields(cls)}
+        for name, kind in _KINDS.items():
+            if not isinstance(values[name], kind):
+                raise ArgumentError(f"{name}={values[name]!r} is not {_CALLED[kind]}")
+        if values["choice"].keys() != {each.name for each in fields(Choice)}:
+            raise ArgumentError(f"choice={values['choice']!r} is not one")
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        limit = math.inf if values["limit_bytes"] is None else values["limit_bytes"]
-        return cls(**{**values, **lists, "limit_bytes": limit, "choice": Choice(**given["choice"])})
+        limits = tuple(math.inf if limit is None else limit for limit in values["limit_bytes"])
+        of = values["made_for"]
+        shapes = None if of is None else {name: tuple(shape) for name, shape in of["parameters"].items()}
+        made_for = None if shapes is None else MadeFor(shapes, of["device"], of["dtype"])
+        made = {"limit_bytes": limits, "choice": Choice(**values["choice"]), "made_for": made_for}
+        plan = cls(**{**values, **lists, **made})
+        _check_order(plan)
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON. Raises ArgumentError if the file cannot be written."""
@@ -98,6 +183,32 @@ class Plan:
             Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ArgumentError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from error
+
+
+_LISTS = ("cuts", "recompute", "offload", "devices", "stage_seconds", "memory_bytes", "limit_bytes", "held_bytes")
+_KINDS: dict[str, type[Any]] = {"choice": dict, "idle": dict, "order": str, **dict.fromkeys(_LISTS, list)}
+_CALLED: dict[type[Any], str] = {dict: "an object", str: "a text", list: "a list"}
+
+
+def _check_numbers(name: str, values: Sequence[Any], count: int) -> None:
+    fine = (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 for value in values)
+    if len(values) != count or not all(fine):
+        raise ArgumentError(f"{name}={[*values]!r}: expected {count} numbers of 0 or more")
+
+
+def _check_order(plan: Plan) -> None:
+    schedule, choice = plan.schedule, plan.choice
+    if isinstance(schedule, str):
+        return
+    its, chosen = (
+        f"{ranks} ranks, {stages} stages, {microbatches} microbatches"
+        for ranks, stages, microbatches in (
+            (schedule.ranks, schedule.placement.depth, schedule.microbatches),
+            (choice.ranks, choice.stages, choice.microbatches),
+        )
+    )
+    if its != chosen:
+        raise ArgumentError(f"order is for {its}, but choice has {chosen}")
 
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.balance import UnitCost
 from penstock.plan.choice import Choice, choices
 from penstock.plan.cluster import Cluster
-from penstock.plan.plan import Plan
+from penstock.plan.layout import kinds_of_ranks
+from penstock.plan.plan import MadeFor, Plan
 from penstock.plan.predict import Cut, cut, least_seconds, order_of, predict
 from penstock.plan.sizes import Sizes
 
@@ -83,12 +84,13 @@ def make_plans(
     found: list[Plan] = []
     lost: list[Lost] = []
     nearest: Plan | None = None
+    made_for = MadeFor.of(next(iter(sizes.profiles.values())))
     candidates = sorted(_candidates(sizes, cluster, global_batch, schedules), key=lambda one: one.at_least)
     for number, candidate in enumerate(candidates):
         if len(found) == best and candidate.at_least >= found[-1].step_seconds:
             lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
             break
-        plan = predict(candidate.choice, candidate.units, cluster, candidate.where)
+        plan = replace(predict(candidate.choice, candidate.units, cluster, candidate.where), made_for=made_for)
         if plan.lacking_bytes:
             nearest = min((nearest or plan, plan), key=lambda one: one.lacking_bytes)
             lost.append(_as_lost(plan))
@@ -102,14 +104,15 @@ def make_plans(
 def _candidates(
     sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None
 ) -> Iterator[_Candidate]:
-    cuts: dict[tuple[int, int], Cut] = {}
+    cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, schedules):
-        units = sizes.at(choice.rows)
-        key = (choice.rows, choice.stages)
-        where = cuts.setdefault(key, cuts.get(key) or cut(units, choice.stages, cluster))
-        schedule = order_of(replace(choice, inner="pp"))
-        costs = list(where.costs) * schedule.placement.pipelines
-        yield _Candidate(choice, units, where, least_seconds(schedule, costs))
+        units, schedule = sizes.at(choice.rows), order_of(choice)
+        placement = schedule.placement
+        for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
+            key = (choice.rows, placement if len(cluster.kinds) > 1 else choice.stages, kinds.shape, kinds.tobytes())
+            where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
+            costs = list(where.costs) * placement.pipelines
+            yield _Candidate(choice, units, where, least_seconds(schedule, costs))
 
 
 def _as_lost(plan: Plan) -> Lost:

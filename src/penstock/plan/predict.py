@@ -3,54 +3,68 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from penstock.balance import Problem, UnitCost, best_starts
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
+from penstock.plan.keeping import Demand, Way, best_keeping
+from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
-from penstock.schedule import Op, Row, Schedule, generate
+from penstock.plan.sums import sums_end
+from penstock.schedule import Op, Placement, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost, idle, memory, simulate
+from penstock.simulate import Links, StageCost, idle, memory, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Units divided into stages.
+    """Units divided into stages, for devices of these kinds.
 
     Attributes:
         starts: the index of the unit with which each stage begins.
-        costs: of each stage, if nothing is recomputed.
+        costs: of each stage, on its device, if nothing is recomputed.
+        kinds: of the device of each rank of each replica.
     """
 
     starts: tuple[int, ...]
     costs: tuple[StageCost, ...]
+    kinds: Grid
 
 
-def cut(units: Sequence[UnitCost], stages: int, cluster: Cluster) -> Cut:
+def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Cut:
     """Where the slowest stage is fastest, with what it sends over the cluster's link.
+
+    Args:
+        placement: which rank has which stage. If a stage has copies, the slowest of their devices counts.
+        kinds: of the device of each rank of each replica: of a rank's replicas, the slowest counts.
 
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    link = cluster.link
+    link, depth = cluster.link, placement.depth
+    of_ranks = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+    speeds = [
+        min(of_ranks[placement.rank_of[s]] for s in range(stage, placement.stages, depth)) for stage in range(depth)
+    ]
     crossing = [link.seconds(unit.boundary_bytes) + link.seconds(unit.boundary_gradient_bytes) for unit in units]
-    starts = best_starts(Problem([unit.seconds for unit in units], crossing), stages)
-    ends = [*starts[1:], len(units)]
-    pieces = [units[start:end] for start, end in zip(starts, ends, strict=True)]
-    sent = [units[end].boundary_bytes if end < len(units) else 0 for end in ends]
-    return Cut(tuple(starts), tuple(_stage(piece, output) for piece, output in zip(pieces, sent, strict=True)))
+    differ = [] if {*speeds} == {1.0} else speeds
+    starts = best_starts(Problem([unit.seconds for unit in units], crossing, speeds=differ), depth)
+    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
+    sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
+    costs = map(_stage, pieces, sent, speeds)
+    return Cut(tuple(starts), tuple(costs), kinds)
 
 
-def _stage(units: Sequence[UnitCost], output_bytes: float) -> StageCost:
+def _stage(units: Sequence[UnitCost], output_bytes: float, speed: float) -> StageCost:
     activations = sum(unit.activation_bytes for unit in units)
     return StageCost(
-        sum(unit.forward_seconds for unit in units),
-        sum(unit.input_gradient_seconds for unit in units),
-        sum(unit.weight_gradient_seconds for unit in units),
+        sum(unit.forward_seconds for unit in units) / speed,
+        sum(unit.input_gradient_seconds for unit in units) / speed,
+        sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,
         weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
@@ -78,57 +92,97 @@ def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
 
 
 def predict(choice: Choice, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
-    """The plan with these cuts, that recomputes as few stages as fit; if none fits, all of them."""
-    schedule = order_of(choice)
-    plain = _copies(schedule, where.costs)
-    links = cluster.pipeline_links(choice.ranks, choice.replicas, choice.inner)
+    """The plan by the schedule of that name."""
+    return planned(choice, order_of(choice), units, cluster, where)
+
+
+def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
+    """The plan with this order and these cuts, whose ranks keep what they have memory for."""
+    placement, depth = schedule.placement, schedule.placement.depth
+    devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
+    links = links_between(cluster, devices, _neighbours(placement))
+    limits = limits_of(cluster, where.kinds)
+    plain = [*where.costs] * placement.pipelines
     timeline = simulate(schedule, plain, links)
     inputs = [units[start].boundary_bytes for start in where.starts]
-    again = _recomputed(schedule, where, inputs, timeline, cluster.memory_bytes)
-    costs = _copies(
-        schedule,
-        [_recomputing(cost, inputs[stage]) if stage in again else cost for stage, cost in enumerate(where.costs)],
-    )
-    timeline = simulate(schedule, costs, links) if again else timeline
-    held = _peaks(schedule, where, inputs, timeline, again)
-    reduces = [_reduce_seconds(choice, schedule, rank, costs, cluster) for rank in range(choice.ranks)]
-    lost: dict[str, float] = {}
-    available = timeline.makespan_seconds * choice.ranks
-    for by_cause in idle(schedule, timeline):
-        for cause, seconds in by_cause.items():
-            lost[cause.value] = lost.get(cause.value, 0.0) + (seconds / available if available else 0.0)
+    held = memory(schedule, plain, timeline)
+    keeping = best_keeping(schedule, Demand(where.costs, inputs, cluster.host_link, limits), [one.peak for one in held])
+    by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
+    if len(by_way[Way.KEEPS]) < depth:
+        timeline = simulate(schedule, keeping.costs, links)
+    gradients = [cost.gradient_bytes for cost in where.costs]
+    end = sums_end(schedule, timeline, gradients, cluster, crossed_rings(cluster, devices), choice.replicas)
+    flat = devices.ravel().tolist()
     return Plan(
         choice,
         tuple(units[start].name for start in where.starts[1:]),
-        again,
-        tuple(cost.forward_seconds + cost.backward_seconds for cost in costs[: len(where.costs)]),
+        by_way[Way.RECOMPUTES],
+        tuple(cost.forward_seconds + cost.backward_seconds for cost in where.costs),
         timeline.makespan_seconds,
-        max(reduces),
-        {cause: share for cause, share in lost.items() if share > 0},
-        tuple(held),
-        cluster.memory_bytes,
+        end - timeline.makespan_seconds,
+        _idle_shares(schedule, timeline),
+        keeping.peak_bytes,
+        limits,
+        held_bytes=tuple(one.parameters + one.gradients + one.optimizer for one in held),
+        offload=by_way[Way.OFFLOADS],
+        devices=() if flat == sorted(flat) else tuple(flat),
     )
 
 
-def _reduce_seconds(
-    choice: Choice, schedule: Schedule, rank: int, costs: Sequence[StageCost], cluster: Cluster
-) -> float:
-    """The sums of a rank's gradients after the last backward: over replicas, and over copies of the model."""
-    size = sum(costs[stage].gradient_bytes for stage in schedule.placement.stages_on(rank))
-    over_replicas = cluster.reduce_seconds(rank, choice.ranks, choice.replicas, choice.inner, size)
-    copies = schedule.placement.pipelines
-    return over_replicas + (2 * (copies - 1) * cluster.link.seconds(size / copies) if copies > 1 else 0.0)
+def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:
+    """The memory of each rank's devices: of its replicas, the smallest counts."""
+    return tuple(min(cluster.kinds[kind].memory_bytes for kind in column) for column in kinds.T.tolist())
+
+
+def links_of(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Links:
+    """What messages between two ranks cost, with the devices best arranged."""
+    devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
+    return links_between(cluster, devices, _neighbours(schedule.placement))
+
+
+def _neighbours(placement: Placement) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks that have neighbouring stages."""
+    pairs = {
+        (placement.rank_of[first + stage], placement.rank_of[first + stage + 1])
+        for first in range(0, placement.stages, placement.depth)
+        for stage in range(placement.depth - 1)
+    }
+    return ((a, b) for a, b in sorted({(min(pair), max(pair)) for pair in pairs}) if a != b)
+
+
+def _traffic(schedule: Schedule, units: Sequence[UnitCost], where: Cut) -> Traffic:
+    """What a step sends."""
+    placement = schedule.placement
+    messages: dict[tuple[int, int], float] = {}
+    gradients = [0.0] * placement.ranks
+    for stage in range(placement.stages):
+        rank = placement.rank_of[stage]
+        gradients[rank] += where.costs[stage % placement.depth].gradient_bytes
+        if placement.is_first(stage):
+            continue
+        unit = units[where.starts[stage % placement.depth]]
+        pair = placement.rank_of[stage - 1], rank
+        if pair[0] != pair[1]:
+            count = len(placement.microbatches_of(stage, schedule.microbatches))
+            size = count * (unit.boundary_bytes + unit.boundary_gradient_bytes)
+            messages[min(pair), max(pair)] = messages.get((min(pair), max(pair)), 0.0) + size
+    return Traffic(messages, gradients)
+
+
+def _idle_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]:
+    """The share of all ranks' time that is lost, by cause."""
+    lost: dict[str, float] = {}
+    available = timeline.makespan_seconds * schedule.ranks
+    for by_cause in idle(schedule, timeline):
+        for cause, seconds in by_cause.items():
+            lost[cause.value] = lost.get(cause.value, 0.0) + (seconds / available if available else 0.0)
+    return {cause: share for cause, share in lost.items() if share > 0}
 
 
 @lru_cache(maxsize=64)
 def order_of(choice: Choice) -> Schedule:
     """The order of work that was chosen."""
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
-
-
-def _copies(schedule: Schedule, costs: Sequence[StageCost]) -> list[StageCost]:
-    """A cost for each stage, copies of the model included."""
-    return list(costs) * schedule.placement.pipelines
 
 
 def _counts(row: Row) -> Counter[tuple[int, int]]:
@@ -144,61 +198,3 @@ def _seconds(cost: StageCost) -> dict[int, float]:
         Op.I.code: cost.backward_input_seconds,
         Op.W.code: cost.backward_weight_seconds,
     }
-
-
-def _recomputing(cost: StageCost, input_bytes: float) -> StageCost:
-    """The stage if it keeps its input only, and runs its forward again before its backward."""
-    return replace(
-        cost,
-        backward_input_seconds=cost.backward_input_seconds + cost.forward_seconds,
-        activation_bytes=input_bytes,
-        weight_gradient_bytes=input_bytes,
-    )
-
-
-def _recomputed(
-    schedule: Schedule, where: Cut, inputs: Sequence[float], timeline: Timeline, limit: float
-) -> tuple[int, ...]:
-    """The stages to recompute: on the fullest rank, whichever frees most, until all ranks fit or nothing frees more."""
-    again: set[int] = set()
-    depth = schedule.placement.depth
-    while True:
-        held = _peaks(schedule, where, inputs, timeline, sorted(again))
-        fullest = max(range(len(held)), key=held.__getitem__)
-        if held[fullest] <= limit:
-            return tuple(sorted(again))
-        on_it = {stage % depth for stage in schedule.placement.stages_on(fullest)} - again
-        then = {s: _peaks(schedule, where, inputs, timeline, [*again, s])[fullest] for s in on_it}
-        best = min(then, key=then.__getitem__, default=None)
-        if best is None or then[best] >= held[fullest]:
-            return tuple(sorted(again))
-        again.add(best)
-
-
-def _peaks(
-    schedule: Schedule, where: Cut, inputs: Sequence[float], timeline: Timeline, again: Sequence[int]
-) -> list[float]:
-    """The most that each rank needs if these stages are recomputed: it depends on the timeline's order, not its times.
-
-    While a stage is recomputed, one microbatch's activations are there besides what is kept. If its backward is split,
-    W needs some of them, at most all: those of each microbatch between I and W are taken to be there.
-    """
-    costs = [_recomputing(cost, inputs[s]) if s in again else cost for s, cost in enumerate(where.costs)]
-    depth = schedule.placement.depth
-    again_bytes = {s: where.costs[s % depth].activation_bytes for s in range(schedule.stages) if s % depth in again}
-    working = [_working(row, again_bytes) for row in schedule.rows]
-    held = memory(schedule, _copies(schedule, costs), timeline)
-    return [one.peak + extra for one, extra in zip(held, working, strict=True)]
-
-
-def _working(row: Row, again_bytes: Mapping[int, float]) -> float:
-    """The most that recomputed forwards leave on a rank at once, from their I (or B) to the end of their W (or B)."""
-    now = most = 0.0
-    for op, stage in zip(row.op, row.stage, strict=True):
-        size = again_bytes.get(stage, 0.0)
-        if op == Op.I.code:
-            now += size
-        most = max(most, now + (size if op == Op.B.code else 0.0))
-        if op == Op.W.code:
-            now -= size
-    return most

@@ -5,7 +5,7 @@ and everything is fetched from the beginning of the computation before the one t
 saves, W what it keeps itself. On an accelerator the copies run beside the computation, each way on a stream of its own
 (`away.py`; not yet run on any GPU). On the CPU they are made too, and save nothing.
 
-Parameters and buffers stay where they are, and so does what would come back too soon (`trips.py`).
+Parameters and buffers stay where they are, and so does what would come back too soon (`schedule/kept.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.runtime.features.away import Away, lanes_of
 from penstock.runtime.features.compiled import any_compiled
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Start
-from penstock.runtime.features.trips import Trips, trips
 from penstock.runtime.gradients.distribution import local
 from penstock.schedule import Action, Op
+from penstock.schedule.kept import Trips, trips
 
 _Refs = list[weakref.ref[Away]]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from penstock.runtime.features.offload import Offload
 from penstock.runtime.front_end import Stage
 from penstock.runtime.kinds import any_use
 from penstock.schedule import Action, Op, Schedule
+from penstock.schedule.kept import run_again
 from penstock.stages import StageMeta
 from penstock.words import in_ranges, named
 
@@ -48,22 +48,7 @@ def microbatches_to_recompute(policy: Recompute, row: Iterable[Action], stage: i
     """
     if not isinstance(policy, str) or policy not in KEPT_FORWARDS:
         return frozenset()
-    return _rerun(KEPT_FORWARDS[policy], row, stage)
-
-
-def _rerun(keeping: Keeping, row: Iterable[Action], stage: int) -> frozenset[int]:
-    work = [action for action in row if action.op.is_compute]
-    own = (action for action in work if action.stage == stage and action.op is Op.F)
-    forwards = [action.microbatch for action in own if action.microbatch is not None]
-    backwards = {action.microbatch for action in work if action.stage == stage and action.op in (Op.B, Op.I)}
-    at_once = {
-        action.microbatch
-        for action, following in pairwise(work)
-        if action.stage == stage and action.op is Op.F
-        if (following.stage, following.microbatch) == (stage, action.microbatch) and following.op in (Op.B, Op.I)
-    }
-    kept = at_once | set(keeping(forwards))
-    return frozenset(k for k in backwards - kept if k is not None)
+    return run_again(KEPT_FORWARDS[policy], row, stage)
 
 
 def notes(policies: Sequence[Recompute], order: Schedule) -> list[str]:
@@ -156,7 +141,7 @@ class RecomputedStage(Feature):
         that their backward follows at once."""
 
         def of(stage: StageContext) -> Feature | None:
-            return cls.rerunning(stage, _rerun(kept, stage.row, stage.index))
+            return cls.rerunning(stage, run_again(kept, stage.row, stage.index))
 
         of.__qualname__ = f"{cls.__qualname__}.keeping"
         return of

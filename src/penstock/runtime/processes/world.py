@@ -98,8 +98,11 @@ class World:
         return max(1, len(self.replicas))
 
 
-def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
+def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Sequence[int] = ()) -> World:
     """Finds the pipeline's processes. Initialises `torch.distributed` if torchrun started us and no one else has yet.
+
+    Args:
+        order: without a mesh, which process is each rank, if there are as many; empty: in order.
 
     Raises:
         ArgumentError: `ranks` is not the number of processes, or the mesh's dimensions are not the pipeline's.
@@ -119,7 +122,8 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str) -> World:
         raise ArgumentError(
             f"ranks={ranks}, but {size} processes were started; leave ranks out, or start {ranks} processes"
         )
-    return World(size, dist.get_rank(), tuple(range(size)))
+    members = tuple(order) if len(order) == size else tuple(range(size))
+    return World(size, members.index(dist.get_rank()), members)
 
 
 def _check(ranks: object, mesh: object) -> None:

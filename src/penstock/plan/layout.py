@@ -1,0 +1,163 @@
+"""Which device runs which rank of which replica: so that least goes over the links between hosts.
+
+Devices of several kinds are placed first: ranks of one kind follow each other, and the replicas of a rank are alike if
+the numbers allow. Within that, the hosts are chosen. Up to `EXACT` devices every way is considered; beyond that, hosts
+are rectangles of so many replicas by so many consecutive ranks, and each shape is considered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.plan.cluster import Cluster
+from penstock.simulate.costs import LinkCost
+
+EXACT = 8
+"""With more devices there are too many ways."""
+
+Grid = NDArray[np.intp]
+"""A number for each replica and rank, [replica, rank]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes of one step.
+
+    Attributes:
+        messages: between two ranks of a pipeline, a < b, both ways together.
+        gradients: of each rank, which its replicas sum.
+    """
+
+    messages: Mapping[tuple[int, int], float]
+    gradients: Sequence[float]
+
+
+def kinds_of_ranks(cluster: Cluster, replicas: int, ranks: int) -> list[Grid]:
+    """The kinds of the devices that run each rank of each replica: one way for each order of the kinds."""
+    ways: dict[bytes, Grid] = {}
+    for order in permutations(range(len(cluster.kinds))):
+        along = [kind for kind in order for _ in range(cluster.kinds[kind].devices)]
+        grid = np.array(along, dtype=np.intp).reshape(ranks, replicas).T.copy()
+        ways.setdefault(grid.tobytes(), grid)
+    return list(ways.values())
+
+
+def crossing_bytes(hosts: Grid, traffic: Traffic) -> float:
+    """What goes over links between hosts in a step.
+
+    The replicas of a rank sum its gradients in a ring, which leaves each of its hosts once.
+    """
+    replicas = len(hosts)
+    total = sum(float((hosts[:, a] != hosts[:, b]).sum()) * size for (a, b), size in traffic.messages.items())
+    if replicas > 1:
+        shares = 2 * (replicas - 1) / replicas * np.asarray(traffic.gradients)
+        ordered = np.sort(hosts, axis=0)
+        crossings = 1 + (ordered[1:] != ordered[:-1]).sum(axis=0)
+        total += float((np.where(crossings > 1, crossings, 0) * shares).sum())
+    return total
+
+
+def arrange(cluster: Cluster, kinds: Grid, traffic: Traffic) -> Grid:
+    """The device that runs each rank of each replica. Of ways that are equally good, the one most in order.
+
+    Args:
+        kinds: which kind each must be of, from `kinds_of_ranks`.
+    """
+    grids = [_filled(cluster, kinds, walk) for walk in _walks(cluster, *kinds.shape)]
+    if cluster.hosts == 1:
+        return grids[0]
+    best = min(grids, key=lambda grid: crossing_bytes(_hosts(cluster, grid), traffic))
+    return _exact(cluster, kinds, traffic, best) if cluster.devices <= EXACT else best
+
+
+def links_between(cluster: Cluster, devices: Grid, pairs: Iterator[tuple[int, int]]) -> dict[tuple[int, int], LinkCost]:
+    """The slower of the links that any replica has between two ranks, both ways."""
+    hosts, found = _hosts(cluster, devices), {}
+    for a, b in pairs:
+        apart = hosts[:, a] != hosts[:, b]
+        used = [cluster.between(crosses=crosses) for crosses in {bool(one) for one in apart}]
+        link = LinkCost(max(each.latency_seconds for each in used), min(each.bytes_per_second for each in used))
+        found[a, b] = found[b, a] = link
+    return found
+
+
+def crossed_rings(cluster: Cluster, devices: Grid) -> list[bool]:
+    """For each rank, whether its replicas are on several hosts."""
+    hosts = _hosts(cluster, devices)
+    return [bool(one) for one in (hosts != hosts[0]).any(axis=0)]
+
+
+def _hosts(cluster: Cluster, devices: Grid) -> Grid:
+    return devices // (cluster.devices_per_host or cluster.devices)
+
+
+def _walks(cluster: Cluster, replicas: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Orders in which positions are filled with devices: replica by replica first, then other rectangles."""
+    size = cluster.devices_per_host or cluster.devices
+    shapes = [(1, ranks), (replicas, 1)]
+    shapes += [
+        (a, size // a) for a in range(1, size + 1) if not size % a and not replicas % a and not ranks % (size // a)
+    ]
+    for high, wide in dict.fromkeys(shapes):
+        yield [
+            (replica, rank)
+            for top in range(0, replicas, high)
+            for left in range(0, ranks, wide)
+            for replica in range(top, top + high)
+            for rank in range(left, left + wide)
+        ]
+
+
+def _filled(cluster: Cluster, kinds: Grid, walk: Sequence[tuple[int, int]]) -> Grid:
+    """Each position gets the next device of its kind."""
+    of = cluster.kind_of
+    free = [iter([device for device, kind in enumerate(of) if kind == each]) for each in range(len(cluster.kinds))]
+    grid = np.empty_like(kinds)
+    for place in walk:
+        grid[place] = next(free[kinds[place]])
+    return grid
+
+
+def _exact(cluster: Cluster, kinds: Grid, traffic: Traffic, best: Grid) -> Grid:
+    """The best of all ways: position by position, as long as less goes over the links than in the best so far."""
+    kind_of, least = cluster.kind_of, crossing_bytes(_hosts(cluster, best), traffic)
+    replicas, ranks = kinds.shape
+    walk = [(replica, rank) for replica in range(replicas) for rank in range(ranks)]
+    share = 2 * (replicas - 1) / replicas
+    chosen = np.full(kinds.shape, -1, dtype=np.intp)
+
+    def added(replica: int, rank: int, host: int) -> float:
+        """What this position adds to those before it."""
+        total = 0.0
+        for (a, b), size in traffic.messages.items():
+            other = chosen[replica, a if b == rank else b] if rank in (a, b) else -1
+            total += size if other >= 0 and cluster.host_of(int(other)) != host else 0.0
+        ring = {cluster.host_of(int(device)) for device in chosen[:, rank] if device >= 0}
+        new = bool(ring) and host not in ring
+        return total + (share * traffic.gradients[rank] * (1 + (len(ring) == 1)) if new else 0.0)
+
+    def go(number: int, total: float, free: frozenset[int]) -> None:
+        nonlocal best, least
+        if total >= least * (1 - 1e-12):
+            return
+        if number == len(walk):
+            best, least = chosen.copy(), total
+            return
+        seen, (replica, rank) = set(), walk[number]
+        for device in sorted(free):
+            host = cluster.host_of(device)
+            if kind_of[device] != kinds[replica, rank] or host in seen:
+                continue
+            seen.add(host)
+            more = added(replica, rank, host)
+            chosen[replica, rank] = device
+            go(number + 1, total + more, free - {device})
+            chosen[replica, rank] = -1
+
+    go(0, 0.0, frozenset(range(cluster.devices)))
+    return best
