@@ -70,7 +70,9 @@ def simumax() -> list[Result]:
     errors = tuple(mine / 2**30 / true - 1 for mine, true in zip(memory, given, strict=True))
     published = "SimuMax " + ", ".join(f"{100 * (mine / true - 1):.2f}" for mine, true in zip(told, given, strict=True))
     return [
-        Result("SimuMax, Llama 70B of 12 layers: one constant of m = 4", "step", dense_errors(), theirs(*of_dense), "4"),
+        Result(
+            "SimuMax, Llama 70B of 12 layers: one constant of m = 4", "step", dense_errors(), theirs(*of_dense), "4"
+        ),
         Result("SimuMax, DeepSeek of 4 layers: two of m = 4, 8", "step", expert_errors(), theirs(*of_experts), "4"),
         Result("SimuMax, Llama 70B of 12 layers: nothing fitted", "memory of both stages", errors, published, ""),
     ]

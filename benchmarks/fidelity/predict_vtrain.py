@@ -1,5 +1,5 @@
-"""vTrain's steps on 64 to 512 A100, from the models' numbers: products' efficiency is fitted for each size of model, the
-network's share for all of them together. No row that is scored as predicted has a part in its own constants.
+"""vTrain's steps on 64 to 512 A100, from the models' numbers: products' efficiency is fitted for each size of model,
+the network's share for all of them together. No row that is scored as predicted has a part in its own constants.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ class Fit:
     share: float
 
 
-def fit(
-    every: list[Run], error: Callable[[int, float, float], float], rows: Collection[int]
-) -> Fit:
+def fit(every: list[Run], error: Callable[[int, float, float], float], rows: Collection[int]) -> Fit:
     sizes = sorted({run.size for run in every}, key=float)
     best = math.inf, Fit({}, 0.0)
     for share in SHARES:
