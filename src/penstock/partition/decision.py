@@ -19,7 +19,7 @@ from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
-from penstock.plan.stage_costs import crossing_seconds, usual_link
+from penstock.plan.stage_costs import crossing_seconds, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost
 
 LEAST_WORK = 500_000_000
@@ -55,7 +55,8 @@ class Room:
         limit_bytes: a rank's memory.
         in_flight: for each stage, how many microbatches are in flight at most.
         stages: the most stages of a rank, which share its memory equally.
-        link: what a message between two ranks costs; None: as usual for the device.
+        link: what a message between two ranks costs; None: the slowest that the profile has, or as
+            usual for the device.
     """
 
     limit_bytes: float = math.inf
@@ -67,9 +68,9 @@ class Room:
     def is_limited(self) -> bool:
         return math.isfinite(self.limit_bytes)
 
-    def crossing_seconds(self, unit: UnitCost, device: str) -> float:
-        """What it takes to send what crosses a cut before this unit, there and back."""
-        return crossing_seconds(unit, self.link_of(device))
+    def crossing_seconds(self, unit: UnitCost, profile: Profile) -> float:
+        """What it takes to send what crosses a cut before this unit of a profile, there and back."""
+        return crossing_seconds(unit, self.link or slowest_link(profile) or usual_link(profile.device))
 
     def link_of(self, device: str) -> LinkCost:
         """Between two ranks on devices of this type."""
@@ -155,7 +156,7 @@ def measured(
     positions = {unit.name: unit.position for unit in units}
     seconds = [unit.seconds for unit in profile.units]
     problem = _problem(recording, model, seconds, [positions[name] for name in names], room)
-    crossing = [room.crossing_seconds(unit, profile.device) for unit in profile.units]
+    crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
     if all(name in names for name in by_work):
@@ -236,14 +237,16 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
 
     `chosen_here`: whether the user left the choice of cuts to us.
     """
-    if decision.notes or decision.seconds or sum(work) < LEAST_WORK:
+    if decision.seconds or sum(work) < LEAST_WORK:
         return decision.notes
     mean = sum(work) / len(work)
     slowest = max(range(len(work)), key=work.__getitem__)
     if work[slowest] <= UNEVEN * mean:
-        return ()
-    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else "leave cuts= out, or move them"
+        return decision.notes
+    mine = "leave cuts= out, or move them; of a plan, make a new one"
+    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else mine
     return (
+        *decision.notes,
         f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
         f"wait for it; {remedy}",
     )
@@ -279,7 +282,7 @@ def _by_profile(
         )
     problem = Problem(
         [sum(unit.seconds for unit in units) for units in pieces],
-        [room.crossing_seconds(units[0], profile.device) for units in pieces],
+        [room.crossing_seconds(units[0], profile) for units in pieces],
         [sum(unit.held_bytes for unit in units) for units in pieces],
         [sum(unit.activation_bytes for unit in units) for units in pieces],
         in_flight=room.in_flight,
