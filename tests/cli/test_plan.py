@@ -7,7 +7,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 from torch import nn
 
-from penstock.balance import Profile, UnitCost
+from penstock.balance import MeasuredLink, Profile, UnitCost
 from penstock.plan import Cluster, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
 
@@ -55,6 +55,16 @@ def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     less = f"{int(enough.removesuffix('MiB')) - 1}MiB"
     assert penstock(*JOB, "--profile", profile, "--memory", enough).exit_code == 0
     assert penstock(*JOB, "--profile", profile, "--memory", less).exit_code == 1
+
+
+def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp_path: Path) -> None:
+    file = str(tmp_path / "links.json")
+    replace(PROFILE, links=(MeasuredLink(0, 1, 1e-3, 1e9), MeasuredLink(1, 0, 1e-3, 2e9))).save(file)
+    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file)
+    for options, link in (((), LinkCost(1e-3, 1e9)), (("--link", "100gbit delay 5us"), LinkCost(5e-6, 12.5e9))):
+        planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16)
+        found = as_json(*job, *options)["plans"]
+        assert [one["step_seconds"] for one in found] == [one.step_seconds for one in planned.best]
 
 
 @pytest.mark.parametrize(

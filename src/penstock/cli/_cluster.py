@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.hardware import Cable, Device
     from penstock.plan import Cluster, Kind
+    from penstock.simulate import LinkCost
 
 _DEVICES = "Devices"
 
@@ -41,7 +42,8 @@ class ClusterOptions:
     link: Annotated[
         str | None,
         _option(
-            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default messages are free.'
+            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
+            "measured (its --links), or messages are free."
         ),
     ] = None
     per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
@@ -86,15 +88,15 @@ class ClusterOptions:
         given = self.specified
         return [] if self.kind is None else [_described(self.kind, given)]
 
-    def read(self) -> Cluster:
-        """The cluster. Raises ArgumentError if an option is wrong."""
+    def read(self, measured: LinkCost | None = None) -> Cluster:
+        """The cluster. Raises ArgumentError if an option is wrong. `measured`: the link, unless --link says it."""
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
         if self.between_hosts is not None and self.per_host is None:
             raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
         return Cluster(
-            link=link_of(self.link) or NO_COST,
+            link=link_of(self.link) or measured or NO_COST,
             devices_per_host=self.per_host,
             between_hosts=link_of(self.between_hosts),
             kinds=self._kinds(),

@@ -26,6 +26,7 @@ from penstock.words import counted, sized
 if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.simulate import LinkCost
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
@@ -74,6 +75,7 @@ def plan(
         known, profiles = paper.cluster(), paper.profiles()
     else:
         known, profiles = cluster.specified.read(), _profiles(target, profile or [], cluster)
+        known = cluster.specified.read(_measured_link(profiles))
     sizes = Sizes.of(profiles)
     names = _names(schedule or (None if paper is None else USUAL_ON_PAPER))
     found = make_plans(sizes, known, global_batch, names)
@@ -92,6 +94,13 @@ def plan(
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
         raise typer.Exit(1)
+
+
+def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
+    """The slowest link of the first profile that measured any; None if none did."""
+    from penstock.plan.stage_costs import slowest_link
+
+    return next((link for profile in profiles if (link := slowest_link(profile)) is not None), None)
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:

@@ -162,7 +162,7 @@ def _course(
     moments, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
     moments[::2], moments[1::2] = start, end
     for change, (taken, freed) in zip(changes, table, strict=True):
-        if taken.any():
+        if taken.any() or freed.any():
             change[::2], change[1::2] = taken[place], -freed[place]
     changed = changes.any(axis=0)
     if not changed.all():
