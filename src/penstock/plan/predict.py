@@ -56,8 +56,8 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     starts = best_starts(Problem([unit.seconds for unit in units], crossing, speeds=differ), depth)
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    costs = map(stage_cost, pieces, sent, speeds)
-    return Cut(tuple(starts), tuple(costs), kinds)
+    added = [cluster.action_seconds] * depth
+    return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
 
 
 def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
