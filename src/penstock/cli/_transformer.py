@@ -112,4 +112,9 @@ class Paper:
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
             f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",
         )
+        if job.optimizer_shards > choice.replicas:
+            said += (
+                f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
+                f"{job.optimizer_shards} ways. Give --optimizer-shards {choice.replicas} or fewer.",
+            )
         return "\n".join(said)
