@@ -170,12 +170,19 @@ def show(found: Mapping[str, Any]) -> None:
         f"The runtime: {1e6 * host.action:.0f} us for each action, {1e3 * host.step:.1f} ms for each step; a message "
         f"{1e6 * host.latency:.0f} us and {host.bytes_per_second / 1e9:.1f} GB/s.\n"
     )
-    everything = [
+    if everything := [
         row
         for ranks in (2, 4)
         for model, measured in found.get(str(ranks), {}).get("models", {}).items()
         for row in rows(model, ranks, measured, host)
-    ]
+    ]:
+        show_rows(everything)
+    for model, measured in found["2"].get("spaces", {}).items():
+        show_space(model, measured)
+
+
+def show_rows(everything: Sequence[Row]) -> None:
+    """Prints each configuration, and the median and worst errors."""
     print("| model | ranks | schedule | v | m | step ms | steps | plan | rounds, bare | rounds | memory |")
     print("|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     for row in everything:
@@ -204,8 +211,6 @@ def show(found: Mapping[str, Any]) -> None:
         print(f"| {said}, all | {len(errors)} | {statistics.median(errors):.1%} | {max(errors):.1%} |")
     memory = [abs(error) for row in everything for error in row.memory]
     print(f"| memory of a rank | {len(memory)} | {statistics.median(memory):.1%} | {max(memory):.1%} |")
-    for model, measured in found["2"].get("spaces", {}).items():
-        show_space(model, measured)
 
 
 def show_space(model: str, measured: Mapping[str, Any]) -> None:
