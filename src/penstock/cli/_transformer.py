@@ -106,7 +106,7 @@ class Paper:
         flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
         share = flops / self.machine.device.peak(job.dtype)
         origin = profile_of(job, self.machine, 1).notes[0]
-        said = (
+        said: tuple[str, ...] = (
             f"Of {USUAL_ON_PAPER} unless --schedule names others.",
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
