@@ -44,6 +44,14 @@ def test_times_are_those_of_the_operations() -> None:
     assert (a.input_gradient_seconds, a.activation_bytes) == (0, 7)
 
 
+def test_a_run_counts_once_for_a_forward_and_once_for_a_backward() -> None:
+    slow = Efficiency(0.5, 0.5, 0.0, run_seconds=10.0)
+    found, without = (estimated(COUNTED, H100, each).units for each in (slow, replace(slow, run_seconds=0.0)))
+    assert [unit.seconds - bare.seconds for unit, bare in zip(found, without, strict=True)] == pytest.approx([20.0] * 3)
+    views = replace(COUNTED, units=(UnitCost("a", 0, 0, 0, operations=Operations()),))
+    assert estimated(views, H100, slow).units[0].seconds == 10.0
+
+
 def test_it_says_what_it_is() -> None:
     found = Profile.from_dict(json.loads(json.dumps(estimated(COUNTED, H100).to_dict())))
     assert (found.source, found.device, found.runs) == ("estimate", "cuda", 0)

@@ -139,6 +139,20 @@ def test_several_steps_in_one_trace(tmp_path: Path) -> None:
     assert "step 2, the median of 3" in output("explain", file)
 
 
+def test_timelines_of_several_steps(tmp_path: Path) -> None:
+    """Each begins at 0: in one file as a list, or a file each."""
+    steps = [measured(seconds).to_dict() for seconds in (0.01, 0.03, 0.02)]
+    whole = str(write(tmp_path / "timelines.json", steps))
+    (tmp_path / "run").mkdir()
+    for number, step in enumerate(steps):
+        write(tmp_path / "run" / f"step{number + 9}.json", step)
+    for asked in (whole, str(tmp_path / "run")):
+        found = as_json("explain", asked)
+        assert (found["step"], found["notes"]) == (2, [])
+        times = [measured(seconds).makespan_seconds for seconds in (0.01, 0.03, 0.02)]
+        assert list(found["steps"].values()) == pytest.approx(times)
+
+
 def test_marks_of_the_profiler_tell_steps(tmp_path: Path) -> None:
     """The first step is cut off: it is left out, and the second one is whole."""
     late = [event for event in named(measured(), "{a}") if event["ts"] > 30_000]

@@ -7,7 +7,7 @@ import pytest
 from command_line import as_json, output, penstock, refusal
 from torch import nn
 
-from penstock.balance import Profile, UnitCost
+from penstock.balance import MeasuredLink, Profile, UnitCost
 from penstock.plan import Cluster, Sizes, make_plans, read_plan
 from penstock.simulate import LinkCost
 
@@ -93,6 +93,16 @@ def test_one_device_is_told_that_a_pipeline_is_pointless(profile: str, tmp_path:
     assert read_plan(file).choice.devices == 1
 
 
+def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp_path: Path) -> None:
+    file = str(tmp_path / "links.json")
+    replace(PROFILE, links=(MeasuredLink(0, 1, 1e-3, 1e9), MeasuredLink(1, 0, 1e-3, 2e9))).save(file)
+    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file)
+    for options, link in (((), LinkCost(1e-3, 1e9)), (("--link", "100gbit delay 5us"), LinkCost(5e-6, 12.5e9))):
+        planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16)
+        found = as_json(*job, *options)["plans"]
+        assert [one["step_seconds"] for one in found] == [one.step_seconds for one in planned.best]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -138,3 +148,37 @@ def test_either_a_target_or_profiles(profile: str) -> None:
 
 def test_two_profiles_of_one_size_are_refused(profile: str) -> None:
     assert "two are of microbatches of 1 row" in refusal(*JOB, "--profile", profile, "--profile", profile)
+
+
+NOT_HERE = """
+import torch
+from torch import nn
+
+def make():
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+    return model, (torch.randn(16, 64),), None, None
+"""
+
+
+def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> None:
+    (tmp_path / "cases.py").write_text(NOT_HERE)
+    job = ("plan", f"{tmp_path}/cases.py:make", "--devices", "16", "--global-batch", "16", "--schedule", "1f1b")
+    lines = output(*job, "--device", "h100", columns=200).splitlines()
+    assert lines[0] == (
+        "note: NVIDIA H100 SXM 80GB; memory 80.0 GB; link 3600gbit delay 5us; "
+        "8 devices a host, 400gbit delay 10us between hosts"
+    )
+    assert lines[1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: ")
+    ours = output(*job, "--device", "h100", "--memory", "40GiB", "--link", "100gbit", columns=200).splitlines()[0]
+    assert ours == "note: NVIDIA H100 SXM 80GB; memory 40GiB; link 100gbit"
+    assert as_json(*job, "--device", "h100")["notes"] == [lines[1].removeprefix("note: ")]
+
+
+def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
+    job = (*JOB[:5], "--profile", profile)
+    assert "what two of a host send each other is not known; give --link" in refusal(*job, "--device", "trainium2")
+    assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
+    assert "'h10': not known. Did you mean 'h100'" in refusal(*job, "--device", "h10")
+    assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)
+    assert as_json(*job)["notes"] == []

@@ -224,3 +224,10 @@ def test_devices_are_listed_with_their_sources() -> None:
     assert "NVIDIA H100 datasheet" in text
     (found,) = json.loads(output("devices", "a100", "--json"))
     assert (found["key"], found["flops_per_second"]["bfloat16"]) == ("a100-sxm-80gb", 312e12)
+
+
+def test_cuts_by_an_estimate_say_so() -> None:
+    Path("mine.toml").write_text(MINE)
+    output("profile", "cases.py:make", "--device", "mine.toml", "--json", "estimate.json")
+    text = output("inspect", "cases.py:make", "--balance", "estimate.json")
+    assert "stages are cut by an estimate for mine, not by measured times" in text

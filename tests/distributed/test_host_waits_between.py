@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import host_wait_jobs as jobs
@@ -19,23 +18,6 @@ SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "dualpipe")
 SHORT = {("1f1b", "hang"), ("zb-h1", ""), ("dualpipe", "read")}
 
 
-def _pool(n: int) -> Iterator[Ranks]:
-    """Processes with a stand-in device each, which no other test may have."""
-    ranks = Ranks(n)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    yield from _pool(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    yield from _pool(4)
-
-
 def _of_the_host(steps: list[jobs.Steps]) -> list[dict[str, int]]:
     return [{what: count for what, count in one.waits.items() if not what.endswith(APART)} for one in steps]
 
@@ -48,10 +30,10 @@ def _of_the_host(steps: list[jobs.Steps]) -> list[dict[str, int]]:
         for also in ("", "read", "hang")
     ],
 )
-def test_a_steady_step_waits_for_nothing(pair: Ranks, schedule: str, also: str) -> None:
+def test_a_steady_step_waits_for_nothing(own_pair: Ranks, schedule: str, also: str) -> None:
     """Nor does it if the device hangs, or if one rank alone reads the loss. The losses are those of one device."""
     given = {"schedule": schedule}
-    steps = pair.run(jobs.waits, (1, 2), given, also)
+    steps = own_pair.run(jobs.waits, (1, 2), given, also)
     assert _of_the_host(steps) == [{}] * 2
     expected: Any = jobs.trained("cpu", {**given, "ranks": 2}, "").losses
     if schedule == "dualpipe":  # two ranks' gradients are added in another order
@@ -60,16 +42,16 @@ def test_a_steady_step_waits_for_nothing(pair: Ranks, schedule: str, also: str) 
     assert steps[1].losses == steps[0].losses
 
 
-def test_clipping_takes_one_wait(pair: Ranks) -> None:
-    assert _of_the_host(pair.run(jobs.waits, (1, 2), {}, "clip")) == [{"to host": 1}] * 2
+def test_clipping_takes_one_wait(own_pair: Ranks) -> None:
+    assert _of_the_host(own_pair.run(jobs.waits, (1, 2), {}, "clip")) == [{"to host": 1}] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "given", [{"autocast": True}, {"schedule": "zb-h1", "autocast": True}, {"recompute": 1}, {"offload": True}], ids=str
 )
-def test_nor_do_these(pair: Ranks, given: dict[str, Any]) -> None:
-    assert _of_the_host(pair.run(jobs.waits, (1, 2), given, "hang")) == [{}] * 2
+def test_nor_do_these(own_pair: Ranks, given: dict[str, Any]) -> None:
+    assert _of_the_host(own_pair.run(jobs.waits, (1, 2), given, "hang")) == [{}] * 2
 
 
 @pytest.mark.parametrize(
@@ -81,7 +63,7 @@ def test_nor_do_these(pair: Ranks, given: dict[str, Any]) -> None:
         pytest.param((4, 1), "hang", marks=pytest.mark.long),
     ],
 )
-def test_four_ranks(four: Ranks, shape: tuple[int, int], also: str) -> None:
-    steps = four.run(jobs.waits, shape, {}, also)
+def test_four_ranks(own_four: Ranks, shape: tuple[int, int], also: str) -> None:
+    steps = own_four.run(jobs.waits, shape, {}, also)
     assert _of_the_host(steps) == [{}] * 4
     assert len({tuple(one.losses) for one in steps}) == 1

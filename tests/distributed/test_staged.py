@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -17,23 +16,6 @@ from scaffolding.small import batch, mlp
 from scaffolding.stand_in_streams import APART
 
 pytestmark = pytest.mark.distributed
-
-
-def _pool(n: int) -> Iterator[Ranks]:
-    """Processes with one stand-in device, which no other test may have."""
-    ranks = Ranks(n)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    yield from _pool(2)
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    yield from _pool(4)
 
 
 SCHEDULES = ["1f1b", "zb-h1", "interleaved-1f1b", "dualpipe", "zb-v", "gpipe"]
@@ -54,59 +36,59 @@ SHORT = {("zb-h1", "deep_with_dropout"), ("1f1b", "odd")}
         if cell not in REFUSED
     ],
 )
-def test_bits_of_one_device(pair: Ranks, schedule: str, name: str) -> None:
-    reports = pair.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
+def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
+    reports = own_pair.run(jobs.verify, name, {"schedule": schedule, "microbatches": 4})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     assert reports[0][0], reports[0][1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "dualpipe", "chimera"])
-def test_four_ranks(four: Ranks, schedule: str) -> None:
-    for ok, summary, _ in four.run(jobs.verify, "deep_with_dropout", {"schedule": schedule, "microbatches": 8}):
+def test_four_ranks(own_four: Ranks, schedule: str) -> None:
+    for ok, summary, _ in own_four.run(jobs.verify, "deep_with_dropout", {"schedule": schedule, "microbatches": 8}):
         assert ok, summary
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["deep_with_dropout", "skips", "convnet"])
-def test_replicas(four: Ranks, name: str) -> None:
+def test_replicas(own_four: Ranks, name: str) -> None:
     """Their sums are those of the same ranks on the CPU, as are the buffers that replicas share."""
     options = {"microbatches": 3}
-    for one in four.run(jobs.verify_replicas, name, options):
+    for one in own_four.run(jobs.verify_replicas, name, options):
         assert one.ok, one.summary
 
 
 @pytest.mark.parametrize("neighbours", [True, False])
-def test_conformance(pair: Ranks, neighbours: bool) -> None:
+def test_conformance(own_pair: Ranks, neighbours: bool) -> None:
     inner = "SharedMemoryTransport" if neighbours else "DistributedTransport"
     assert (
-        pair.run(jobs.conform, neighbours)
+        own_pair.run(jobs.conform, neighbours)
         == [(inner, [script.__name__ for script in scripts_for(collectives=True)])] * 2
     )
 
 
 @pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}], ids=str)
-def test_a_steady_step_waits_for_copies_alone(pair: Ranks, options: dict[str, Any]) -> None:
+def test_a_steady_step_waits_for_copies_alone(own_pair: Ranks, options: dict[str, Any]) -> None:
     """Four messages each way."""
-    assert pair.run(jobs.waits_in_a_steady_step, options) == [{"event" + APART: 4}] * 2
+    assert own_pair.run(jobs.waits_in_a_steady_step, options) == [{"event" + APART: 4}] * 2
 
 
 @pytest.mark.parametrize(
     ("choice", "inside"), [("auto", "SharedMemoryTransport"), ("distributed", "DistributedTransport")]
 )
-def test_without_nccl_it_is_chosen_by_itself_and_said(pair: Ranks, choice: str, inside: str) -> None:
+def test_without_nccl_it_is_chosen_by_itself_and_said(own_pair: Ranks, choice: str, inside: str) -> None:
     x, y = batch(8)
     with penstock.pipeline(mlp(), (x,), ranks=1, microbatches=4, loss=F.mse_loss) as pipe:
         expected = [float(pipe.step(x, target=y).loss) for _ in range(3)]
-    for seen in pair.run(jobs.by_itself, choice):
+    for seen in own_pair.run(jobs.by_itself, choice):
         assert seen.transport == inside
         assert seen.losses == expected
         assert seen.first_line.endswith(", staged transport")
         assert "through the host's memory, since torch.distributed was initialised without NCCL" in seen.notes
 
 
-def test_on_the_host_it_says_that_it_stages_nothing(pair: Ranks) -> None:
-    for notes in pair.run(jobs.notes_on_the_host):
+def test_on_the_host_it_says_that_it_stages_nothing(own_pair: Ranks) -> None:
+    for notes in own_pair.run(jobs.notes_on_the_host):
         assert "here it does what 'auto' does" in notes
 
 
@@ -119,6 +101,6 @@ def test_on_the_host_it_says_that_it_stages_nothing(pair: Ranks) -> None:
         ([{"transport": "staged", "pg_options": {}}] * 2, "leave it out where ranks compute on the CPU, or the trans"),
     ],
 )
-def test_refusals(pair: Ranks, options: list[dict[str, Any]], says: str) -> None:
-    for said in pair.run(jobs.refused, options):
+def test_refusals(own_pair: Ranks, options: list[dict[str, Any]], says: str) -> None:
+    for said in own_pair.run(jobs.refused, options):
         assert says in said

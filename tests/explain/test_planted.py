@@ -140,6 +140,17 @@ def test_a_clock_that_is_ahead_changes_nothing(ahead: dict[int, float], schedule
     assert all(a.idle_seconds == pytest.approx(b.idle_seconds, abs=1e-6 * 50) for a, b in by_rank)
 
 
+def test_one_message_that_seems_early_is_no_other_clock() -> None:
+    """A rank may be held up between its message and the end of the action that made it."""
+    from dataclasses import replace
+
+    events = recorded(timeline(even, twice)).events
+    late = [replace(e, end_seconds=e.end_seconds + 0.3) if e.name == "0F1" else e for e in events]
+    late = [replace(e, start_seconds=e.start_seconds + 0.3) if e.name == "0F2" else e for e in late]
+    found = explain(type(recorded())(tuple(late)))
+    assert not found.run.notes
+
+
 def test_clocks_that_disagree_are_reported() -> None:
     (note,) = explain(recorded(timeline(even, twice), ahead={2: 100.0})).run.notes
     assert "rank 2's is 100 s ahead of rank 0's" in note

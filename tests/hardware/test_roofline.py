@@ -56,10 +56,11 @@ def _measured(truth: Efficiency) -> list[Measurement]:
     runs = [
         [Operation(1e12, 1e7, "bfloat16"), Operation(0, 1e8, count=5)],
         [Operation(1e9, 1e6, "bfloat16"), Operation(0, 1e4, count=40)],
+        [Operation(0, 1e4, count=4)],
         [Operation(0, 1e9, count=3)],
         [Operation(5e13, 1e9, "bfloat16", 2), Operation(0, 3e9)],
     ]
-    return [Measurement(run, seconds_of(run, H100, truth)) for run in runs]
+    return [Measurement(run, seconds_of(run, H100, truth) + truth.run_seconds) for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,8 @@ def test_planted_constants_are_found(truth: Efficiency) -> None:
     assert found.product_fraction == pytest.approx(truth.product_fraction, rel=0.01)
     assert found.bandwidth_fraction == pytest.approx(truth.bandwidth_fraction, rel=0.01)
     assert found.launch_seconds == pytest.approx(truth.launch_seconds, rel=0.02)
-    assert found.measurements == 4
+    assert found.run_seconds == pytest.approx(truth.run_seconds, rel=0.02, abs=2e-7)
+    assert found.measurements == 5
     assert found.error < 0.005
     assert "fitted to 4 measurements (median error 0.0%)" in Efficiency(0.5, 0.5, 0, 4).text
 

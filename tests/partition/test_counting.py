@@ -168,3 +168,44 @@ class Counts(nn.Module):
 def test_what_depends_on_values_cannot_be_counted() -> None:
     with pytest.raises(UnmeasurableError, match="running its units on fake tensors fails"):
         profile_of(nn.Sequential(nn.Linear(IN, IN), Counts(), nn.Linear(IN, IN)), torch.randn(ROWS, IN))
+
+
+class Experts(nn.Module):
+    """Each group of rows meets its own matrix."""
+
+    def __init__(self, experts: int, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(experts, width, out, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, len(self.weight) + 1, dtype=torch.int32) * (len(x) // len(self.weight))
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+def test_experts_multiply_their_own_rows_only() -> None:
+    rows, experts, width, out = 32, 4, 8, 16
+    before = nn.Linear(width, width, dtype=torch.bfloat16)
+    found = second(Experts(experts, width, out), before, given=torch.zeros(rows, width, dtype=torch.bfloat16))
+    product = 2 * rows * width * out
+    assert (flops(found.forward), flops(found.backward), flops(found.input_gradient)) == (product, 2 * product, product)
+
+
+class Tied(nn.Module):
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(rows, width), nn.Linear(width, rows, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def test_a_tied_weight_counts_where_it_is_used() -> None:
+    rows, width, ids = 100, 8, torch.zeros(3, 5, dtype=torch.long)
+    table, head = profile_of(Tied(rows, width), ids).units
+    assert (table.parameter_bytes, head.parameter_bytes) == (FLOAT * rows * width,) * 2
+    assert table.operations is not None
+    assert head.operations is not None
+    assert flops((*table.operations.forward, *table.operations.backward)) == 0
+    assert flops(head.operations.backward) == 2 * (2 * 15 * rows * width)
+    assert table.operations.input_gradient == ()

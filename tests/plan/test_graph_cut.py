@@ -115,8 +115,8 @@ def test_stages_beside_the_slowest_are_balanced_too() -> None:
 
 
 def test_two_towers_are_cut_across_the_order_in_which_they_are_listed() -> None:
-    graph = WorkGraph(tuple(Work(seconds) for seconds in (3, 3, 1, 1)), ((0, 1), (2, 3)))
-    best, listed = cut_graph(graph, 2), cut_graph(graph, 2, listed=True)
+    works = tuple(Work(seconds) for seconds in (3, 3, 1, 1))
+    best, listed = cut_graph(WorkGraph(works, ((0, 1), (2, 3))), 2), cut_graph(WorkGraph.line(works), 2)
     assert best is not None
     assert listed is not None
     assert (best.stages, best.seconds) == (((0, 2), (1, 3)), 4)

@@ -1,7 +1,7 @@
 """Runs the part of the long tests whose turn it is: each commit to the main branch runs the next part.
 
 `make test-part` runs it in CI, which has an hour in all. The size of a part is estimated from how long its tests took
-before; nothing is cut off. Long tests in files that are not listed here run in `make test-all` only.
+before; nothing is cut off. Those of a few files run in `make test-all` only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CPU_SECONDS = {
     "tests/distributed/test_recompute_ranks.py": 55,
     "tests/distributed/test_host_waits_between.py": 50,
     "tests/search/test_exact_found.py": 50,
+    "tests/partition/cut/test_any_order.py": 50,
     "tests/distributed/test_sharded.py": 45,
     "tests/integrations/test_lightning.py": 45,
     "tests/distributed/test_checkpoint.py": 40,
@@ -67,6 +68,7 @@ CPU_SECONDS = {
     "tests/partition/state/test_left_behind.py": 5,
     "tests/partition/watch/test_work.py": 5,
     "tests/runtime/exact/test_streams.py": 5,
+    "tests/runtime/execute/test_links.py": 5,
     "tests/runtime/execute/test_local_run.py": 5,
     "tests/runtime/features/test_backward_updates.py": 5,
     "tests/runtime/features/test_compile.py": 5,
@@ -76,8 +78,24 @@ CPU_SECONDS = {
     "tests/test_peft.py": 5,
     "tests/traffic/test_workloads.py": 5,
     "tests/distributed/test_memory_held.py": 60,
+    "tests/distributed/test_kinds_ranks.py": 600,
+    "tests/runtime/step/test_kinds.py": 55,
+    "tests/test_layer_drop.py": 50,
+    "tests/distributed/test_never_came.py": 25,
+    "tests/partition/recorder/test_same_again.py": 25,
+    "tests/test_correctness_rows.py": 15,
+    "tests/cli/test_plan.py": 10,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
+
+IN_ALL_ONLY = {
+    "tests/crowd/test_crowd.py",
+    "tests/distributed/test_whole_zoo_ranks.py",
+    "tests/fabric/test_bad_links.py",
+    "tests/fabric/test_fabric_hosts.py",
+    "tests/network/test_switch_truth.py",
+}
+"""Files whose long tests run in `make test-all` alone: longer than any part, or with the machine to themselves."""
 
 MOST = 600
 """The most CPU seconds in a part: five to six minutes on two processors."""

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 from penstock.balance.profile import Operations, Profile, UnitCost
 from penstock.errors import ArgumentError
-from penstock.hardware import USUAL, Device, Efficiency, Measurement, calibrated, reported_as, seconds_of
+from penstock.hardware import (
+    USUAL,
+    Device,
+    Efficiency,
+    Measurement,
+    Operation,
+    calibrated,
+    reported_as,
+    seconds_of,
+)
 
 
 def estimated(counted: Profile, device: Device, efficiency: Efficiency = USUAL) -> Profile:
@@ -72,9 +81,12 @@ def _units(units: Sequence[UnitCost], device: Device, efficiency: Efficiency) ->
 
 def _times(done: Operations, device: Device, efficiency: Efficiency) -> tuple[float, float, float]:
     """F, I and W: what the whole backward takes besides I."""
-    forward = seconds_of(done.forward, device, efficiency)
-    backward = seconds_of(done.backward, device, efficiency)
-    input_gradient = min(seconds_of(done.input_gradient, device, efficiency), backward)
+
+    def seconds(operations: Sequence[Operation]) -> float:
+        return seconds_of(operations, device, efficiency) + efficiency.run_seconds if operations else 0.0
+
+    forward, backward = seconds(done.forward) or efficiency.run_seconds, seconds(done.backward)
+    input_gradient = min(seconds(done.input_gradient), backward)
     return forward, input_gradient, backward - input_gradient
 
 

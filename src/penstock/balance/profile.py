@@ -118,12 +118,14 @@ class MeasuredLink:
         source, target: ranks.
         latency_seconds: of an empty message.
         bytes_per_second: of message bytes; None: beyond what the clock can tell.
+        message_bytes: of the messages with which that was measured; 0: unknown.
     """
 
     source: int
     target: int
     latency_seconds: float
     bytes_per_second: float | None = None
+    message_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,7 @@ def _stage(entry: Any, where: str) -> OfStage:
 
 def _cost(entry: Any, where: str) -> StageCost:
     numbers = _numbers(entry, _KEYS, _NEEDED, where)
-    activation = numbers.get("activation", 0.0)
-    if numbers.setdefault("weight_grad", activation) > activation:
-        raise ArgumentError(
-            f"{where}: weight_grad={numbers['weight_grad']:g} is more than activation={activation:g}, of which it is "
-            "a part; give at most that"
-        )
+    numbers.setdefault("weight_grad", numbers.get("activation", 0.0))
     return StageCost(**{_KEYS[key]: value for key, value in numbers.items()})
 
 

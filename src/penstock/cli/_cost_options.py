@@ -69,7 +69,7 @@ class CostOptions:
     ] = None
     memory_weight_grad: Annotated[
         float | None,
-        _option("The part of it that stays from I until W if the backward is split; default all."),
+        _option("What stays from I until W if the backward is split; default all of it."),
     ] = None
     memory_unsharded: Annotated[
         float | None, _option("What a stage's whole parameters take while they are gathered; see --unshard-window.")
@@ -161,10 +161,9 @@ class CostOptions:
                 raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
-        if weight_gradient > activation:
+        if weight_gradient and "memory_activation" not in given:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation {activation:g}: what W needs is "
-                "part of what F keeps; give at most that"
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: give what F keeps, too"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0

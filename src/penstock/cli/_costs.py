@@ -74,11 +74,10 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
 
 def links_in(profile: Profile, source: str) -> MeasuredLinks:
     """The links that a profile measured; every pair that it did not measure has the slowest of them."""
-    pairs = {
-        (link.source, link.target): LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
-        for link in profile.links
-    }
-    return MeasuredLinks(pairs, MeasuredLinks(pairs, None, source).slowest, source)
+    from penstock.plan.stage_costs import link_cost, slowest_link
+
+    pairs = {(link.source, link.target): link_cost(link) for link in profile.links}
+    return MeasuredLinks(pairs, slowest_link(profile), source)
 
 
 @dataclass(frozen=True, slots=True)

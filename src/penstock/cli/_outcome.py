@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,8 +17,10 @@ from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath, peaks, simulate
+from penstock.simulate import Cause, CriticalPath, peaks
+from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, StageCost, each_of
+from penstock.simulate.simulator import timed
 from penstock.simulate.waits import Waits
 from penstock.words import counted, sized
 
@@ -46,6 +48,7 @@ class Outcome:
     schedule: Schedule
     costs: Costs
     timeline: Timeline
+    columns: Columns | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of(cls, schedule: Schedule, costs: Costs) -> Outcome:
@@ -56,7 +59,7 @@ class Outcome:
                 f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; give "
                 "--unshard-window, which adds them"
             )
-        return cls(schedule, costs, simulate(schedule, by_stage, costs.links, contended=costs.contended))
+        return cls(schedule, costs, *timed(schedule, by_stage, costs.links, contended=costs.contended))
 
     @cached_property
     def by_stage(self) -> list[OfStage]:
@@ -89,7 +92,7 @@ class Outcome:
 
     @cached_property
     def _waits(self) -> Waits:
-        return Waits.of(self.schedule, self.timeline)
+        return Waits.of(self.schedule, self.timeline, self.columns)
 
     @cached_property
     def idle(self) -> list[dict[Cause, float]]:

@@ -36,11 +36,12 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def _options(group: Any) -> list[inspect.Parameter]:
+    """One per field, those of the class itself before those that it inherits."""
     hints = get_type_hints(group, include_extras=True)
     kind, required = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
     return [
         inspect.Parameter(
             f.name, kind, default=required if f.default is MISSING else f.default, annotation=hints[f.name]
         )
-        for f in fields(group)
+        for f in sorted(fields(group), key=lambda f: f.name not in vars(group)["__annotations__"])
     ]

@@ -12,6 +12,7 @@ from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
+    from penstock.hardware import Device
     from penstock.plan import Cluster, Plan
     from penstock.transformer import Job, Machine
 
@@ -34,13 +35,12 @@ class TransformerOptions:
             "layers=126,hidden=16384,heads=128,kv-heads=8,ffn=53248,vocabulary=128256,style=llama."
         ),
     ] = None
-    device: Annotated[str, _option("Whose specifications to estimate with.")] = "h100"
     sequence: Annotated[int, _option("Tokens of a row.")] = 4096
     tensor_parallel: Annotated[int, _option("Devices that share every layer, and their norms by tokens.")] = 1
     optimizer_shards: Annotated[int, _option("Replicas that share the optimizer's state, as with ZeRO-1.")] = 1
 
-    def read(self, cluster: Cluster, per_host: int | None) -> Paper:
-        """The job, on these devices.
+    def read(self, cluster: Cluster, per_host: int | None, kind: Device | None) -> Paper:
+        """The job, on these devices; `kind`: whose specifications to estimate with, by default an H100's.
 
         Raises:
             ArgumentError: an option is wrong, or links are given, which the device's specifications state.
@@ -51,7 +51,7 @@ class TransformerOptions:
         if cluster.link.bytes_per_second != float("inf") or cluster.between_hosts is not None:
             raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")
         model, shared = transformer(str(self.transformer)), self.tensor_parallel
-        known = device(self.device)
+        known = kind or device("h100")
         job = Job(
             model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=self.optimizer_shards
         )

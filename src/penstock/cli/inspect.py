@@ -13,24 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._spread import Json
-from penstock.cli._target import (
-    BalanceOption,
-    Cuts,
-    GradientDtype,
-    Leaves,
-    LinkOption,
-    MemoryLimit,
-    Opens,
-    Recompute,
-    TargetName,
-    bytes_in,
-    dtype_named,
-    link_of,
-    loaded,
-    names,
-    recomputed,
-)
+from penstock.cli._split_options import SplitOptions
+from penstock.cli._spread import Json, spread
+from penstock.cli._target import TargetName, loaded
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
 
@@ -38,23 +23,16 @@ if TYPE_CHECKING:
     from penstock.pipe.inspection import Crossing, Inspection, StageFound
 
 
+@spread
 def inspect(
     target: TargetName,
+    *,
     stages: Annotated[int, typer.Option("--stages", "-n", help="The number of stages.")] = 2,
-    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None,
     microbatches: Annotated[
         int | None,
         typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}."),
     ] = None,
-    recompute: Recompute = "never",
-    cuts: Cuts = None,
-    leaves: Leaves = None,
-    opens: Opens = None,
-    balance: BalanceOption = "time",
-    memory_limit: MemoryLimit = None,
-    link: LinkOption = None,
-    gradient_dtype: GradientDtype = None,
+    split: SplitOptions,
     as_json: Json = False,
 ) -> None:
     """Show how a model would be split: stages, what crosses each cut, ties, skips.
@@ -66,7 +44,7 @@ def inspect(
     refused here too, with the module, the source line and the remedy, unless only
     real values reveal it.
     """
-    generator(schedule)  # raises before anything is loaded
+    generator(split.schedule)  # raises before anything is loaded
     with loaded(target, "the model or the loss") as given:
         from penstock.pipe.inspection import inspect as look
 
@@ -75,19 +53,10 @@ def inspect(
             given.args,
             given.kwargs,
             stages=stages,
-            schedule=schedule,
-            chunks=chunks,
             microbatches=microbatches,
             target=given.target,
             loss_fn=given.loss,
-            recompute=recomputed(recompute),
-            cuts=names(cuts),
-            leaves=names(leaves),
-            opens=names(opens),
-            balance=balance,
-            memory_limit=bytes_in(memory_limit),
-            link=link_of(link),
-            gradient_dtype=dtype_named(gradient_dtype),
+            **split.arguments(),
             **given.cutting,
         )
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,14 @@ def profile(
         ),
     ] = None,
     budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
+    links: Annotated[
+        bool,
+        typer.Option(
+            "--links",
+            help="Also measure latency and bandwidth between ranks: under `penstock run --ranks 4 -m penstock profile "
+            "...`, or torchrun.",
+        ),
+    ] = False,
     leaves: Leaves = None,
     opens: Opens = None,
     json: Annotated[
@@ -75,8 +84,11 @@ def profile(
             device=device,
             budget_seconds=budget_seconds,
             calibrate=calibrate or (),
+            links=links,
             **cutting,
         )
+    if links and os.environ.get("RANK", "0") != "0":
+        return
     if json is not None:
         found.save(json)
     show(found, Console(highlight=False))
@@ -90,7 +102,7 @@ def show(found: Profile, console: Console) -> None:
     console.print(Text(f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}, {runs}", "bold"))
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     units_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    units_table.add_column("unit", overflow="fold")
+    units_table.add_column("unit", no_wrap=True)
     for head in ("F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"):
         units_table.add_column(head, justify="right", no_wrap=True)
     total = sum(unit.seconds for unit in found.units) or 1.0
@@ -99,14 +111,17 @@ def show(found: Profile, console: Console) -> None:
         units_table.add_row(
             Text(", ".join(in_ranges(unit.name for unit in units))),
             *(f"{1e3 * each:.3f}" for each in _parts(first)),
-            f"{first.spread:.0%}",
+            f"{first.spread:.0%}" if found.source == "measured" else "-",
             f"{sum(unit.seconds for unit in units) / total:.1%}",
             *(sized(size) for size in (first.activation_bytes, first.parameter_bytes, first.boundary_bytes)),
         )
-    console.print(units_table)
+    print_unbroken(console, units_table)
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
         print_unbroken(console, _sizes(found))
+    if found.links:
+        console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
+        print_unbroken(console, _links(found))
     for note in found.notes:
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
@@ -119,6 +134,14 @@ def _sizes(found: Profile) -> Table:
         rate = f"{each.rows / sum(sums):,.0f}" if sum(sums) else "-"
         keeps = sized(sum(unit.activation_bytes for unit in each.units))
         made.add_row(str(each.rows), *(f"{1e3 * one:.3f}" for one in sums), rate, keeps)
+    return made
+
+
+def _links(found: Profile) -> Table:
+    made = table("from", "to", "latency us", "GB/s", left=0)
+    for link in found.links:
+        rate = "-" if link.bytes_per_second is None else f"{link.bytes_per_second / 1e9:.3g}"
+        made.add_row(str(link.source), str(link.target), f"{1e6 * link.latency_seconds:.1f}", rate)
     return made
 
 

@@ -19,24 +19,9 @@ from rich.console import Console
 
 from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import (
-    BalanceOption,
-    Cuts,
-    GradientDtype,
-    Leaves,
-    LinkOption,
-    MemoryLimit,
-    Opens,
-    Recompute,
-    TargetName,
-    bytes_in,
-    dtype_named,
-    link_of,
-    loaded,
-    names,
-    recomputed,
-)
+from penstock.cli._target import TargetName, loaded
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, generate
@@ -53,28 +38,18 @@ ReductionName = Literal["mean", "sum"]
 """How the loss is reduced over the batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case(SplitOptions):
     """What to verify."""
 
     target: TargetName
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many ranks.")] = 2
-    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None
     microbatches: Annotated[
         int | None, typer.Option(help=f"{CUT} (with replicas, each one's part of it); {USUAL_OF_BATCH}.")
     ] = None
-    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b"
     reduction: Annotated[
         ReductionName, typer.Option(help="Whether the loss is a mean over the batch's rows or a sum.")
     ] = "mean"
-    cuts: Cuts = None
-    leaves: Leaves = None
-    opens: Opens = None
-    balance: BalanceOption = "time"
-    memory_limit: MemoryLimit = None
-    link: LinkOption = None
-    recompute: Recompute = "never"
-    gradient_dtype: GradientDtype = None
     replicas: Annotated[
         int, typer.Option(help="Pipelines that train together, each on its part of the batch; one process per rank.")
     ] = 1
@@ -178,20 +153,11 @@ def prove(case: Case) -> dict[str, Any]:
             mesh=mesh,
             reduction=case.reduction,
             exact=case.exact,
-            schedule=case.schedule,
             ranks=case.ranks,
-            chunks=case.chunks,
             microbatches=case.microbatches,
-            cuts=names(case.cuts),
-            opens=names(case.opens),
-            balance=case.balance,
-            memory_limit=bytes_in(case.memory_limit),
-            link=link_of(case.link),
-            recompute=recomputed(case.recompute),
-            gradient_dtype=dtype_named(case.gradient_dtype),
-            leaves=names(case.leaves),
             whole_batch=case.whole_batch,
             transport=_choice(case.transport),
+            **case.arguments(),
             **given.cutting,
         ).to_dict()
 

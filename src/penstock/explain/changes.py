@@ -168,11 +168,11 @@ def _equal(trial: Trial, case: Case) -> Case:
 
 
 def _actions(trial: Trial) -> Iterator[Change]:
-    own = np.nan_to_num(trial.factors.own, nan=1.0)
-    slow = own >= _OWN
+    own = _own(trial)
+    slow = own > 1.0
     if not slow.any():
         return
-    excess = np.where(slow, np.nan_to_num(trial.factors.seconds) * (1 - 1 / own), 0.0)
+    excess = np.nan_to_num(trial.factors.seconds) * (1 - 1 / own)
     place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
     of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
     name = f"{stage}{COMPUTE[op].value}{microbatch}"
@@ -184,8 +184,13 @@ def _actions(trial: Trial) -> Iterator[Change]:
 
 
 def _usual(trial: Trial, case: Case) -> Case:
+    return case.with_seconds(case.seconds / _own(trial))
+
+
+def _own(trial: Trial) -> Floats:
+    """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
     own = np.nan_to_num(trial.factors.own, nan=1.0)
-    return case.with_seconds(case.seconds / np.where(own >= _OWN, own, 1.0))
+    return np.where(own >= _OWN, own, 1.0)
 
 
 def _schedules(trial: Trial) -> Iterator[Change]:

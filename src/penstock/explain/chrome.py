@@ -58,7 +58,7 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
     processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     marks = _steps(complete)
     made = []
-    for one in ranges:
+    for one in sorted(ranges, key=lambda one: one.start):
         place = processes.index(one.process)
         rank = place if len(processes) > 1 else _rank(header, file, number)
         stage = rank if one.stage < 0 else one.stage

@@ -1,7 +1,7 @@
 """Clocks that disagree, set right by messages: nothing can be used before it was made.
 
-Where every message arrives after it was sent, clocks are taken as they are. Otherwise each rank's is set so that the
-fastest message takes as long to its neighbour as back, as NTP does.
+Where messages arrive after they were sent, clocks are taken as they are. Otherwise each rank's is set so that a message
+takes as long to its neighbour as back, as NTP does.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ class Messages:
 
 
 def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
-    """What to add to each rank's clock; zeros if they agree."""
-    if not len(messages.seconds) or messages.seconds.min() >= -tolerance:
+    """What to add to each rank's clock; zeros if they agree: if most messages arrive after they were sent.
+
+    Single ones may not: a rank may be held up between its message and the end of the action that made it.
+    """
+    usual = dict(_usual(messages))
+    if all(seconds >= -tolerance for seconds, _ in usual.values()):
         return [0.0] * ranks
-    least = dict(_least(messages))
     neighbours = defaultdict(set)
-    for one, two in least:
+    for one, two in usual:
         neighbours[one].add(two)
         neighbours[two].add(one)
     found = {0: 0.0}
@@ -61,22 +64,29 @@ def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
     while queue:
         rank = queue.pop(0)
         for other in sorted(neighbours[rank] - found.keys()):
-            found[other] = found[rank] + _ahead(least, rank, other)
+            found[other] = found[rank] + _ahead(usual, rank, other)
             queue.append(other)
     return [found.get(rank, 0.0) for rank in range(ranks)]
 
 
-def _least(messages: Messages) -> Iterator[tuple[tuple[int, int], tuple[float, bool]]]:
-    """For each pair of ranks the fastest message, and whether any was waited for: only then is it a message's time."""
+def _usual(messages: Messages) -> Iterator[tuple[tuple[int, int], tuple[float, bool]]]:
+    """For each pair of ranks how long a message takes, and whether that is known: only those that were waited for
+    tell. Otherwise it takes at most as long as the fastest.
+    """
     pairs = sorted(set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)))
     for one, two in pairs:
         chosen = (messages.source == one) & (messages.target == two)
-        yield (one, two), (float(messages.seconds[chosen].min()), bool(messages.waited[chosen].any()))
+        waited = chosen & messages.waited
+        known = bool(waited.any())
+        yield (
+            (one, two),
+            (float(np.median(messages.seconds[waited]) if known else messages.seconds[chosen].min()), known),
+        )
 
 
-def _ahead(least: dict[tuple[int, int], tuple[float, bool]], rank: int, other: int) -> float:
+def _ahead(usual: dict[tuple[int, int], tuple[float, bool]], rank: int, other: int) -> float:
     """What to add to the other's clock so that it agrees with this one's."""
-    there, back = least.get((rank, other)), least.get((other, rank))
+    there, back = usual.get((rank, other)), usual.get((other, rank))
     if there is None or back is None:
         return -there[0] if there else back[0] if back else 0.0
     if there[1] == back[1]:

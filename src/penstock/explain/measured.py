@@ -188,8 +188,7 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made
     moved = shifts(Messages.of(columns, starts, ends, with_waits=with_waits), schedule.ranks, slack)
     each = np.repeat(moved, np.diff(columns.first))
     starts, ends = starts + each, ends + each
-    late = Messages.of(columns, starts, ends, with_waits=with_waits).seconds
-    notes = _clock_notes(number, moved, float(late.min(initial=0.0)), slack)
+    notes = _clock_notes(number, moved)
     if with_waits:
         users = np.flatnonzero(columns.need >= 0)
         starts[users] = np.clip(ends[columns.need[users]], starts[users], ends[users])
@@ -204,18 +203,15 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made
     return _Made(Replica(number, schedule, timeline, 0.0), first, tuple(moved), tuple(notes))
 
 
-def _clock_notes(number: int, moved: Sequence[float], latest: float, slack: float) -> list[str]:
-    notes = []
-    if any(moved):
-        ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
-        by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
-        notes.append(
-            f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by "
-            "their messages, taken to be as fast there as back"
-        )
-    if latest < -slack:
-        notes.append(f"replica {number}: messages seem to arrive up to {-latest:.6g} s before they are sent")
-    return notes
+def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
+    if not any(moved):
+        return []
+    ahead = max(range(len(moved)), key=lambda rank: abs(moved[rank]))
+    by = f"{abs(moved[ahead]):.6g} s {'behind' if moved[ahead] > 0 else 'ahead of'}"
+    return [
+        f"the clocks of replica {number}'s ranks disagree: rank {ahead}'s is {by} rank 0's; all are set right by their "
+        "messages, taken to be as fast there as back"
+    ]
 
 
 def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:

@@ -35,7 +35,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
     """
     files = [file for path in paths for file in _files(Path(path))]
     found = [_read(file, number) for number, file in enumerate(files)]
-    events = tuple(event for one in found for event in sorted(one.events, key=lambda event: event.start_seconds))
+    events = tuple(event for one in found for event in one.events)
     if not any(event.action is not None for event in events):
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline. Expected names such as 2F3 (stage, "
@@ -64,7 +64,7 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 def _read(file: Path, number: int) -> Recording:
     text = _text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return Recording(tuple(_columns(text, str(file))))
+        return Recording(tuple(sorted(_columns(text, str(file)), key=lambda event: event.start_seconds)))
     try:
         given = json.loads(text)
     except ValueError as error:

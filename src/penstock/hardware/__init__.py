@@ -2,7 +2,7 @@
 
 from penstock.hardware.calibration import Measurement, calibrated
 from penstock.hardware.roofline import USUAL, Efficiency, Operation, operation_seconds, seconds_of
-from penstock.hardware.specs import DTYPES, Cable, Device, device, devices, is_known, reported_as
+from penstock.hardware.specs import DTYPES, Cable, Device, device, devices, reported_as
 
 __all__ = [
     "DTYPES",
@@ -15,7 +15,6 @@ __all__ = [
     "calibrated",
     "device",
     "devices",
-    "is_known",
     "operation_seconds",
     "reported_as",
     "seconds_of",

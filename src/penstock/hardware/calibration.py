@@ -14,12 +14,18 @@ from penstock.hardware.roofline import USUAL, Efficiency, Operation
 from penstock.hardware.specs import Device
 
 PULL = 1e-4
-"""How much a constant is drawn to where the fit starts, in squared logarithms, as a part of a measurement's weight: one
-that no measurement tells stays there, and one that they tell hardly moves."""
+"""How much a constant is drawn to where the fit starts, as a part of a measurement's weight: one that no measurement
+tells stays there, and one that they tell hardly moves."""
 
 LEAST_FRACTION = 1e-3
-LAUNCH_SECONDS = (1e-8, 1e-3)
-"""Between these a constant is sought."""
+MOST_SECONDS = 1e-3
+"""Of a launch, and of a run."""
+
+_SCALE = 1e-4
+"""Seconds are sought in units of this, fractions as logarithms, so that all steps are of a like size."""
+
+_LOW = np.zeros(4)
+_HIGH = np.array([-math.log(LEAST_FRACTION), -math.log(LEAST_FRACTION), MOST_SECONDS / _SCALE, MOST_SECONDS / _SCALE])
 
 _ROUNDS = 200
 
@@ -28,7 +34,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Operations that ran one after another, and what they took.
+    """Operations that ran one after another in one forward or backward, and what they took.
 
     Raises:
         ArgumentError: there are no operations, or no time.
@@ -56,15 +62,13 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
     given = [_Sums.of(each, device) for each in measurements]
     if not given:
         return start
-    low = np.log([1.0, 1.0, LAUNCH_SECONDS[0]])
-    high = np.log([1 / LEAST_FRACTION, 1 / LEAST_FRACTION, LAUNCH_SECONDS[1]])
-    first = np.clip(np.log(_slowness(start)), low, high)
+    first = np.clip(_position(start), _LOW, _HIGH)
     best, errors = first, _residuals(given, first, first)
     damping = 1e-2
     for _ in range(_ROUNDS):
         slopes = _slopes(given, best)
-        towards = np.linalg.solve(slopes.T @ slopes + damping * np.eye(3), -slopes.T @ errors)
-        tried = np.clip(best + towards, low, high)
+        towards = np.linalg.solve(slopes.T @ slopes + damping * np.eye(4), -slopes.T @ errors)
+        tried = np.clip(best + towards, _LOW, _HIGH)
         found = _residuals(given, tried, first)
         if found @ found < errors @ errors:
             moved = float(np.abs(tried - best).max())
@@ -75,15 +79,10 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
             damping *= 4
             if damping > 1e9:
                 break
-    constants = np.exp(best)
+    product, bandwidth, launch, run = (float(one) for one in best)
     ratios = np.exp(errors[: len(given)])
-    return Efficiency(
-        float(min(1.0, 1 / constants[0])),
-        float(min(1.0, 1 / constants[1])),
-        float(constants[2]),
-        len(given),
-        float(np.median(np.abs(ratios - 1))),
-    )
+    error = float(np.median(np.abs(ratios - 1)))
+    return Efficiency(math.exp(-product), math.exp(-bandwidth), launch * _SCALE, len(given), error, run * _SCALE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,25 +103,30 @@ class _Sums:
             given.seconds,
         )
 
-    def parts(self, constants: Floats) -> Floats:
-        """What products, memory and launches take of the estimate, at these multiples of the least times."""
-        product, moved = self.product * constants[0], self.moved * constants[1]
+    def parts(self, at: Floats) -> Floats:
+        """What products, memory, launches and the run itself take of the estimate."""
+        product, moved = self.product * math.exp(at[0]), self.moved * math.exp(at[1])
         bound = product >= moved
-        return np.array([product[bound].sum(), moved[~bound].sum(), self.kernels * constants[2]])
+        return np.array([product[bound].sum(), moved[~bound].sum(), self.kernels * at[2] * _SCALE, at[3] * _SCALE])
 
 
-def _slowness(given: Efficiency) -> list[float]:
-    return [1 / given.product_fraction, 1 / given.bandwidth_fraction, max(given.launch_seconds, LAUNCH_SECONDS[0])]
+def _position(given: Efficiency) -> Floats:
+    """Where constants are among those that are sought."""
+    seconds = given.launch_seconds / _SCALE, given.run_seconds / _SCALE
+    return np.array([-math.log(given.product_fraction), -math.log(given.bandwidth_fraction), *seconds])
 
 
-def _residuals(given: Sequence[_Sums], logs: Floats, first: Floats) -> Floats:
-    constants = np.exp(logs)
-    estimates = [math.log(each.parts(constants).sum() / each.seconds) for each in given]
-    return np.array([*estimates, *(math.sqrt(PULL) * (logs - first))])
+def _residuals(given: Sequence[_Sums], at: Floats, first: Floats) -> Floats:
+    tiny = 1e-12  # of what only makes views, nothing is estimated
+    estimates = [math.log((each.parts(at).sum() + tiny) / each.seconds) for each in given]
+    return np.array([*estimates, *(math.sqrt(PULL) * (at - first))])
 
 
-def _slopes(given: Sequence[_Sums], logs: Floats) -> Floats:
-    """Of the residuals, by the logarithms of the constants."""
-    constants = np.exp(logs)
-    rows = [parts / parts.sum() for parts in (each.parts(constants) for each in given)]
-    return np.array([*rows, *(math.sqrt(PULL) * np.eye(3))])
+def _slopes(given: Sequence[_Sums], at: Floats) -> Floats:
+    """Of the residuals, by what is sought."""
+    rows = []
+    for each in given:
+        parts = each.parts(at)
+        by = [parts[0], parts[1], each.kernels * _SCALE, _SCALE]
+        rows.append(np.array(by) / (parts.sum() + 1e-12))
+    return np.array([*rows, *(math.sqrt(PULL) * np.eye(4))])

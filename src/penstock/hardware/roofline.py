@@ -48,9 +48,10 @@ class Efficiency:
         launch_seconds: what each kernel takes besides.
         measurements: to how many it was fitted; 0: to none.
         error: the median of |estimate / measured - 1| over these.
+        run_seconds: what a forward or a backward of a unit takes besides its kernels: its Python, the autograd engine.
 
     Raises:
-        ArgumentError: a fraction is not above 0 and at most 1, or `launch_seconds` is not 0 or more.
+        ArgumentError: a fraction is not above 0 and at most 1, or a time is not 0 or more.
     """
 
     product_fraction: float
@@ -58,13 +59,15 @@ class Efficiency:
     launch_seconds: float
     measurements: int = 0
     error: float = 0.0
+    run_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("product_fraction", "bandwidth_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a fraction, above 0 and at most 1")
-        if not 0 <= self.launch_seconds < math.inf:
-            raise ArgumentError(f"launch_seconds={self.launch_seconds!r}: expected 0 or more")
+        for name in ("launch_seconds", "run_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: expected 0 or more")
 
     @property
     def text(self) -> str:
@@ -72,9 +75,10 @@ class Efficiency:
         origin = "round figures, not fitted"
         if self.measurements:
             origin = f"fitted to {counted(self.measurements, 'measurement')} (median error {self.error:.1%})"
+        run = f" and {1e6 * self.run_seconds:.3g} us a run" if self.run_seconds else ""
         return (
-            f"{self.product_fraction:.0%} of the peak, {self.bandwidth_fraction:.0%} of the bandwidth and "
-            f"{1e6 * self.launch_seconds:.3g} us a kernel, {origin}"
+            f"{self.product_fraction:.0%} of the peak, {self.bandwidth_fraction:.0%} of the bandwidth, "
+            f"{1e6 * self.launch_seconds:.3g} us a kernel{run}, {origin}"
         )
 
 

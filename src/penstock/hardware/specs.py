@@ -129,15 +129,6 @@ def device(name: str | Path) -> Device:
     )
 
 
-def is_known(name: str) -> bool:
-    """Whether `device` would find it."""
-    try:
-        device(name)
-    except ArgumentError:
-        return False
-    return True
-
-
 def reported_as(name: str) -> Device | None:
     """The device that calls itself so, as `torch.cuda.get_device_name()` says."""
     found = [(len(start), each) for each in devices().values() for start in each.reports if name.startswith(start)]

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
+from penstock.partition.cut.best_order import Units, best_order, cut_in_order, first_units
 from penstock.partition.cut.choice import Choice
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
-from penstock.plan.stage_costs import crossing_seconds, usual_link
+from penstock.plan.stage_costs import crossing_seconds, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost
 
 LEAST_WORK = 500_000_000
@@ -37,9 +39,12 @@ class Decision:
     """Where to cut, and what is known about it."""
 
     cuts: tuple[str, ...]
+    """The units with which stages 1.. begin."""
     seconds: tuple[float, ...] = ()
     """What each stage was found to take, forward and backward; empty if that was not found out."""
     notes: tuple[str, ...] = ()
+    stage_of: Mapping[str, int] = field(default_factory=dict)
+    """The stage of each unit, if units run in another order than the recorded one; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,8 @@ class Room:
         limit_bytes: a rank's memory.
         in_flight: for each stage, how many microbatches are in flight at most.
         stages: the most stages of a rank, which share its memory equally.
-        link: what a message between two ranks costs; None: as usual for the device.
+        link: what a message between two ranks costs; None: the slowest that the profile has, or as
+            usual for the device.
     """
 
     limit_bytes: float = math.inf
@@ -62,9 +68,13 @@ class Room:
     def is_limited(self) -> bool:
         return math.isfinite(self.limit_bytes)
 
-    def crossing_seconds(self, unit: UnitCost, device: str) -> float:
-        """What it takes to send what crosses a cut before this unit, there and back."""
-        return crossing_seconds(unit, self.link or usual_link(device))
+    def crossing_seconds(self, unit: UnitCost, profile: Profile) -> float:
+        """What it takes to send what crosses a cut before this unit of a profile, there and back."""
+        return crossing_seconds(unit, self.link or slowest_link(profile) or usual_link(profile.device))
+
+    def link_of(self, device: str) -> LinkCost:
+        """Between two ranks on devices of this type."""
+        return self.link or usual_link(device)
 
 
 NO_LIMIT = Room()
@@ -90,7 +100,8 @@ def decide(
         ArgumentError: the profile is not of this model, the function returns something else, or nothing fits.
     """
     if choice.profile is not None:
-        return _by_profile(recording, model, stages, choice.profile, room, units)
+        found = _by_profile(recording, model, stages, choice.profile, room, units)
+        return replace(found, notes=(*_cautions(choice.profile), *found.notes))
     every = candidates(recording, model, choice.by) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
@@ -145,26 +156,74 @@ def measured(
     positions = {unit.name: unit.position for unit in units}
     seconds = [unit.seconds for unit in profile.units]
     problem = _problem(recording, model, seconds, [positions[name] for name in names], room)
-    crossing = [room.crossing_seconds(unit, profile.device) for unit in profile.units]
+    crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
     if all(name in names for name in by_work):
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    loads = stage_loads(problem, starts)
-    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), uneven(loads, names, starts, problem))
+    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile.device))
 
 
-def uneven(loads: Sequence[float], names: Sequence[str], starts: Sequence[int], problem: Problem) -> tuple[str, ...]:
-    """What to say of a slowest stage above `UNEVEN` times the mean; nothing if there is none."""
+def _in_best_order(
+    recording: Recording,
+    model: nn.Module,
+    names: Sequence[str],
+    problem: Problem,
+    starts: Sequence[int],
+    link: LinkCost,
+) -> Decision:
+    """The best cuts along any order that the recording's branches allow. `starts`: those in the recorded order."""
+    loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
+    notes = uneven(loads, names, runs, problem.seconds)
+    recorded = Decision(tuple(names[start] for start in starts[1:]), tuple(loads), notes)
+    units = Units(
+        names,
+        problem.seconds,
+        problem.held_bytes,
+        problem.activation_bytes,
+        link.bytes_per_second,
+        problem.limit_bytes,
+        tuple(problem.in_flight),
+    )
+    order = best_order(recording, model, units, starts)
+    if order is None:
+        return recorded
+    gain = f"the slowest stage {1 - order.ratio:.0%} faster"
+    if order.why_not:
+        note = f"modules in another order would make {gain}, but theirs stays as in the forward: {order.why_not}"
+        return replace(recorded, notes=(*recorded.notes, note))
+    try:
+        cut_in_order(recording, model, order.stage_of)
+    except PartitionError:  # each cut is possible, but not all of them together
+        return recorded
+    stages = [[unit for unit, name in enumerate(names) if order.stage_of[name] == s] for s in range(len(starts))]
+    note = f"modules run in another order than in the forward, as their inputs allow, which makes {gain}"
+    return Decision(
+        first_units(order.stage_of),
+        order.seconds,
+        (*uneven(order.seconds, names, stages, problem.seconds), note),
+        order.stage_of,
+    )
+
+
+def uneven(
+    loads: Sequence[float], names: Sequence[str], stages: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> tuple[str, ...]:
+    """What to say of a slowest stage above `UNEVEN` times the mean; nothing if there is none.
+
+    Args:
+        loads: of each stage.
+        names, seconds: of each unit.
+        stages: the units of each stage.
+    """
     mean = sum(loads) / len(loads)
     slowest = max(range(len(loads)), key=loads.__getitem__)
     if loads[slowest] <= UNEVEN * mean:
         return ()
-    end = (*starts[1:], len(names))[slowest]
-    heaviest = max(range(starts[slowest], end), key=lambda unit: problem.seconds[unit])
-    alone = problem.seconds[heaviest] / mean
+    heaviest = max(stages[slowest], key=seconds.__getitem__)
+    alone = seconds[heaviest] / mean
     text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean of the stages, and all wait for it"
     if alone > UNEVEN:
         remedy = f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (opens=)"
@@ -191,6 +250,12 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
     )
 
 
+def _cautions(profile: Profile) -> tuple[str, ...]:
+    if profile.source == "measured":
+        return ()
+    return (f"stages are cut by an estimate for {profile.device_name}, not by measured times",)
+
+
 def _by_profile(
     recording: Recording,
     model: nn.Module,
@@ -215,15 +280,14 @@ def _by_profile(
         )
     problem = Problem(
         [sum(unit.seconds for unit in units) for units in pieces],
-        [room.crossing_seconds(units[0], profile.device) for units in pieces],
+        [room.crossing_seconds(units[0], profile) for units in pieces],
         [sum(unit.held_bytes for unit in units) for units in pieces],
         [sum(unit.activation_bytes for unit in units) for units in pieces],
         in_flight=room.in_flight,
         limit_bytes=room.limit_bytes / room.stages,
     )
     starts = _best(problem, stages, room)
-    loads = stage_loads(problem, starts)
-    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), uneven(loads, names, starts, problem))
+    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile.device))
 
 
 def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> list[Candidate]:

@@ -14,6 +14,7 @@ from penstock.balance import Profile, with_operations
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import candidates, cut_positions
+from penstock.partition.cut.best_order import cut_in_order
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
@@ -138,7 +139,7 @@ class Partitioner:
         else:  # none was made, or one for another branch
             known = None
         recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
-        partition = self._partition(args, kwargs, recording, split)
+        partition = self._partition(args, kwargs, split.recording, split)
         key = (*signature, self._state())  # recording may have opened blocks
         if not self._is_settled:
             self._weighable.setdefault(key, recording)
@@ -181,7 +182,7 @@ class Partitioner:
             return
         decision = measured(recording, self.model, self.cuts or (), args, kwargs or {}, self._room)
         try:
-            self._cut_at(recording, decision.cuts)
+            self._cut_at(recording, decision)
         except PartitionError:  # each cut is possible, but not all of them together
             decision = self._decision
         if decision != self._decision:
@@ -332,7 +333,7 @@ class Partitioner:
     def _cut(self, recording: Recording) -> CutRecording:
         if self.cuts is not None:
             try:
-                return self._cut_at(recording, self.cuts)
+                return self._cut_at(recording, replace(self._decision, cuts=self.cuts))
             except PartitionError as error:
                 if self._chooses:
                     raise _not_as_before(error, self.cuts) from error
@@ -350,11 +351,14 @@ class Partitioner:
             return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room, units))
 
     def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
-        split = self._cut_at(recording, decision.cuts)
+        split = self._cut_at(recording, decision)
         self._decision = decision
         return split
 
-    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
+    def _cut_at(self, recording: Recording, decision: Decision) -> CutRecording:
+        if decision.stage_of:
+            return cut_in_order(recording, self.model, decision.stage_of)
+        cuts = decision.cuts
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raise now, while something else can be tried
         return split

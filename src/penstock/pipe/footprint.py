@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from penstock.gradients import gradient_bytes
 from penstock.partition import Partition
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.state.reach import Reach
+from penstock.partition.values.memory import meta_bytes
 from penstock.runtime.exact import rules as exact
 from penstock.schedule import Op, Schedule, drop_backward
 from penstock.simulate import StageCost, memory, simulate
@@ -173,9 +173,9 @@ def memory_of_ranks(
     if len(prints) < len(found) or (runs_again and splits):
         return ()
     order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
-    given = [sum(bytes_of(i.meta) for i in meta.inputs if i.source == MODEL_INPUT) for meta in metas]
+    given = [sum(meta_bytes(i.meta) for i in meta.inputs if i.source == MODEL_INPUT) for meta in metas]
     if runs_again:
-        received = [sum(bytes_of(i.meta) for i in meta.inputs) for meta in metas]
+        received = [sum(meta_bytes(i.meta) for i in meta.inputs) for meta in metas]
         prints = [Footprint(own, each.kept + each.working - own) for own, each in zip(received, prints, strict=True)]
     waiting = [max(each.kept - own, 0) for own, each in zip(given, prints, strict=True)]
     costs = [StageCost(1, 1, 1, activation_bytes=held, weight_gradient_bytes=held) for held in waiting]
@@ -198,9 +198,3 @@ def memory_of_ranks(
             )
         )
     return tuple(ranks)
-
-
-def bytes_of(meta: TensorMeta) -> int:
-    """The size of a value."""
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return prod(meta.shape) * dtype.itemsize

@@ -19,8 +19,9 @@ from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import as_module
+from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.build import build, checked_inputs
-from penstock.pipe.footprint import RankMemory, bytes_of, memory_of_ranks
+from penstock.pipe.footprint import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
@@ -353,7 +354,7 @@ def _crossings(partition: Partition) -> tuple[Crossing, ...]:
                     source_line=origin.source_line,
                     shape=value.meta.shape,
                     dtype=value.meta.dtype,
-                    bytes=bytes_of(value.meta),
+                    bytes=meta_bytes(value.meta),
                     takes_gradient=(value.source, value.name) in routes,
                 )
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +21,13 @@ from penstock.partition.units.chain import as_module
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
-from penstock.runtime.processes.world import device_named
+from penstock.runtime.execute.control import Control
+from penstock.runtime.execute.links import measure_links
+from penstock.runtime.processes.world import device_named, device_of, join
 from penstock.trees import Flat, map_tensors, unflatten
+
+USUAL_MESSAGE_BYTES = 2**20
+"""Of messages by which links are measured, for a model that cannot be cut."""
 
 
 def profile(
@@ -37,6 +44,7 @@ def profile(
     device: torch.device | Device | str | None = None,
     budget_seconds: float = 2.0,
     calibrate: Sequence[Profile | str | os.PathLike[str]] | Efficiency = (),
+    links: bool = False,
 ) -> Profile:
     """Runs each module before which the model can be cut, forward and backward, and says what it costs.
 
@@ -55,10 +63,12 @@ def profile(
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
+        links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
+            model's. Every rank of a job calls this; rank 0 measures the units, and all get the same profile.
 
     Raises:
-        ArgumentError: an argument is wrong, the batch makes no microbatch of such a size, or the model cannot be run
-            (its weights are on the meta device).
+        ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of
+            such a size, or the model cannot be run (its weights are on the meta device).
         PartitionError: the model cannot be recorded.
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
@@ -72,24 +82,38 @@ def profile(
             f"calibrate= is for estimates: name what to estimate for (device='h100'); device={device!r} is measured"
         )
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
-    partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+    there = None if device is None or isinstance(device, Device) or kind is not None else device_named(device)
+    if links and kind is not None:
+        raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
-    def measured(piece: Flat, rows: int) -> Profile:
+    def units() -> Profile:
+        partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
+        found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there)
+        return found if kind is None else estimated(found, kind, _efficiency(calibrate, kind))
+
+    return _with_links(units, there or _device_of(example, model)) if links else units()
+
+
+def _measured(
+    partitioner: Partitioner,
+    pieces: Sequence[tuple[Flat, int]],
+    budget_seconds: float | None,
+    there: torch.device | None,
+) -> Profile:
+    """The profile of microbatches, the last as the main one. `budget_seconds`: None: nothing is run."""
+
+    def one(piece: Flat, rows: int) -> Profile:
         inputs, named = unflatten(piece.leaves, piece.structure)
-        if kind is not None:
-            return partitioner.profile(inputs, named, None, rows)
-        if device is not None and not isinstance(device, Device):
-            there = device_named(device)
+        if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
         return partitioner.profile(inputs, named, budget_seconds, rows)
 
     try:
         with torch.enable_grad():
-            *others, largest = [measured(piece, rows) for piece, rows in pieces]
+            *others, largest = [one(piece, rows) for piece, rows in pieces]
     except UnmeasurableError as error:
         raise ArgumentError(f"the model cannot be profiled: {error}") from error
-    found = largest.with_others(others)
-    return found if kind is None else estimated(found, kind, _efficiency(calibrate, kind))
+    return largest.with_others(others)
 
 
 def specified(device: torch.device | Device | str | None) -> Device | None:
@@ -115,6 +139,37 @@ def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, 
         return given
     each = [given] if isinstance(given, (Profile, str, os.PathLike)) else given
     return fitted([one if isinstance(one, Profile) else read_profile(one) for one in each], device)
+
+
+def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
+    """The profile that rank 0 makes, with the links between all ranks."""
+    world = join(None, None, device.type)
+    if world.rank is None:
+        raise ArgumentError(
+            "links are measured between ranks, but this is a single process; start several: `penstock run --ranks 2 -m "
+            "penstock profile ... --links`, or the same under torchrun"
+        )
+    here = device_of(device.type, world, world.rank, device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    control = Control(world, here)
+    try:
+        with control.reporting(close=control.close):
+            with control.agreed(), control.working("the measuring of units"):
+                mine = units() if world.rank == 0 else None
+            found = control.give_all(mine)
+            assert found is not None
+            sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
+            size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
+            return replace(found, links=measure_links(control, here, size))
+    finally:
+        control.close()
+
+
+def _device_of(example: Any, model: nn.Module | Sequence[nn.Module]) -> torch.device:
+    """Where an example is; if it has no tensors, where the model is."""
+    tensors = (*tensors_in(example), *as_module(model).parameters())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def check_profile(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Kind as Kind
     from penstock.plan.graph_cut import GraphCut as GraphCut
     from penstock.plan.graph_cut import cut_graph as cut_graph
+    from penstock.plan.graph_cut import stage_seconds as stage_seconds
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import Lost as Lost
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "GraphCut": "graph_cut",
     "cut_graph": "graph_cut",
+    "stage_seconds": "graph_cut",
     "Transfer": "work_graph",
     "Work": "work_graph",
     "WorkGraph": "work_graph",

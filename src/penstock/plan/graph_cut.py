@@ -50,9 +50,10 @@ def cut_graph(
     devices: int,
     *,
     memory_limit: float = math.inf,
-    in_flight: bool = False,
+    in_flight: bool | Sequence[int] = False,
     beside: bool = False,
-    listed: bool = False,
+    below: float = math.inf,
+    most: int | None = None,
 ) -> GraphCut | None:
     """Cuts the graph into at most `devices` stages, so that the slowest takes as little time as possible.
 
@@ -66,12 +67,13 @@ def cut_graph(
         devices: how many there are, in a row.
         memory_limit: of each device, in bytes.
         in_flight: a stage holds one microbatch for itself and each stage after it, as the first of p stages does under
-            1F1B; otherwise one.
+            1F1B; otherwise one. Or how many each of all devices holds.
         beside: transfers take place while devices compute, all those over one cut one after another, so that the
             slowest stage or link counts. Otherwise a device's transfers add to its work.
-        listed: the works run as listed: only consecutive pieces of the list are stages.
+        below: only look for cuts whose slowest stage takes less than this, which is faster.
+        most: with more downsets, only one order of the works is tried; None: `MOST_DOWNSETS`.
 
-    Returns None if no cut keeps all devices within their memory.
+    Returns None if no cut keeps all devices within their memory, or none is below.
 
     Raises:
         ArgumentError: there is no device or no work, or `order` of the graph has a circle.
@@ -79,19 +81,28 @@ def cut_graph(
     if devices < 1 or not graph.works:
         raise ArgumentError(f"{len(graph.works)} works for {devices} devices: expected at least one of each")
     line = graph.topological()
-    found = None if listed else _downsets(graph)
-    downsets = _prefixes([*range(len(line))] if listed else line) if found is None else found
-    loads = _loads(graph, downsets, beside=beside)
-    path = _best_path(loads, _Held.of(graph, downsets, memory_limit, in_flight=in_flight), devices)
+    found = _downsets(graph, MOST_DOWNSETS if most is None else most)
+    downsets = _prefixes(line) if found is None else found
+    loads = _loads(graph, downsets, below, beside=beside)
+    path = _best_path(loads, _Held.of(graph, downsets, memory_limit, _microbatches(in_flight, devices)), devices)
     if path is None:
         return None
     pairs = list(pairwise(path))
     stages = tuple(tuple(np.flatnonzero(downsets[after] & ~downsets[before]).tolist()) for before, after in pairs)
-    return GraphCut(stages, max(float(loads[pair]) for pair in pairs), listed or found is not None)
+    return GraphCut(stages, max(float(loads[pair]) for pair in pairs), found is not None)
 
 
-def _downsets(graph: WorkGraph) -> Bools | None:
-    """All downsets as rows, smaller ones first; None if there are more than `MOST_DOWNSETS`."""
+def stage_seconds(graph: WorkGraph, stages: Sequence[Sequence[int]]) -> list[float]:
+    """How long each of these stages takes, transfers included."""
+    found = []
+    for stage in map(frozenset, stages):
+        moved = (t.seconds for t in graph.transfers if not t.ends <= stage and not t.ends.isdisjoint(stage))
+        found.append(sum(graph.works[work].seconds for work in stage) + sum(moved))
+    return found
+
+
+def _downsets(graph: WorkGraph, most: int) -> Bools | None:
+    """All downsets as rows, smaller ones first; None if there are more than so many."""
     before = [0] * len(graph.works)
     for a, b in graph.order:
         before[b] |= (1 << a) & ~(1 << b)
@@ -104,7 +115,7 @@ def _downsets(graph: WorkGraph) -> Bools | None:
             if not done >> work & 1 and not needed & ~done
         }
         found += sorted(level)
-        if len(found) > MOST_DOWNSETS:
+        if len(found) > most:
             return None
     return np.array([[done >> work & 1 for work in range(len(before))] for done in found], dtype=bool)
 
@@ -114,8 +125,9 @@ def _prefixes(line: Sequence[int]) -> Bools:
     return np.asarray(np.tri(len(line) + 1, len(line), -1, dtype=bool)[:, np.argsort(line)])
 
 
-def _loads(graph: WorkGraph, downsets: Bools, *, beside: bool) -> Floats:
-    """How long the stage between two downsets takes, [lower, upper]; infinite unless the upper contains the lower."""
+def _loads(graph: WorkGraph, downsets: Bools, bound: float, *, beside: bool) -> Floats:
+    """How long the stage between two downsets takes, [lower, upper]; infinite unless the upper contains the lower, and
+    where it is not below the bound."""
     done = downsets @ np.array([work.seconds for work in graph.works])
     loads = np.full((len(downsets), len(downsets)), np.inf)
     has = np.zeros((len(graph.transfers), len(graph.works)), dtype=bool)
@@ -124,18 +136,21 @@ def _loads(graph: WorkGraph, downsets: Bools, *, beside: bool) -> Floats:
     seconds = np.array([transfer.seconds for transfer in graph.transfers])
     crosses = _crosses(has, downsets)
     over_cut = crosses @ seconds
+    ends = has.astype(np.float32)
     for lower, below in enumerate(downsets):
-        above = lower + 1 + np.flatnonzero(downsets[lower + 1 :, below].all(axis=1))
+        near = lower + 1 + np.flatnonzero(done[lower + 1 :] - done[lower] < bound)
+        above = near[downsets[np.ix_(near, np.flatnonzero(below))].all(axis=1)]
         work = done[above] - done[lower]
         if beside:
             loads[lower, above] = np.maximum(work, over_cut[above])
         else:
             open_ = np.flatnonzero(crosses[lower])
             inside = downsets[above] & ~below
-            used = inside @ has[open_].T  # of the transfers over the lower cut, those with an end on the stage
+            used = inside.astype(np.float32) @ ends[open_].T > 0  # of those over the lower cut, what ends on the stage
             goes_on = crosses[np.ix_(above, open_)]
             moved = over_cut[above] + (used.astype(float) - goes_on) @ seconds[open_]
             loads[lower, above] = work + moved
+    loads[loads >= bound] = np.inf
     return loads
 
 
@@ -153,10 +168,11 @@ class _Held:
     microbatch: Floats
     fixed: Floats
     limit: float
-    in_flight: bool
+    in_flight: Ints
+    """Microbatches on the first of so many stages."""
 
     @classmethod
-    def of(cls, graph: WorkGraph, downsets: Bools, limit: float, *, in_flight: bool) -> Self:
+    def of(cls, graph: WorkGraph, downsets: Bools, limit: float, in_flight: Ints) -> Self:
         works = graph.works
         return cls(
             downsets @ np.array([work.microbatch_bytes for work in works]),
@@ -169,8 +185,15 @@ class _Held:
         """Whether a stage between two downsets fits if it is the first of so many, for each of several."""
         if self.limit == math.inf:
             return np.ones(len(upper), dtype=bool)
-        microbatch = (self.microbatch[upper] - self.microbatch[lower]) * (stages if self.in_flight else 1)
+        microbatch = (self.microbatch[upper] - self.microbatch[lower]) * self.in_flight[stages.astype(np.intp)]
         return np.asarray(microbatch + self.fixed[upper] - self.fixed[lower] <= self.limit)
+
+
+def _microbatches(in_flight: bool | Sequence[int], devices: int) -> Ints:
+    """How many microbatches the first of so many stages holds."""
+    if isinstance(in_flight, bool):
+        return np.arange(devices + 1) if in_flight else np.ones(devices + 1, dtype=np.intp)
+    return np.array([0, *reversed(in_flight)])
 
 
 def _best_path(loads: Floats, held: _Held, devices: int) -> list[int] | None:
@@ -180,16 +203,16 @@ def _best_path(loads: Floats, held: _Held, devices: int) -> list[int] | None:
     balanced, too.
     """
     limits = np.unique(loads[loads < np.inf])
-    enough = bisect_left(limits, True, key=lambda limit: _fewest(loads, held, limit) <= devices)
+    enough = bisect_left(limits, True, key=lambda limit: _fewest(loads, held, limit, devices) <= devices)
     return None if enough == len(limits) else _smoothest(loads, held, devices, limits[enough])
 
 
-def _fewest(loads: Floats, held: _Held, limit: float) -> float:
-    """The fewest stages of which none takes longer than a limit; infinite if there is no such cut."""
+def _fewest(loads: Floats, held: _Held, limit: float, most: int) -> float:
+    """The fewest stages of which none takes longer than a limit; infinite if there are more than so many."""
     fewest = np.full(len(loads), np.inf)
     fewest[-1] = 0
     for lower in range(len(loads) - 2, -1, -1):
-        after = np.flatnonzero((loads[lower] <= limit) & (fewest < np.inf))
+        after = np.flatnonzero((loads[lower] <= limit) & (fewest < most))
         stages = fewest[after] + 1
         fewest[lower] = stages[held.fits(lower, after, stages)].min(initial=np.inf)
     return float(fewest[0])

@@ -16,6 +16,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
+from penstock.plan.stage_costs import stage_cost
 from penstock.plan.sums import sums_end
 from penstock.schedule import Op, Placement, Row, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
@@ -92,22 +93,8 @@ def _cut_at(
 ) -> Cut:
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    return Cut(tuple(starts), tuple(map(_stage, pieces, sent, _speeds(placement, cluster, kinds))), kinds)
-
-
-def _stage(units: Sequence[UnitCost], output_bytes: float, speed: float) -> StageCost:
-    activations = sum(unit.activation_bytes for unit in units)
-    return StageCost(
-        sum(unit.forward_seconds for unit in units) / speed,
-        sum(unit.input_gradient_seconds for unit in units) / speed,
-        sum(unit.weight_gradient_seconds for unit in units) / speed,
-        output_bytes=output_bytes,
-        activation_bytes=activations,
-        weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
-        parameter_bytes=sum(unit.parameter_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
-    )
+    costs = map(stage_cost, pieces, sent, _speeds(placement, cluster, kinds))
+    return Cut(tuple(starts), tuple(costs), kinds)
 
 
 def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:

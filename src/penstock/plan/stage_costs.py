@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from penstock.balance import Problem, UnitCost, best_starts
+from penstock.balance import MeasuredLink, Problem, Profile, UnitCost, best_starts
 from penstock.simulate.costs import LinkCost, StageCost
 
 USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
@@ -20,6 +21,19 @@ USUAL_LINK = LinkCost(10e-6, 25e9)
 def usual_link(device: str) -> LinkCost:
     """What a message between two ranks is taken to cost if nobody says. `device`: the type of theirs."""
     return USUAL_LINKS.get(device, USUAL_LINK)
+
+
+def slowest_link(profile: Profile) -> LinkCost | None:
+    """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
+    links = [link_cost(link) for link in profile.links]
+    if not links:
+        return None
+    return LinkCost(max(one.latency_seconds for one in links), min(one.bytes_per_second for one in links))
+
+
+def link_cost(link: MeasuredLink) -> LinkCost:
+    """The same, as the simulator takes it."""
+    return LinkCost(link.latency_seconds, link.bytes_per_second or math.inf)
 
 
 def crossing_seconds(unit: UnitCost, link: LinkCost) -> float:
@@ -54,13 +68,16 @@ def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost) ->
     return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
 
 
-def stage_cost(units: Sequence[UnitCost], output_bytes: float) -> StageCost:
-    """What consecutive units cost as one stage that sends so much to the next."""
+def stage_cost(units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0) -> StageCost:
+    """What consecutive units cost as one stage that sends so much to the next.
+
+    `speed`: of its device; 1: that of the device of the profile.
+    """
     activations = sum(unit.activation_bytes for unit in units)
     return StageCost(
-        sum(unit.forward_seconds for unit in units),
-        sum(unit.input_gradient_seconds for unit in units),
-        sum(unit.weight_gradient_seconds for unit in units),
+        sum(unit.forward_seconds for unit in units) / speed,
+        sum(unit.input_gradient_seconds for unit in units) / speed,
+        sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,
         weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from operator import sub
@@ -39,15 +39,25 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry per action."""
+    """The spans of one rank as columns, in order: `start`, `end` and `waited` in seconds, one entry per action.
+
+    Attributes:
+        in_order: whether each action is known to end no sooner than the one before.
+    """
 
     actions: Row
     start: array[float]
     end: array[float]
     waited: array[float]
+    in_order: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.start)
+
+    @property
+    def last_end(self) -> float | None:
+        """When the last span ends; None if there is none."""
+        return max(self.end[-1:] if self.in_order else self.end, default=None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -207,7 +217,7 @@ class Timeline:
     @cached_property
     def _last_ends(self) -> list[float | None]:
         """When each rank's last span ends; None if it has none."""
-        return [max(track.end, default=None) for track in self.tracks]
+        return [track.last_end for track in self.tracks]
 
     @cached_property
     def _busy(self) -> list[float]:

@@ -144,8 +144,9 @@ def problem(
             "a stage's costs differ by microbatch, but the search takes one for each stage; give their mean"
         )
     need, lag, feeds = _messages(placement, by_stage, links)
-    held = tuple(float(cost.activation_bytes) for cost in by_stage)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
+    # Limits are kept when forwards are admitted, so what I leaves for W counts from F on, if it is more.
+    held = tuple(max(float(cost.activation_bytes), part) for cost, part in zip(by_stage, kept, strict=True))
     if not any(held):  # nothing is known about memory, so activations are counted
         held = kept = (1.0,) * len(held)
     return Problem(

@@ -150,8 +150,12 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
     need, source = np.full(first[-1], -1, np.int32), np.full(len(Op) * schedule.stages, -1)
     neighbours = Neighbours(schedule)
     for part in _parts(rows, first):
-        for op, nodes, stage, place, makers in _wanted(schedule, neighbours, part, tables):
-            needed, other = _looked_up(tables, makers, place), place // schedule.numbers
+        for op, nodes, stage, other, place, makers in _wanted(schedule, neighbours, part, tables):
+            needed = _looked_up(tables, makers, place)
+            if other is stage:
+                if (needed < 0).any() or (needed >= nodes).any():
+                    return None
+                continue
             remote = rank_of[other] != rank_of[stage]
             if (needed < 0).any() or (needed >= nodes)[~remote].any():
                 return None
@@ -184,15 +188,17 @@ def _looked_up(tables: dict[Op, Ints], ops: tuple[Op, ...], place: Ints) -> Ints
 
 def _wanted(
     schedule: Schedule, neighbours: Neighbours, part: _Part, occurring: Iterable[Op]
-) -> Iterator[tuple[Op, Ints, Ints, Ints, tuple[Op, ...]]]:
-    """For each need of each op: the op, the nodes that have the need, their stages, the places that they look at, and
-    which ops can fill it there.
+) -> Iterator[tuple[Op, Ints, Ints, Ints, Ints, tuple[Op, ...]]]:
+    """For each need of each op: the op, the nodes that have the need, their stages, the stages and the places that they
+    look at, and which ops can fill it there. Nodes that look at their own stage have the very same array for both.
     """
     slices = schedule.slices
     for op in occurring:
         chosen = np.flatnonzero(part.op == op.code)
         nodes, stage, number = part.begin + chosen, part.stage[chosen], part.number[chosen]
         for need in NEEDS[op]:
+            if slices == 1 and need.where in (Where.EARLIER, Where.LATER):
+                continue
             other, number_there = stage, number
             match need.where:
                 case Where.BELOW:
@@ -203,8 +209,9 @@ def _wanted(
                     number_there = np.where(number % slices > 0, number - 1, -1)
                 case Where.LATER:
                     number_there = np.where((number + 1) % slices > 0, number + 1, -1)
-            place = np.where((other < 0) | (number_there < 0), -1, other * np.int64(schedule.numbers) + number_there)
-            if (there := place >= 0).all():
-                yield op, nodes, stage, place, need.ops
+            place = other * np.int64(schedule.numbers) + number_there
+            if need.where is Where.SAME or (there := (other >= 0) & (number_there >= 0)).all():
+                yield op, nodes, stage, other, place, need.ops
             elif there.any():
-                yield op, nodes[there], stage[there], place[there], need.ops
+                of_those = stage[there]
+                yield op, nodes[there], of_those, of_those if other is stage else other[there], place[there], need.ops

@@ -23,8 +23,9 @@ class StageCost:
         backward_weight_seconds: W, the gradient of its parameters.
         output_bytes: what goes to the next stage; the gradient that comes back has the same size.
         activation_bytes: what a microbatch keeps on the stage from the start of F to the end of its backward.
-        weight_gradient_bytes: the part of `activation_bytes` that W needs: if the backward is split, the rest is freed
-            when I ends, and this when W does.
+        weight_gradient_bytes: what a microbatch keeps on the stage from the end of I to the end of W, if the backward
+            is split: those of the activations that W needs, and gradients that I leaves for it. So it may be more than
+            `activation_bytes`.
         parameter_bytes, gradient_bytes, optimizer_bytes: what the stage holds all the time.
         unsharded_bytes: what its whole parameters take besides, from the start of `UNSHARD` to the end of `RESHARD`, if
             it is sharded and the schedule has these.
@@ -32,7 +33,7 @@ class StageCost:
             long as one after the other.
 
     Raises:
-        ArgumentError: a cost is negative or beyond `BOUND`, or W needs more activations than there are.
+        ArgumentError: a cost is negative or beyond `BOUND`.
     """
 
     forward_seconds: float
@@ -52,11 +53,6 @@ class StageCost:
             value = getattr(self, field.name)
             if value is not None:
                 _check(field.name, value)
-        if self.weight_gradient_bytes > self.activation_bytes:
-            raise ArgumentError(
-                f"weight_gradient_bytes={self.weight_gradient_bytes} is more than activation_bytes="
-                f"{self.activation_bytes}: what W needs is a part of what F keeps; give at most activation_bytes"
-            )
 
     @property
     def backward_seconds(self) -> float:

@@ -50,9 +50,9 @@ def memory(schedule: Schedule, costs: StageCost | Sequence[OfStage], timeline: T
     """The memory of each rank over the timeline.
 
     A microbatch's `activation_bytes` are held from the start of its F to the end of its B; if the backward is split,
-    all but `weight_gradient_bytes` are freed at the end of I, and these at the end of W. On a stage without a backward
-    they are freed at the end of F. `unsharded_bytes` are held from the start of each UNSHARD to the end of the next
-    RESHARD; in a simulation, these take place when the computation before them ends.
+    `weight_gradient_bytes` take their place at the end of I, and are freed at the end of W. On a stage without a
+    backward they are freed at the end of F. `unsharded_bytes` are held from the start of each UNSHARD to the end of the
+    next RESHARD; in a simulation, these take place when the computation before them ends.
 
     Args:
         schedule: the one that the timeline shows.
@@ -116,7 +116,7 @@ def _courses(
 def _changes(costs: Sequence[Sequence[StageCost]], kept: frozenset[int]) -> Floats:
     """What actions take at their start, and free at their end: by kind of memory, start or end, op, stage and number.
 
-    `kept`: the stages that keep activations for a backward.
+    What I frees may be negative. `kept`: the stages that keep activations for a backward.
     """
     table = np.zeros((2, 2, len(Op), len(costs), max(map(len, costs))))
     for stage, each in enumerate(costs):
@@ -162,7 +162,7 @@ def _course(
     moments, changes = np.empty(2 * len(op)), np.zeros((len(table), 2 * len(op)))
     moments[::2], moments[1::2] = start, end
     for change, (taken, freed) in zip(changes, table, strict=True):
-        if taken.any():
+        if taken.any() or freed.any():
             change[::2], change[1::2] = taken[place], -freed[place]
     changed = changes.any(axis=0)
     if not changed.all():

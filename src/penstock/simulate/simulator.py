@@ -58,11 +58,22 @@ def simulate(
             or more for each rank.
         ScheduleError: the schedule cannot be run.
     """
+    return timed(schedule, costs, links, contended=contended, begin=begin)[0]
+
+
+def timed(
+    schedule: Schedule,
+    costs: StageCost | Sequence[OfStage],
+    links: Links = NO_COST,
+    *,
+    contended: bool = False,
+    begin: Sequence[float] | None = None,
+) -> tuple[Timeline, Columns]:
+    """`simulate`, and the columns that it made, for `Waits.of`: in a large schedule, to make them takes a second."""
     begins = _begins(schedule, begin)
     by_stage = costs_of_actions(schedule, costs)
     columns = Columns.of(schedule)
-    work = Work.of_columns(columns, by_stage, links)
-    starts, ends = _run(columns, work, begins, contended=contended) or (None, None)
+    starts, ends = _run(columns, Work.of_columns(columns, by_stage, links), begins, contended) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
@@ -70,14 +81,15 @@ def simulate(
             "forward must come before; write the two as separate actions"
         )
     rows, ranks = columns.rows, [columns.nodes(rank) for rank in range(columns.ranks)]
-    del columns
     # One column after the other, so that no more than one of them is in memory twice.
     start = [_array(starts[nodes]) for nodes in ranks]
     del starts
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
     waited = [_waited(*times) for times in zip(start, end, strict=True)]
-    return Timeline(tuple(map(Track, rows, start, end, waited)))
+    return Timeline(
+        tuple(Track(*of_rank, in_order=True) for of_rank in zip(rows, start, end, waited, strict=True))
+    ), columns
 
 
 def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
@@ -87,7 +99,7 @@ def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:
     return begins
 
 
-def _run(columns: Columns, work: Work, begins: Floats, *, contended: bool) -> tuple[Floats, Floats] | None:
+def _run(columns: Columns, work: Work, begins: Floats, contended: bool) -> tuple[Floats, Floats] | None:
     """When each node starts and ends; None if the ranks wait for each other in a circle."""
     nodes = int(columns.first[-1])
     lag = work.latency if contended else work.lag
@@ -109,7 +121,7 @@ def _run(columns: Columns, work: Work, begins: Floats, *, contended: bool) -> tu
 
 def _array(times: Floats) -> array[float]:
     made = array("d")
-    made.frombytes(times.tobytes())
+    made.frombytes(np.ascontiguousarray(times).view(np.uint8).data)
     return made
 
 

@@ -88,14 +88,16 @@ class Waits:
     need: Ints
 
     @classmethod
-    def of(cls, schedule: Schedule, timeline: Timeline) -> Waits:
+    def of(cls, schedule: Schedule, timeline: Timeline, columns: Columns | None = None) -> Waits:
+        """`columns` are those of the timeline's actions, if they are known."""
         if timeline.in_turns:
             raise ArgumentError(
                 "this timeline is of ranks that took turns in one process, which says nothing of who waits for whom; "
                 "give one of a run with a process for each rank, or a simulated one"
             )
         tracks = timeline.tracks
-        columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
+        if columns is None:
+            columns = Columns.of(schedule.with_rows(track.actions for track in tracks))
         starts, ends = (
             [_of_computations(track.actions, getattr(track, name)) for track in tracks] for name in ("start", "end")
         )

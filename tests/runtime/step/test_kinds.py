@@ -47,6 +47,50 @@ def test_each_microbatch_goes_its_way(schedule: str, chunks: int) -> None:
             assert_same_gradients(model, reference, but=but)
 
 
+class Reused(nn.Module):
+    """Layers that use their two weights once, twice or in a product with another, as a plain number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        if way == 0:
+            return torch.relu(self.b(self.a(x)))
+        if way == 1:
+            return torch.tanh(self.b(x)) * self.a.weight[0]
+        return self.a(self.b(self.a(x)))
+
+
+class ReusedLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Reused() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, ways: torch.Tensor) -> torch.Tensor:
+        way = int(ways.max())
+        for layer in self.layers:
+            x = layer(x, way)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_microbatches_with_the_same_traffic_may_use_a_weight_in_other_ways(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = ReusedLayers()
+    reference = copy.deepcopy(model)
+    options: dict[str, Any] = {"ranks": 2, "schedule": schedule, "microbatches": 3, "cuts": ["layers.1"]}
+    batches = [(torch.randn(6, WIDTH), torch.tensor(ways).repeat_interleave(2)) for ways in ((0, 2, 1), (1, 0, 0))]
+    with pipeline(model, batches[0], loss=squared_error, **options) as pipe:
+        for x, ways in (*batches, *batches):
+            model.zero_grad()
+            reference.zero_grad()
+            y = torch.ones(6, WIDTH)
+            expected = step_by_hand(reference, (x, ways), y, squared_error, 3)
+            assert torch.equal(pipe.step(x, ways, target=y).loss, expected.total)
+            assert_same_gradients(model, reference)
+
+
 # -- what stages do besides ------------------------------------------------------------------------------------------
 
 

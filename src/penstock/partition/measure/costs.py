@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +21,7 @@ from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.units.chain import public_names
+from penstock.partition.values.memory import meta_bytes
 from penstock.partition.values.objects import input_path
 from penstock.stages import MODEL_INPUT, Input, TensorMeta
 from penstock.trees import flatten
@@ -156,17 +156,12 @@ def _crossing(inputs: Sequence[Sequence[Input]]) -> list[tuple[int, int]]:
                 metas[value.source, value.name] = value.meta
     sent, back = [0] * (len(inputs) + 1), [0] * (len(inputs) + 1)
     for key, end in last.items():
-        size = _bytes(metas[key])
+        size = meta_bytes(metas[key])
         for totals, counts in ((sent, True), (back, metas[key].requires_grad)):
             if counts:
                 totals[key[0] + 1] += size
                 totals[end + 1] -= size
     return list(zip(accumulate(sent[:-1]), accumulate(back[:-1]), strict=True))
-
-
-def _bytes(meta: TensorMeta) -> int:
-    dtype: torch.dtype = getattr(torch, meta.dtype)
-    return prod(meta.shape) * dtype.itemsize
 
 
 def profile_of(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from penstock.compat import storage_of
+from penstock.stages import TensorMeta
 
 ANYWHERE = range(2**63)
 """The bytes of a storage of unknown layout."""
@@ -18,6 +20,12 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     return 1 + sum(step * (size - 1) for size, step in zip(shape, stride, strict=True))
+
+
+def meta_bytes(meta: TensorMeta) -> int:
+    """The size of a value."""
+    dtype: torch.dtype = getattr(torch, meta.dtype)
+    return prod(meta.shape) * dtype.itemsize
 
 
 def bytes_of(tensor: Tensor) -> range:

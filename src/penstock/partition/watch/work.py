@@ -88,6 +88,12 @@ def _attention_backward(gradient: Tensor, query: Tensor, key: Tensor, value: Ten
     return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
 
 
+def _grouped(first: Tensor, second: Tensor, *_: Any) -> int:
+    """Each group of the rows meets its own matrix; if only the inner dimension is in groups, all of it meets all."""
+    groups = first.shape[0] if first.ndim == second.ndim == 3 else 1
+    return 2 * groups * first.shape[-2] * first.shape[-1] * second.shape[-1]
+
+
 def _recurrent(given: Tensor, *weights: Any) -> int:
     """Each row of the input, at each time step, meets each weight once."""
     rows = prod(given.shape[:-1])
@@ -102,6 +108,7 @@ def _recurrent_backward(given: Tensor, *weights: Any) -> int:
 _FORMULAS: Mapping[str, Callable[..., int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "_grouped_mm": _grouped,
     "mkldnn_rnn_layer": _recurrent,
     "mkldnn_rnn_layer_backward": _recurrent_backward,
     "_cudnn_rnn": _recurrent,

@@ -29,6 +29,8 @@ from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
 from penstock.runtime.features.tensor_state import LossTensors, TensorState
+from penstock.runtime.kinds import distinct
+from penstock.runtime.split_backward.alike import weight_uses
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
@@ -131,21 +133,25 @@ def _own(argument: str, make: MakeFeature, stage: StageContext) -> Feature | Non
 def _splits(stage: StageContext) -> list[SplitBackward | None]:
     """What runs the split backward of each microbatch; None for one that is not split.
 
-    Each kind of microbatch has one of its own, which learns from its first microbatch what can wait for W.
+    Microbatches that use the stage's weights differently have one each, which learns from the first of them what can
+    wait for W.
     """
-    split, kinds = set(stage.microbatches(Op.I)), stage.binding.kinds.of
-    first = {kind: microbatch for microbatch, kind in reversed([*enumerate(kinds)]) if microbatch in split}
-    own = {kind: _split(stage, microbatch) for kind, microbatch in first.items()}
-    return [own[kind] if k in split else None for k, kind in enumerate(kinds)]
+    split = {*stage.microbatches(Op.I)}
+    partitions = stage.binding.partitions
+    uses = {id(each): weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
+    ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
+    first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
+    own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
+    return [own[way] if k in split else None for k, way in enumerate(ways)]
 
 
-def _split(stage: StageContext, first: int) -> SplitBackward:
+def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
     in_order = stage.in_order(Op.F) and stage.in_order(Op.B, Op.I)
     return SplitBackward(
         stage.parameters,
         stage.binding.partitions[first].stages[stage.index].module,
         stage.device,
-        in_order=in_order and len(stage.binding.kinds.metas) == 1,
+        in_order=in_order and alike,
         keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
         compiled=stage.binding.compile is not None,
     )

@@ -34,13 +34,13 @@ from penstock.runtime.split_backward.weight_uses import Waiting, WeightUses, bas
 
 
 class SplitBackward:
-    """The split backwards of one stage, for one kind of microbatch.
+    """The split backwards of one stage, for microbatches that use its weights alike.
 
     Args:
         parameters: returns the stage's parameters, by name, once a forward begins.
         module: the stage's code.
-        in_order: whether F, and I or B, come in ascending order of microbatch, and all microbatches are of one kind,
-            so that I adds to `.grad` in that order. Otherwise its terms are kept until W.
+        in_order: whether F, and I or B, come in ascending order of microbatch, and all microbatches use its weights
+            alike, so that I adds to `.grad` in that order. Otherwise its terms are kept until W.
         keeper: keeps what W needs of a forward; None: it stays as it is.
         compiled: whether the whole stage is compiled, with `SplittingBackend`.
     """

@@ -1,0 +1,193 @@
+"""Replay: the pipelines and whole steps of three production traces, and what their stragglers cost."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from result import DATA, Result
+
+from penstock.schedule import generate
+from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.job import balanced, slowdowns
+from penstock.simulate.trace_ops import Event, Traced, traced
+
+TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
+"""The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""
+
+STEPS = {"AR": "0.55", "SE": "0.48", "ST": "1.89"}
+"""The median error of the source's own replay on its steps."""
+
+Ops = dict[tuple[str, int, int | None], tuple[float, float]]
+"""When each op of one step and replica started and ended, in seconds: by name, rank and microbatch."""
+
+
+def traces() -> list[Result]:
+    """The pipeline's span of each step and replica: 1F1B with each op's own duration."""
+    found = []
+    for name, (theirs, aim) in TRACES.items():
+        runs = read(DATA / f"trace_{name}.csv.gz")
+        transfer = statistics.median(seconds for ops in runs for seconds in transfers(ops).values())
+        published = f"{theirs} (median)"
+        for how, sends in (
+            ("median transfer", Sends(transfer)),
+            ("median transfer, sends block", Sends(transfer, block=True)),
+            ("own transfers, sends block", Sends(None, block=True)),
+        ):
+            errors = tuple(replay_trace(ops, sends) for ops in runs)
+            found.append(Result(f"trace {name}, {how}", "pipeline span", errors, published, f"median {aim}"))
+        means = stage_means(runs)
+        errors = tuple(replay_trace(ops, Sends(transfer), means) for ops in runs)
+        found.append(Result(f"trace {name}, stages' means", "pipeline span", errors, "", ""))
+    return found
+
+
+def read(path: Path) -> list[Ops]:
+    """The ops of each step and replica."""
+    runs: dict[tuple[str, str], Ops] = {}
+    with gzip.open(path, "rt") as file:
+        for row in csv.DictReader(file):
+            start, seconds = int(row["start_us"]) / 1e6, int(row["duration_us"]) / 1e6
+            number = int(row["microbatch"]) if row["microbatch"] else None
+            ops = runs.setdefault((row["step"], row["dp_rank"]), {})
+            ops[row["op"], int(row["pp_rank"]), number] = (start, start + seconds)
+    return list(runs.values())
+
+
+def transfers(ops: Ops) -> dict[tuple[str, int, int | None], float]:
+    """How long each message took, by its send: from when both sides were there until both were done."""
+    found = {}
+    for (name, rank, number), (start, end) in ops.items():
+        if name.endswith("-send"):
+            other = name.replace("send", "recv"), rank + (1 if name.startswith("forward") else -1), number
+            if other in ops:
+                found[name, rank, number] = max(end, ops[other][1]) - max(start, ops[other][0])
+    return found
+
+
+def seconds_of(ops: Ops, name: str, rank: int, number: int) -> float:
+    start, end = ops[name, rank, number]
+    return end - start
+
+
+def stage_means(runs: Sequence[Ops]) -> dict[tuple[str, int], float]:
+    """The mean duration of each stage's forward and backward over all runs."""
+    every: dict[tuple[str, int], list[float]] = {}
+    for ops in runs:
+        for (name, rank, _), (start, end) in ops.items():
+            if name.endswith("-compute"):
+                every.setdefault((name, rank), []).append(end - start)
+    return {key: statistics.fmean(values) for key, values in every.items()}
+
+
+@dataclass(frozen=True)
+class Sends:
+    """What is said of messages: how long each takes (None: as long as it took), and whether a rank that sends waits."""
+
+    seconds: float | None
+    block: bool = False
+
+
+def replay_trace(ops: Ops, sends: Sends, means: Mapping[tuple[str, int], float] | None = None) -> float:
+    """The error of the span of one step and replica. A send that blocks its rank counts as part of the op before it."""
+    compute = {key: times for key, times in ops.items() if key[0].endswith("-compute")}
+    ranks, numbers = 1 + max(rank for _, rank, _ in compute), 1 + max(number or 0 for *_, number in compute)
+    own = transfers(ops)
+
+    def took(way: str, rank: int, number: int) -> float:
+        name = f"{way}-compute"
+        seconds = seconds_of(ops, name, rank, number) if means is None else means[name, rank]
+        sent = own.get((f"{way}-send", rank, number))
+        if sent is None or not sends.block:
+            return seconds
+        return seconds + (sent if sends.seconds is None else sends.seconds)
+
+    costs = [
+        [StageCost(took("forward", rank, k), took("backward", rank, k), 0) for k in range(numbers)]
+        for rank in range(ranks)
+    ]
+    link = LinkCost(0.0 if sends.block else sends.seconds or 0.0)
+    predicted = simulate(generate("1f1b", ranks, numbers), costs, link).makespan_seconds
+    span = max(end for _, end in compute.values()) - min(start for start, _ in compute.values())
+    return predicted / span - 1
+
+
+# -- whole steps ------------------------------------------------------------------------------------------------------
+
+PIPELINE_NAMES = {
+    "forward-compute": "forward", "backward-compute": "backward", "forward-recv": "forward-message",
+    "backward-recv": "backward-message", "forward-pp-comm": "forward-message", "backward-pp-comm": "backward-message",
+}  # fmt: skip
+"""What the source calls the ops of a pipeline: a message's balanced duration is that of its receive."""
+
+
+def published(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((DATA / "trace_published.json").read_text())[name]
+    return found
+
+
+@cache
+def steps(name: str, *, gaps: bool = False) -> dict[str, Traced]:
+    """The steps of a trace by their number."""
+    events: dict[str, list[Event]] = {}
+    with gzip.open(DATA / f"trace_{name}.csv.gz", "rt") as file:
+        for row in csv.DictReader(file):
+            start, seconds = int(row["start_us"]) / 1e6, int(row["duration_us"]) / 1e6
+            number = int(row["microbatch"]) if row["microbatch"] else None
+            ranks = int(row["dp_rank"]), int(row["pp_rank"])
+            events.setdefault(row["step"], []).append(Event(*ranks, row["op"], number, start, start + seconds))
+    job = published(name)
+    schedule = generate(job["schedule"], job["ranks"], job["microbatches"])
+    return {step: traced(schedule, found, gaps=gaps) for step, found in events.items()}
+
+
+def whole_steps() -> list[Result]:
+    """The measured time of each step with its collectives and optimizers, all replicas together."""
+    found = []
+    for name, theirs in STEPS.items():
+        measured = {step: row["step_s"] for step, row in published(name)["steps"].items()}
+        replays = [published(name)["steps"][step]["replay_s"] / seconds - 1 for step, seconds in measured.items()]
+        here = f"{theirs} (median), {100 * statistics.median(map(abs, replays)):.2f} on these steps"
+        for how, gaps in (("own durations", False), ("and hosts' least gaps", True)):
+            errors = tuple(
+                one.job.seconds(one.durations) / measured[step] - 1 for step, one in steps(name, gaps=gaps).items()
+            )
+            found.append(Result(f"trace {name}, {how}", "whole step", errors, here, f"median {theirs}"))
+    return found
+
+
+def stragglers() -> list[Result]:
+    """What stragglers cost, against what the source's own tool says: a step over the balanced one, and by whose
+    durations are real.
+    """
+    found = []
+    for name in STEPS:
+        errors: dict[str, list[float]] = {}
+        even = {PIPELINE_NAMES.get(op, op): one["seconds"] for op, one in published(name)["balanced_durations"].items()}
+        for step, one in steps(name).items():
+            theirs = published(name)["steps"][step]
+            ours = slowdowns(one.job, one.durations, balanced(one.durations, even))
+            errors.setdefault("of the step", []).append(ours.step / theirs["straggler_slowdown"] - 1)
+            errors.setdefault("by stage", []).extend(
+                ours.by_rank[int(rank)] / value - 1 for rank, value in theirs["slowdown_by_stage"].items()
+            )
+            errors.setdefault("by replica", []).extend(
+                ours.by_replica[int(replica)] / value - 1 for replica, value in theirs["slowdown_by_replica"].items()
+            )
+            errors.setdefault("by op", []).extend(
+                ours.by_op[PIPELINE_NAMES.get(op, op)] / value - 1
+                for op, value in theirs["slowdown_by_op"].items()
+                if op != "gc"  # which takes no time
+            )
+        found += [
+            Result(f"trace {name}, stragglers", f"slowdown {what}", tuple(values), "", "worst 2")
+            for what, values in errors.items()
+        ]
+    return found

@@ -1,0 +1,202 @@
+"""Options for the devices to plan for; `--device h100` in place of what is known of it: its memory and links."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli._target import link_of
+from penstock.errors import ArgumentError
+from penstock.words import counted, sized
+
+if TYPE_CHECKING:
+    from penstock.balance import Profile
+    from penstock.hardware import Cable, Device
+    from penstock.plan import Cluster, Kind
+    from penstock.simulate import LinkCost
+
+_DEVICES = "Devices"
+
+
+def _option(text: str, *flags: str, **more: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=_DEVICES, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """The devices to plan for."""
+
+    devices: Annotated[str, _option("How many there are; of several kinds, 4xold,8xnew.", "--devices", "-n")]
+    memory: Annotated[
+        str | None, _option("What each has: 80GiB, or by kind, old=40GiB,new=80GiB. By default no limit.")
+    ] = None
+    speed: Annotated[
+        str | None, _option("How fast each kind is: old=0.5,new=1. By default 1: as the profile's device.")
+    ] = None
+    link: Annotated[
+        str | None,
+        _option(
+            'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
+            "measured (its --links), or messages are free."
+        ),
+    ] = None
+    per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
+    between_hosts: Annotated[
+        str | None, _option("Between devices of two hosts, if not as --link says; needs --per-host.")
+    ] = None
+    host_link: Annotated[
+        str | None, _option("To the host's memory and back; if given, stages may offload activations.")
+    ] = None
+    device: Annotated[
+        str | None,
+        _option(
+            "A name from `penstock devices`, such as h100: memory and links as its vendor says, and times of TARGET "
+            "estimated for it."
+        ),
+    ] = None
+    calibrate: Annotated[
+        list[Path] | None,
+        _option("For these estimates: what was measured on such devices, of any model; repeat it.", metavar="FILE"),
+    ] = None
+
+    @property
+    def kind(self) -> Device | None:
+        """The device that was named."""
+        from penstock.hardware import device
+
+        if self.device is None and self.calibrate:
+            raise ArgumentError("--calibrate is for estimates: name what to estimate for, as in --device h100")
+        return None if self.device is None else device(self.device)
+
+    @property
+    def specified(self) -> ClusterOptions:
+        """The same with what the device's specifications say in place of what was not given."""
+        if self.kind is None:
+            return self
+        given = (self.devices, self.memory, self.link, self.per_host, self.between_hosts)
+        return replace(self, **_filled(self.kind, *given))
+
+    @property
+    def said(self) -> list[str]:
+        """What is planned for, if a device was named."""
+        given = self.specified
+        return [] if self.kind is None else [_described(self.kind, given)]
+
+    def read(self, measured: LinkCost | None = None) -> Cluster:
+        """The cluster. Raises ArgumentError if an option is wrong. `measured`: the link, unless --link says it."""
+        from penstock.plan import Cluster
+        from penstock.simulate import NO_COST
+
+        if self.between_hosts is not None and self.per_host is None:
+            raise ArgumentError(f"--between-hosts {self.between_hosts!r} needs --per-host: how many devices a host has")
+        return Cluster(
+            link=link_of(self.link) or measured or NO_COST,
+            devices_per_host=self.per_host,
+            between_hosts=link_of(self.between_hosts),
+            kinds=self._kinds(),
+            host_link=link_of(self.host_link),
+        )
+
+    def _kinds(self) -> tuple[Kind, ...]:
+        from penstock.fabric.units import size_of
+        from penstock.plan import Kind
+
+        counts: dict[str, int] = {}
+        for part in self.devices.split(","):
+            found = re.fullmatch(r"\s*(-?\d+)(?:x([\w.-]+))?\s*", part)
+            if found is None or (found[2] is None and "," in self.devices) or (found[2] or "") in counts:
+                raise ArgumentError(
+                    f"--devices {self.devices!r}: expected a number, or numbers of several kinds, as in 4xold,8xnew"
+                )
+            counts[found[2] or ""] = int(found[1])
+        sizes = _by_kind("--memory", self.memory, counts)
+        speeds = _by_kind("--speed", self.speed, counts)
+        return tuple(
+            Kind(
+                name,
+                number,
+                math.inf if sizes[name] is None else size_of(sizes[name]),
+                1.0 if speeds[name] is None else _speed(speeds[name]),
+            )
+            for name, number in counts.items()
+        )
+
+
+def _by_kind(option: str, text: str | None, kinds: Collection[str]) -> dict[str, Any]:
+    """What an option says of each kind: one for all, or name=value for each."""
+    if text is None or "=" not in text:
+        return dict.fromkeys(kinds, text)
+    given = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if odd := sorted(given.keys() ^ {*kinds}):
+        expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
+        raise ArgumentError(f"{option} {text!r}: {odd[0]!r} is not both here and in --devices; give {expected}")
+    return given
+
+
+def _speed(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"--speed: {text!r} is not a number; 1 is as fast as the profile's device") from None
+
+
+def _filled(
+    device: Device,
+    devices: str,
+    memory: str | None,
+    link: str | None,
+    per_host: int | None,
+    between_hosts: str | None,
+) -> dict[str, Any]:
+    """The options of a cluster of such devices; those that were not given are as its specifications say.
+
+    Raises:
+        ArgumentError: a link is needed that they do not state.
+    """
+    total = sum(int(number) for number in re.findall(r"(?:^|,)\s*(\d+)", devices))
+    joined = device.link.devices if device.link is not None else 0
+    if per_host is None and link is None and 0 < joined < total:
+        per_host = joined
+    if link is None and total > 1:
+        link = _text(device.link, device, "two of a host", "--link")
+    if between_hosts is None and per_host is not None and per_host < total:
+        between_hosts = _text(device.network, device, "two of different hosts", "--between-hosts")
+    memory = memory or f"{device.memory_bytes:.0f}"
+    return {"memory": memory, "link": link, "per_host": per_host, "between_hosts": between_hosts}
+
+
+def _described(device: Device, given: ClusterOptions) -> str:
+    """What is planned for, in a line."""
+    memory = sized(float(given.memory)) if given.memory and given.memory.isdecimal() else given.memory
+    parts = [device.name, f"memory {memory}", *([f"link {given.link}"] if given.link else [])]
+    if given.per_host is not None and given.between_hosts:
+        parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
+    return "; ".join(parts)
+
+
+def check_of(profiles: Sequence[Profile], device: Device) -> None:
+    """Refuses profiles of another type of device. Raises ArgumentError."""
+    for profile in profiles:
+        if profile.device != device.type:
+            raise ArgumentError(
+                f"--device {device.key}: the profile is of {profile.device_name or profile.device} ({profile.device}), "
+                f"not of {device.name} ({device.type}); estimate one: penstock profile TARGET --device {device.key}"
+            )
+
+
+def cautions(profiles: Sequence[Profile]) -> list[str]:
+    """What to say of profiles that were not measured."""
+    return list(dict.fromkeys(note for one in profiles if one.source == "estimate" for note in one.notes))
+
+
+def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
+    """A link as its option takes it."""
+    if cable is None:
+        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; give {option}")
+    return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"

@@ -1,0 +1,119 @@
+"""What a message between neighbouring ranks takes, over the transport that carries a pipeline's.
+
+A schedule waits for whole messages, so whole messages are timed: one there, and a small one back. (The pace of a stream
+is another thing: the copies at both ends overlap in it, and it may be twice as fast.) They are as large as the model's,
+since no one number is true of all sizes: what fits into a cache travels several times as fast as what needs fresh
+memory. The first trips do not count: connections are made and memory mapped in them, and TCP sends slowly at first. Of
+the others the shortest counts, since any other activity only adds to it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from penstock.balance import MeasuredLink
+from penstock.runtime.execute.control import Control
+from penstock.runtime.execute.transports import TransportChoice, transport_of
+from penstock.runtime.processes.world import is_accelerator
+from penstock.runtime.transport.protocol import Channel, Transport
+from penstock.stages import Link
+
+UNCOUNTED, COUNTED = 3, 12
+"""The trips of each size. The first one agrees on layouts."""
+
+SMALL_BYTES = 8
+
+_LINK, _BACK = Link(0, 1, ((0, "probe"),)), Link(1, 0, ((0, "probe"),))
+
+
+def measure_links(
+    control: Control, device: torch.device, message_bytes: int, transport: TransportChoice = "auto"
+) -> tuple[MeasuredLink, ...]:
+    """Both directions between neighbours on a ring of ranks, pair by pair. All ranks call it, and get the same.
+
+    Args:
+        device: this rank's.
+        message_bytes: how large messages are.
+
+    Raises:
+        ArgumentError: ranks share an accelerator.
+    """
+    world, groups = control.world, control.groups
+    assert world.rank is not None
+    assert groups is not None
+    carrier = transport_of(transport, world.rank, device, control, groups)
+    pairs = [(rank, (rank + 1) % world.ranks) for rank in range(world.ranks if world.ranks > 2 else 1)]
+    ways = [way for pair in pairs for way in (pair, pair[::-1])]
+    if groups.paired:
+        groups.pair(ways)
+    for way in ways:
+        if world.rank in way:
+            carrier.connect(*way)
+    found: list[MeasuredLink] = []
+    for number, (source, target) in enumerate(ways):
+        mine = None
+        if world.rank in (source, target):
+            with control.working("the measuring of links"):
+                mine = _End(carrier, source, target, device, 3 * number).measure(message_bytes)
+        found += [link for link in control.gather(mine, "its links") if link is not None]
+    carrier.close()
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _End:
+    """One rank's end of a direction of a link. `program`: the first of three numbers of its own."""
+
+    transport: Transport
+    source: int
+    target: int
+    device: torch.device
+    program: int
+
+    def measure(self, message_bytes: int) -> MeasuredLink | None:
+        """What was measured, on the sending rank."""
+        back = self._channel(self.program, back=True)
+        small = self._trip_seconds(self.program + 1, SMALL_BYTES, back)
+        large = self._trip_seconds(self.program + 2, message_bytes, back)
+        self.transport.release(self.program)
+        if not self._sends:
+            return None
+        rate = (message_bytes - SMALL_BYTES) / (large - small) if large > small else None
+        return MeasuredLink(self.source, self.target, small / 2, rate, message_bytes)
+
+    @property
+    def _sends(self) -> bool:
+        return self.transport.rank == self.source
+
+    def _channel(self, program: int, *, back: bool = False) -> Channel:
+        ends = (self.target, self.source) if back else (self.source, self.target)
+        return self.transport.channel(program, _BACK if back else _LINK, *ends, backward=back)
+
+    def _trip_seconds(self, program: int, size: int, back: Channel) -> float:
+        """The seconds of the shortest trip: a message of that many bytes, and a small one back."""
+        there = self._channel(program)
+        message = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        answer = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=self.device)
+        seconds = []
+        for _ in range(UNCOUNTED + COUNTED):
+            begun = time.perf_counter()
+            if self._sends:
+                back.post(0)
+                there.send(0, [message])
+                self._arrived(back)
+            else:
+                there.post(0)
+                self._arrived(there)
+                back.send(0, [answer])
+            seconds.append(time.perf_counter() - begun)
+            self.transport.end_step()
+        self.transport.release(program)
+        return min(seconds[UNCOUNTED:])
+
+    def _arrived(self, channel: Channel) -> None:
+        channel.receive(0)
+        if is_accelerator(self.device):
+            torch.accelerator.synchronize(self.device)

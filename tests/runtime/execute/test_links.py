@@ -1,0 +1,110 @@
+"""What a link is said to cost is what a message takes over it, and what depends on messages counts it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import link_jobs as jobs
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock import ArgumentError, Profile
+from penstock.balance import MeasuredLink
+from penstock.plan.stage_costs import slowest_link
+from penstock.runtime.execute import links
+from penstock.simulate import LinkCost
+from scaffolding.ranks import Ranks
+
+
+class Wire:
+    """The sending rank's transport, over a link of known latency and bandwidth. Its clock goes on with each message.
+
+    The first message of a kind takes far longer, and every third one a while.
+    """
+
+    rank, ranks = 0, 2
+
+    def __init__(self, latency_seconds: float, bytes_per_second: float) -> None:
+        self.link, self.now, self.programs, self.busy = LinkCost(latency_seconds, bytes_per_second), 0.0, set[int](), 0
+
+    def channel(self, program: int, *_: Any, **__: Any) -> Any:
+        def send(microbatch: int, message: Sequence[Tensor]) -> None:
+            self.now += self.link.seconds(sum(t.numel() * t.element_size() for t in message))
+            self.busy += 1
+            self.now += 9.0 * (program not in self.programs) + 0.5 * (self.busy % 3 == 0)
+            self.programs.add(program)
+
+        def receive(microbatch: int) -> list[Tensor]:
+            self.now += self.link.seconds(links.SMALL_BYTES)
+            return [torch.zeros(1)]
+
+        return SimpleNamespace(send=send, receive=receive, post=lambda _: None)
+
+    def end_step(self) -> None:
+        """Nothing is left over."""
+
+    def release(self, program: int) -> None:
+        """Nothing is held."""
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("latency", "rate"), [(1e-3, 1e9), (0.05, 1e6), (0.0, 2e10)])
+def test_latency_and_bandwidth_are_the_link_s(latency: float, rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire: Any = Wire(latency, rate)
+    monkeypatch.setattr(links, "time", wire)
+    found = links._End(wire, 0, 1, torch.device("cpu"), 0).measure(1_000_000)
+    assert found is not None
+    assert found.latency_seconds == pytest.approx(LinkCost(latency, rate).seconds(8), abs=1e-9)
+    assert found.bytes_per_second == pytest.approx(rate, rel=1e-6)
+    assert (found.source, found.target, found.message_bytes) == (0, 1, 1_000_000)
+
+
+@pytest.mark.distributed
+def test_ranks_get_one_profile_with_their_links(ranks2: Ranks) -> None:
+    first, other = ranks2.run(jobs.profiled)
+    assert first == other
+    found = Profile.from_dict(json.loads(first))
+    assert [(link.source, link.target) for link in found.links] == [(0, 1), (1, 0)]
+    assert {link.message_bytes for link in found.links} == {found.units[1].boundary_bytes}
+    assert all(0 < link.latency_seconds < 1 for link in found.links)
+
+
+@pytest.mark.distributed
+@pytest.mark.long  # two ranks show the rest; three have pairs in which one takes no part
+def test_three_ranks_measure_a_ring(ranks3: Ranks) -> None:
+    found = Profile.from_dict(json.loads(ranks3.run(jobs.profiled)[2]))
+    assert [(one.source, one.target) for one in found.links] == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]
+
+
+@pytest.mark.distributed
+def test_a_model_that_cannot_be_measured_is_refused_on_all_ranks(ranks2: Ranks) -> None:
+    first, other = ranks2.run(jobs.refused)
+    assert "its weights are on the meta device" in first
+    assert "its weights are on the meta device" in other
+
+
+def test_a_single_process_has_no_links() -> None:
+    with pytest.raises(ArgumentError, match="links are measured between ranks, but this is a single process"):
+        penstock.profile(jobs.model(), (torch.randn(4, 8),), links=True)
+
+
+def test_cuts_count_the_slowest_link_that_was_measured() -> None:
+    """The middle cut sends ten times as much: with free messages it is best, over a slow link another one is."""
+    profile = jobs.uneven()
+    with_slow = replace(profile, links=(MeasuredLink(0, 1, 0.0, 1e3), MeasuredLink(1, 0, 1e-3, 1e6)))
+    assert slowest_link(with_slow) == LinkCost(1e-3, 1e3)
+    found = {}
+    for name, balance in (("free", profile), ("slow", with_slow)):
+        with penstock.pipeline(
+            jobs.model(), (torch.randn(4, 8),), ranks=2, microbatches=2, loss_fn=lambda y: y.mean(), balance=balance
+        ) as pipe:
+            found[name] = pipe.cuts
+    assert found == {"free": ("2",), "slow": ("3",)}
