@@ -96,7 +96,7 @@ def test_one_device_is_told_that_a_pipeline_is_pointless(profile: str, tmp_path:
 def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp_path: Path) -> None:
     file = str(tmp_path / "links.json")
     replace(PROFILE, links=(MeasuredLink(0, 1, 1e-3, 1e9), MeasuredLink(1, 0, 1e-3, 2e9))).save(file)
-    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file)
+    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file, "--search", "0")
     for options, link in (((), LinkCost(1e-3, 1e9)), (("--link", "100gbit delay 5us"), LinkCost(5e-6, 12.5e9))):
         planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16)
         found = as_json(*job, *options)["plans"]

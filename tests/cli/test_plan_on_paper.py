@@ -14,7 +14,7 @@ def test_groups_of_devices_are_planned_as_one_each() -> None:
     choice = best["choice"]
     assert choice["replicas"] * choice["ranks"] == 8
     assert choice["replicas"] * choice["microbatches"] * choice["rows"] == 64
-    assert best["limit_bytes"] == 80e9
+    assert {*best["limit_bytes"]} == {80e9}
     assert all(name.startswith("layers.") for name in best["cuts"])
 
 
