@@ -57,6 +57,32 @@ class TwoTowers(nn.Module):
         return self.meet(torch.cat([self.left(x).mean(1), self.right(y).mean(1)], 1))
 
 
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(channels, out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+        self.shortcut = nn.Identity() if stride == 1 else nn.Conv2d(channels, out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def cnn() -> nn.Module:
+    """A residual network of nine blocks: much work on few channels first, little on many channels last."""
+    widths = [(32, 32, 1)] * 3 + [(32, 64, 2)] + [(64, 64, 1)] * 2 + [(64, 128, 2)] + [(128, 128, 1)] * 2
+    blocks = [Residual(*width) for width in widths]
+    stem = nn.Sequential(nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
+    return nn.Sequential(stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
 class Vocabulary(nn.Module):
     """A GPT of 8 blocks whose head has a weight of its own."""
 
@@ -82,6 +108,7 @@ def llama() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
     "GPT, 8 blocks, 6,144 words": (Vocabulary, (torch.randint(0, 6144, (4, 64)),)),
+    "CNN, 9 residual blocks": (cnn, (torch.randn(2, 3, 64, 64),)),
     "ResNet-50": (
         lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig()),
         (torch.randn(2, 3, 96, 96),),

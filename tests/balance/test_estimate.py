@@ -75,7 +75,7 @@ def test_constants_come_from_a_measured_profile() -> None:
     assert found.product_fraction == pytest.approx(0.3, rel=0.02)
     assert found.bandwidth_fraction == pytest.approx(0.6, rel=0.02)
     assert found.launch_seconds == pytest.approx(2e-5, rel=0.05)
-    assert found.measurements == 4  # F and B of each kind
+    assert found.measurements == 5  # F and B of each kind, and I of the one that has W too
     assert fitted([], MINE) == USUAL
 
 
@@ -97,7 +97,7 @@ def test_another_known_device_cannot_calibrate() -> None:
     measured = replace(estimated(COUNTED, H100), source="measured", device_name="NVIDIA H200")
     with pytest.raises(ArgumentError, match=r"measured on NVIDIA H200 .*, which is no NVIDIA H100 SXM 80GB"):
         fitted([measured], H100)
-    assert fitted([replace(measured, device_name="NVIDIA H100 80GB HBM3")], H100).measurements == 4
+    assert fitted([replace(measured, device_name="NVIDIA H100 80GB HBM3")], H100).measurements == 5
 
 
 def test_a_dtype_without_a_peak_is_refused() -> None:

@@ -243,6 +243,15 @@ def test_a_missing_rank_is_refused(tmp_path: Path) -> None:
     assert "give the trace of every rank" in refusal("explain", *map(str, files[:2] + files[3:]))
 
 
+def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
+    def event(name: str, ts: float) -> dict[str, Any]:
+        return {"ph": "X", "name": f"penstock {name}", "pid": 1, "tid": 1, "ts": ts, "dur": 1.0}
+
+    names = ["0F0", "0SEND_F0", "0B0"]
+    file = write(tmp_path / "rank0.json", {"traceEvents": [event(name, at) for at, name in enumerate(names)]})
+    assert "no rank has stage 1" in refusal("explain", str(file))
+
+
 def test_ranks_in_turns_are_refused(tmp_path: Path) -> None:
     spans = [[Span(rank, *rest) for (*rest,) in ()] for rank in range(2)]
     turns = Timeline.merge(spans, in_turns=True)

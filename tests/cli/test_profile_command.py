@@ -211,7 +211,7 @@ def test_an_estimate_is_calibrated_by_what_was_measured() -> None:
     output("profile", "cases.py:make", "--budget-seconds", "0", "--json", "here.json")
     lines = output("profile", "cases.py:meta", "--device", "mine.toml", "--calibrate", "here.json").splitlines()
     assert lines[0] == "2 units on mine, an estimate"
-    assert "fitted to 6 measurements (median error " in lines[-1]
+    assert "fitted to 8 measurements (median error " in lines[-1]
     assert "--calibrate is for estimates: name what to estimate for" in refusal(
         "profile", "cases.py:make", "--calibrate", "here.json"
     )

@@ -61,3 +61,13 @@ def test_long_work_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     done = penstock(*options)
     assert done.stderr == "penstock: timing 64 actions, which takes a while\n"
     assert json.loads(done.stdout)["makespan"] == 33
+
+
+def test_without_numba_it_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_size, "ANNOUNCED", 60)
+    monkeypatch.setattr(_size, "find_spec", lambda _: None)
+    done = penstock("simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--json")
+    assert done.stderr.startswith(
+        "penstock: timing 64 actions, which takes a while; numba makes it some times as quick"
+    )
+    assert json.loads(done.stdout)["makespan"] == 33

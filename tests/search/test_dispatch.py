@@ -220,3 +220,12 @@ def test_window_0_keeps_the_pattern_s_order() -> None:
     made = dispatch(asked, pattern)
     assert made is not None
     assert [lane for lane in made[0] if lane < 2] == [0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("left", [1, 3])
+def test_what_input_gradients_leave_for_weights_counts(left: float) -> None:
+    """W may need more than F kept; the limit holds all the same, by the memory of the timeline."""
+    cost, placement, limit = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=left), Placement.loop(3), 4
+    found = search(placement, 8, cost, memory_limit=limit, seconds=0.2)
+    check(found.schedule)
+    assert max(one.peak_activations for one in memory(found.schedule, cost, found.timeline)) <= limit

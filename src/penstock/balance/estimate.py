@@ -91,14 +91,16 @@ def _times(done: Operations, device: Device, efficiency: Efficiency) -> tuple[fl
 
 
 def _measurements(units: Sequence[UnitCost]) -> list[Measurement]:
-    """What each kind of unit did in its forward, and in its backward, and what that took."""
+    """What each kind of unit did in its forward, its backward, and the part of it that is I, and what that took."""
     found = []
     for unit in units:
         if unit.like:
             continue
         done = _operations_of(unit)
         backward = unit.input_gradient_seconds + unit.weight_gradient_seconds
-        pairs = ((done.forward, unit.forward_seconds), (done.backward, backward))
+        pairs = [(done.forward, unit.forward_seconds), (done.backward, backward)]
+        if unit.weight_gradient_seconds:
+            pairs.append((done.input_gradient, unit.input_gradient_seconds))
         found += [Measurement(operations, seconds) for operations, seconds in pairs if operations and seconds > 0]
     return found
 

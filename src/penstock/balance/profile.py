@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
 from penstock.hardware import Operation
+from penstock.json_files import read_json, write_json
 from penstock.words import shortened
 
 VERSION = 1
@@ -250,22 +250,13 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON. Raises ArgumentError if the file cannot be written."""
-        try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from error
+        write_json(path, self.to_dict())
 
 
 def read_profile(path: str | os.PathLike[str]) -> Profile:
     """The profile in a file of JSON. Raises ArgumentError if there is none."""
-    name = os.fspath(path)
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"profile {name!r} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ArgumentError(f"profile {name!r} is not JSON: {error}") from error
-    return Profile.from_dict(given, f"profile {name!r}")
+    what = f"profile {os.fspath(path)!r}"
+    return Profile.from_dict(read_json(path, what), what)
 
 
 class MadeFor(Protocol):

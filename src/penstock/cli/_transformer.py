@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from penstock.plan import Cluster, Plan
     from penstock.transformer import Job, Machine
 
+USUAL_ON_PAPER = "1f1b,interleaved-1f1b,zb-h1"
+"""The schedules to choose from unless others are asked for: to try all, for thousands of devices, takes minutes."""
+
 ROWS = (1, 2, 4, 8)
 """Of microbatches. Estimates cost nothing, so each size has its own."""
 
@@ -102,8 +105,11 @@ class Paper:
         rows = choice.replicas * choice.microbatches * choice.rows
         flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
         share = flops / self.machine.device.peak(job.dtype)
-        return (
-            f"An estimate {profile_of(job, self.machine, 1).notes[0]}.\n{job.model.parameters:,} parameters. dp and pp "
-            f"count groups of {counted(job.tensor_parallel, 'device')}. The first: {flops / 1e12:.0f} TFLOP/s a "
-            f"device, {share:.0%} of its peak."
+        origin = profile_of(job, self.machine, 1).notes[0]
+        said = (
+            f"Of {USUAL_ON_PAPER} unless --schedule names others.",
+            f"An estimate {origin}.",
+            f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
+            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",
         )
+        return "\n".join(said)

@@ -114,7 +114,8 @@ def show(found: Explanation, console: Console) -> None:
     if mended := [one for one in found.changes if one.mends]:
         console.print(_changes(mended[:_MOST_CHANGES], found.error))
     else:
-        console.print("nothing: stages, ranks and microbatches are alike, as far as 0.5% of a step goes")
+        least = max(found.error, 0.005)
+        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {least:.1%} of a step goes")
     if others := [one for one in found.changes if not one.mends]:
         console.print("\n[bold]Other ways[/]")
         console.print(_changes(others[:_MOST_CHANGES], found.error))

@@ -16,7 +16,7 @@ from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._plans import show, show_lack
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import loaded
-from penstock.cli._transformer import TransformerOptions
+from penstock.cli._transformer import USUAL_ON_PAPER, TransformerOptions
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def plan(
         known, profiles = cluster.specified.read(), _profiles(target, profile or [], cluster)
         known = cluster.specified.read(_measured_link(profiles))
     sizes = Sizes.of(profiles)
-    names = _names(schedule)
+    names = _names(schedule or (None if paper is None else USUAL_ON_PAPER))
     found = make_plans(sizes, known, global_batch, names, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)

@@ -77,8 +77,10 @@ class Trial:
         return np.asarray(np.nansum(self.factors.typical, axis=0))
 
 
-def suggestions(trial: Trial) -> tuple[Change, ...]:
-    """The changes that bring something: those that mend what is uneven, then other ways; what brings most first."""
+def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
+    """The changes that bring something, and more than the replay's error: those that mend what is uneven, then other
+    ways; what brings most first.
+    """
     found = [
         *_cut(trial),
         *_ranks(trial),
@@ -87,7 +89,9 @@ def suggestions(trial: Trial) -> tuple[Change, ...]:
         *_schedules(trial),
         *_between(trial),
     ]
-    return tuple(sorted((one for one in found if one.gain >= LEAST_GAIN), key=lambda one: (not one.mends, -one.gain)))
+    return tuple(
+        sorted((one for one in found if one.gain >= max(LEAST_GAIN, error)), key=lambda one: (not one.mends, -one.gain))
+    )
 
 
 def _cut(trial: Trial) -> Iterator[Change]:

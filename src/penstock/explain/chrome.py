@@ -23,6 +23,7 @@ _WORDS = re.compile(
     re.IGNORECASE,
 )
 _OPS = {"f": Op.F, "b": Op.B, "i": Op.I, "w": Op.W}
+_SENT = re.compile(r"(?:^|[ :])([0-9]{1,9})SEND_F[0-9]+")
 _STEP = re.compile(r"ProfilerStep#([0-9]+)")
 _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
@@ -65,7 +66,19 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
         action = Action(stage, one.op, one.microbatch)
         source = ("process", rank)
         made.append(Event(source, str(action), one.start, one.end, action, marks.at(one.start)))
-    return Recording(tuple(made), any(one.waits for one in ranges))
+    return Recording(tuple(made), any(one.waits for one in ranges), (), _stages(complete))
+
+
+def _stages(events: Sequence[Mapping[str, Any]]) -> int:
+    """How many stages there are at least: a stage that sends its output is not the last."""
+    found = (_SENT.search(text) for event in events for text in _texts(event))
+    return max((int(sent[1]) + 2 for sent in found if sent), default=0)
+
+
+def _texts(event: Mapping[str, Any]) -> list[str]:
+    args = event.get("args")
+    texts = [event.get("name"), args.get("action") if isinstance(args, dict) else None]
+    return [text for text in texts if isinstance(text, str)]
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:

@@ -38,8 +38,10 @@ class Recording:
         events: of each process in order, as far as they do not say their step.
         with_waits: the span of an action begins when its process begins to wait for the input, as torch's ranges do.
         notes: what the reader left out, and why.
+        stages: at least so many there are, by the messages in the trace; 0 if it has none.
     """
 
     events: tuple[Event, ...]
     with_waits: bool = False
     notes: tuple[str, ...] = ()
+    stages: int = 0

@@ -139,16 +139,18 @@ def explain(
     replay_seconds = replay.pipeline_seconds
     even = factors.even[chosen.replicas.index(chosen.slowest)]
     trial = Trial(chosen, factors, replay, replay_seconds, predicted)
+    replay_error = (replay_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
+    worst = max(map(_worst_error, run.steps))
     return Explanation(
         run,
         chosen,
-        (replay_seconds - chosen.pipeline_seconds) / chosen.seconds,
-        max(map(_worst_error, run.steps)),
+        replay_error,
+        worst,
         _stages(trial),
         _predicted_seconds(trial),
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, replay.free.timeline(chosen.slowest.schedule, even)),
-        suggestions(trial),
+        suggestions(trial, max(abs(replay_error), worst)),
         tuple(what_if(trial, text) for text in what_ifs),
     )
 

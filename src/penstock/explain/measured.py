@@ -100,7 +100,7 @@ def run_of(recording: Recording) -> Run:
         else:
             groups[event.step or 0][event.replica or 0].append(event)
     steps, notes, lacking = [], list(recording.notes), []
-    stages = 1 + max(event.action.stage for event in events if event.action is not None)
+    stages = max(recording.stages, 1 + max(event.action.stage for event in events if event.action is not None))
     for number, by_replica in sorted(groups.items()):
         made = []
         for replica, given in sorted(by_replica.items()):

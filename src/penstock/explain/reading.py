@@ -10,7 +10,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
             "start_us, duration_us"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
-    return Recording(events, any(one.with_waits for one in found), notes)
+    return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))
 
 
 def _files(path: Path) -> list[Path]:
@@ -64,7 +64,7 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 def _read(file: Path, number: int) -> Recording:
     text = _text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return Recording(tuple(sorted(_columns(text, str(file)), key=lambda event: event.start_seconds)))
+        return _columns(text, str(file))
     try:
         given = json.loads(text)
     except ValueError as error:
@@ -73,7 +73,7 @@ def _read(file: Path, number: int) -> Recording:
         return read_chrome(given["traceEvents"], given, file.name, number)
     timelines = given if isinstance(given, list) else [given]
     if timelines and all(isinstance(one, dict) and "ranks" in one for one in timelines):
-        return Recording(tuple(_of_timelines([Timeline.from_dict(one) for one in timelines], str(file))))
+        return recording_of([Timeline.from_dict(one) for one in timelines], str(file))
     if isinstance(given, list):
         return read_chrome(given, {}, file.name, number)
     raise ArgumentError(f"{file}: expected a timeline (ranks) or a trace in Chrome's format (traceEvents)")
@@ -89,25 +89,25 @@ def _text(file: Path) -> str:
         raise ArgumentError(f"{file} cannot be read: {error}") from None
 
 
-def recording_of(timelines: Sequence[Timeline]) -> Recording:
-    """The timelines of some steps, as the runtime or the simulator made them."""
-    return Recording(tuple(event for one in timelines for event in _of_timelines([one], "")))
+def recording_of(timelines: Sequence[Timeline], file: str = "") -> Recording:
+    """The timelines of some steps, as the runtime or the simulator made them.
 
-
-def _of_timelines(timelines: Sequence[Timeline], file: str) -> Iterator[Event]:
-    """A source for each rank, the same in every step and file."""
-    for timeline in timelines:
-        if timeline.in_turns:
-            raise ArgumentError(
-                f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a "
-                "run with a process for each rank (penstock run), or simulate these times"
-            )
-        for span in timeline:
-            if span.action.op.is_compute:
-                yield Event(
-                    ("rank", span.rank), str(span.action), span.start_seconds, span.end_seconds, span.action,
-                    rank=span.rank, replica=0,
-                )  # fmt: skip
+    Raises:
+        ArgumentError: ranks took turns in one process. `file` is where the timelines are from.
+    """
+    if any(timeline.in_turns for timeline in timelines):
+        raise ArgumentError(
+            f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
+            "with a process for each rank (penstock run), or simulate these times"
+        )
+    spans = [span for timeline in timelines for span in timeline]
+    events = (
+        Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, rank=s.rank, replica=0)
+        for s in spans
+        if s.action.op.is_compute
+    )
+    stages = max((2 + s.action.stage for s in spans if s.action.op is Op.SEND_F), default=0)
+    return Recording(tuple(events), stages=stages)
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------
@@ -117,17 +117,23 @@ _MESSAGES = re.compile(r"(forward|backward)-(send|recv)|SEND_[FB]|RECV_[FB]")
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
 
 
-def _columns(text: str, file: str) -> Iterator[Event]:
-    """Rows of one event each, in microseconds on one clock. Messages are left out: what ranks wait for says when."""
+def _columns(text: str, file: str) -> Recording:
+    """Rows of one event each, in microseconds on one clock. Messages say only how many stages there are: what ranks
+    wait for says when they travelled.
+    """
     reader = csv.DictReader(io.StringIO(text))
     if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
         raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
+    events, stages = [], 0
     for line, row in enumerate(reader, 2):
-        if not _MESSAGES.fullmatch(row["op"] or ""):
-            try:
-                yield _row(row)
-            except (ValueError, TypeError, ScheduleError) as error:
-                raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
+        try:
+            if not _MESSAGES.fullmatch(row["op"] or ""):
+                events.append(_row(row))
+            elif row["op"] in ("forward-send", "SEND_F"):
+                stages = max(stages, int(row.get("stage") or row.get("pp_rank") or 0) + 2)
+        except (ValueError, TypeError, ScheduleError) as error:
+            raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
+    return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
 
 
 def _row(row: Mapping[str, Any]) -> Event:

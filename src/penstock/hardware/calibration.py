@@ -13,9 +13,14 @@ from penstock.errors import ArgumentError
 from penstock.hardware.roofline import USUAL, Efficiency, Operation
 from penstock.hardware.specs import Device
 
-PULL = 1e-4
-"""How much a constant is drawn to where the fit starts, as a part of a measurement's weight: one that no measurement
-tells stays there, and one that they tell hardly moves."""
+LIKELY = np.array([0.3, 0.3, 0.2, 1.0])
+"""How far constants usually are from where a fit starts, in the units below. A measurement that is off by `MISFIT` of
+its logarithm weighs as much as a constant that is off by this: few measurements hardly move what they do not tell."""
+
+MISFIT = 0.1
+"""How far estimates usually are from measurements, until there are more of these than constants, which then tell."""
+
+LEAST_MISFIT = 1e-3
 
 LEAST_FRACTION = 1e-3
 MOST_SECONDS = 1e-3
@@ -63,13 +68,26 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
     if not given:
         return start
     first = np.clip(_position(start), _LOW, _HIGH)
-    best, errors = first, _residuals(given, first, first)
-    damping = 1e-2
+    misfit, spare = MISFIT, len(given) - len(first)
+    if spare > 0:
+        freely = _residuals(given, _fit(given, first, LEAST_MISFIT / LIKELY), first, np.zeros(4))
+        misfit = max(LEAST_MISFIT, math.sqrt(freely @ freely / spare))
+    best = _fit(given, first, misfit / LIKELY)
+    errors = _residuals(given, best, first, np.zeros(4))
+    product, bandwidth, launch, run = (float(one) for one in best)
+    ratios = np.exp(errors[: len(given)])
+    error = float(np.median(np.abs(ratios - 1)))
+    return Efficiency(math.exp(-product), math.exp(-bandwidth), launch * _SCALE, len(given), error, run * _SCALE)
+
+
+def _fit(given: Sequence[_Sums], first: Floats, pull: Floats) -> Floats:
+    """The constants with the least squares, from `first` on, to which they are drawn."""
+    best, errors, damping = first, _residuals(given, first, first, pull), 1e-2
     for _ in range(_ROUNDS):
-        slopes = _slopes(given, best)
+        slopes = _slopes(given, best, pull)
         towards = np.linalg.solve(slopes.T @ slopes + damping * np.eye(4), -slopes.T @ errors)
         tried = np.clip(best + towards, _LOW, _HIGH)
-        found = _residuals(given, tried, first)
+        found = _residuals(given, tried, first, pull)
         if found @ found < errors @ errors:
             moved = float(np.abs(tried - best).max())
             best, errors, damping = tried, found, damping / 3
@@ -79,10 +97,7 @@ def calibrated(measurements: Iterable[Measurement], device: Device, start: Effic
             damping *= 4
             if damping > 1e9:
                 break
-    product, bandwidth, launch, run = (float(one) for one in best)
-    ratios = np.exp(errors[: len(given)])
-    error = float(np.median(np.abs(ratios - 1)))
-    return Efficiency(math.exp(-product), math.exp(-bandwidth), launch * _SCALE, len(given), error, run * _SCALE)
+    return best
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +131,17 @@ def _position(given: Efficiency) -> Floats:
     return np.array([-math.log(given.product_fraction), -math.log(given.bandwidth_fraction), *seconds])
 
 
-def _residuals(given: Sequence[_Sums], at: Floats, first: Floats) -> Floats:
+def _residuals(given: Sequence[_Sums], at: Floats, first: Floats, pull: Floats) -> Floats:
     tiny = 1e-12  # of what only makes views, nothing is estimated
     estimates = [math.log((each.parts(at).sum() + tiny) / each.seconds) for each in given]
-    return np.array([*estimates, *(math.sqrt(PULL) * (at - first))])
+    return np.array([*estimates, *(pull * (at - first))])
 
 
-def _slopes(given: Sequence[_Sums], at: Floats) -> Floats:
+def _slopes(given: Sequence[_Sums], at: Floats, pull: Floats) -> Floats:
     """Of the residuals, by what is sought."""
     rows = []
     for each in given:
         parts = each.parts(at)
         by = [parts[0], parts[1], each.kernels * _SCALE, _SCALE]
         rows.append(np.array(by) / (parts.sum() + 1e-12))
-    return np.array([*rows, *(math.sqrt(PULL) * np.eye(4))])
+    return np.array([*rows, *np.diag(pull)])

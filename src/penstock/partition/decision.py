@@ -237,14 +237,16 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
 
     `chosen_here`: whether the user left the choice of cuts to us.
     """
-    if decision.notes or decision.seconds or sum(work) < LEAST_WORK:
+    if decision.seconds or sum(work) < LEAST_WORK:
         return decision.notes
     mean = sum(work) / len(work)
     slowest = max(range(len(work)), key=work.__getitem__)
     if work[slowest] <= UNEVEN * mean:
-        return ()
-    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else "leave cuts= out, or move them"
+        return decision.notes
+    mine = "leave cuts= out, or move them; of a plan, make a new one"
+    remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else mine
     return (
+        *decision.notes,
         f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
         f"wait for it; {remedy}",
     )

@@ -51,6 +51,7 @@ class Cluster:
         between_hosts: between two devices of different hosts; None: as within a host.
         kinds: if not all devices are alike: `devices` and `memory_bytes` are then taken from these.
         host_link: between a device and its host's memory; None: nothing is offloaded.
+        action_seconds: what the runtime adds to each forward and each backward of a stage, on any device.
 
     Raises:
         ArgumentError: a number is less than one, or there is a link between hosts but one host.
@@ -63,6 +64,7 @@ class Cluster:
     between_hosts: LinkCost | None = None
     kinds: tuple[Kind, ...] = ()
     host_link: LinkCost | None = None
+    action_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         kinds = self.kinds or (Kind("", self.devices, self.memory_bytes),)
@@ -74,6 +76,8 @@ class Cluster:
         object.__setattr__(self, "kinds", kinds)
         object.__setattr__(self, "devices", total)
         object.__setattr__(self, "memory_bytes", max(kind.memory_bytes for kind in kinds))
+        if not 0 <= self.action_seconds < math.inf:
+            raise ArgumentError(f"action_seconds={self.action_seconds}: expected seconds, 0 or more")
         if self.devices_per_host is not None and self.devices_per_host < 1:
             raise ArgumentError(f"devices_per_host={self.devices_per_host}: expected at least 1, or None for one host")
         if self.between_hosts is not None and self.hosts == 1:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from penstock.balance import Profile
 from penstock.errors import ArgumentError, ScheduleError
+from penstock.json_files import read_json, write_json
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule
 from penstock.words import shortened
@@ -179,10 +178,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it as JSON. Raises ArgumentError if the file cannot be written."""
-        try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"{os.fspath(path)!r} cannot be written: {error.strerror}") from error
+        write_json(path, self.to_dict())
 
 
 _LISTS = ("cuts", "recompute", "offload", "devices", "stage_seconds", "memory_bytes", "limit_bytes", "held_bytes")
@@ -213,11 +209,5 @@ def _check_order(plan: Plan) -> None:
 
 def read_plan(path: str | os.PathLike[str]) -> Plan:
     """The plan in a file of JSON. Raises ArgumentError if there is none."""
-    name = os.fspath(path)
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"plan {name!r} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ArgumentError(f"plan {name!r} is not JSON: {error}") from error
-    return Plan.from_dict(given, f"plan {name!r}")
+    what = f"plan {os.fspath(path)!r}"
+    return Plan.from_dict(read_json(path, what), what)

@@ -93,8 +93,9 @@ def _cut_at(
 ) -> Cut:
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    costs = map(stage_cost, pieces, sent, _speeds(placement, cluster, kinds))
-    return Cut(tuple(starts), tuple(costs), kinds)
+    added = [cluster.action_seconds] * placement.depth
+    speeds = _speeds(placement, cluster, kinds)
+    return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
 
 
 def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:

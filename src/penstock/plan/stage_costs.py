@@ -68,15 +68,19 @@ def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost) ->
     return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
 
 
-def stage_cost(units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0) -> StageCost:
+def stage_cost(
+    units: Sequence[UnitCost], output_bytes: float, speed: float = 1.0, action_seconds: float = 0.0
+) -> StageCost:
     """What consecutive units cost as one stage that sends so much to the next.
 
-    `speed`: of its device; 1: that of the device of the profile.
+    Args:
+        speed: of its device; 1: that of the device of the profile.
+        action_seconds: what the runtime adds to F, and to B or I. A W of its own is taken to need none.
     """
     activations = sum(unit.activation_bytes for unit in units)
     return StageCost(
-        sum(unit.forward_seconds for unit in units) / speed,
-        sum(unit.input_gradient_seconds for unit in units) / speed,
+        sum(unit.forward_seconds for unit in units) / speed + action_seconds,
+        sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,
         sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,

@@ -40,7 +40,7 @@ class Problem:
         lag: from its end to the message's arrival, in seconds.
         feeds: the lane that needs this one; -1 if there is none.
         count: how many microbatches each lane has.
-        held: for each stage, what a microbatch keeps from the start of F.
+        held: for each stage, what a microbatch keeps from the start of F, or more after I.
         kept: for each stage, the part of it that W frees; I frees the rest.
         limit: the most that each rank may hold.
     """

@@ -1,0 +1,117 @@
+"""Whether `penstock explain` names what is wrong, and whether repairing it brings what it says.
+
+    penstock run --ranks 4 --threads 1 benchmarks/explain/run.py
+
+Four ranks over gloo train a model whose blocks sleep for as long as they are told to, so that two cores are enough.
+Something is planted, explained, and then really repaired; both take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.explain import explain
+from penstock.explain.reading import recording_of
+
+MICROBATCHES, ROUNDS, SECONDS = 8, 7, 0.005
+EVEN = {"seconds": [SECONDS] * 8, "cuts": ["2", "4", "6"]}
+
+CASES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
+    "rank 2's forwards take twice as long": ({**EVEN, "slow": {2: 2 * SECONDS}}, EVEN, "stragglers=none"),
+    "stage 1 has 4 of 8 blocks": ({**EVEN, "cuts": ["1", "5", "7"]}, EVEN, "cut=even"),
+    "gpipe, and then 1f1b": ({**EVEN, "schedule": "gpipe"}, {**EVEN, "schedule": "1f1b"}, "schedule=1f1b"),
+    "naive, and then gpipe": ({**EVEN, "schedule": "naive"}, {**EVEN, "schedule": "gpipe"}, "schedule=gpipe"),
+    "no fault": (EVEN, EVEN, "stragglers=none"),
+}
+"""What is planted, its repair, and the what-if that says what the repair brings."""
+
+
+class Sleeps(torch.autograd.Function):
+    """The identity after a sleep; backward sleeps twice as long."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, extra: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds + extra)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0] * 1.0, None, None
+
+
+class Block(nn.Module):
+    """A layer that takes as long as it is told to."""
+
+    def __init__(self, seconds: float, extra: float) -> None:
+        super().__init__()
+        self.inner, self.seconds, self.extra = nn.Linear(4, 4), seconds, extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Sleeps.apply(self.inner(x), self.seconds, self.extra)  # type: ignore[no-any-return]
+
+
+def pipeline(given: Mapping[str, Any], rank: int) -> penstock.Pipeline:
+    extra = given.get("slow", {}).get(rank, 0.0) / 2
+    model = nn.Sequential(*(Block(seconds, extra) for seconds in given["seconds"]))
+    return penstock.pipeline(
+        model,
+        (torch.zeros(MICROBATCHES, 4),),
+        loss=nn.functional.mse_loss,
+        microbatches=MICROBATCHES,
+        schedule=given.get("schedule", "1f1b"),
+        cuts=list(given["cuts"]),
+        leaves=[str(place) for place in range(len(model))],
+    )
+
+
+def main() -> None:
+    import os
+
+    rank, x = int(os.environ["RANK"]), torch.randn(MICROBATCHES, 4)
+    found = {}
+    for name, (planted, repaired, change) in CASES.items():
+        with ExitStack() as stack:
+            pipes = [stack.enter_context(pipeline(given, rank)) for given in (planted, repaired)]
+            steps: list[list[penstock.Timeline]] = [[], []]
+            for number in range(1 + ROUNDS):
+                for taken, pipe in zip(steps, pipes, strict=True):
+                    timeline = pipe.step(x, target=x, timeline=True).timeline
+                    if number and timeline is not None:
+                        taken.append(timeline)
+            found[name] = told(steps[0], steps[1], change)
+            if rank == 0:
+                print(name, found[name], flush=True)
+    if rank == 0:
+        Path(__file__).with_name("results.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def told(planted: list[penstock.Timeline], repaired: list[penstock.Timeline], change: str) -> dict[str, Any]:
+    """What was said first, and the repaired step as predicted and as measured."""
+    said = explain(recording_of(planted), what_ifs=[change])
+    (predicted,) = said.what_ifs
+    before, after = (statistics.median(one.makespan_seconds for one in given) for given in (planted, repaired))
+    return {
+        "first": said.changes[0].text if said.changes and said.changes[0].mends else "",
+        "what_if": change,
+        "planted_ms": round(1000 * before, 2),
+        "repaired_ms": round(1000 * after, 2),
+        "predicted_ms": round(1000 * predicted.step_seconds, 2),
+        "error": round(predicted.step_seconds / after - 1, 4),
+        "own_error": round(said.error, 4),
+    }
+
+
+if __name__ == "__main__":
+    main()
