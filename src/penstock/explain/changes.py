@@ -24,6 +24,7 @@ _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
 _MOST_RANKS = 3
+_BY_MEDIANS = ("cut", "rank", "microbatches")
 _SAME_WORK = "the same work in sum"
 
 
@@ -48,7 +49,7 @@ class Change:
     @property
     def mends(self) -> bool:
         """Whether it mends something that the trace shows to be uneven, rather than doing the work in another way."""
-        return self.kind in ("cut", "rank", "microbatches", "actions")
+        return self.kind in (*_BY_MEDIANS, "actions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,10 @@ class Trial:
 
 
 def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
-    """The changes that bring something, and more than the replay's error: those that mend what is uneven, then other
-    ways; what brings most first.
+    """The changes that bring something: those that mend what is uneven, then other ways; what brings most first.
+
+    Stages, ranks and microbatches are known by medians of many actions. What rests on single ones, and other ways, have
+    to bring more than the replay's error.
     """
     found = [
         *_cut(trial),
@@ -90,7 +93,10 @@ def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
         *_between(trial),
     ]
     return tuple(
-        sorted((one for one in found if one.gain >= max(LEAST_GAIN, error)), key=lambda one: (not one.mends, -one.gain))
+        sorted(
+            (one for one in found if one.gain >= (LEAST_GAIN if one.kind in _BY_MEDIANS else max(LEAST_GAIN, error))),
+            key=lambda one: (not one.mends, -one.gain),
+        )
     )
 
 

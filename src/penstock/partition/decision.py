@@ -70,11 +70,11 @@ class Room:
 
     def crossing_seconds(self, unit: UnitCost, profile: Profile) -> float:
         """What it takes to send what crosses a cut before this unit of a profile, there and back."""
-        return crossing_seconds(unit, self.link or slowest_link(profile) or usual_link(profile.device))
+        return crossing_seconds(unit, self.link_of(profile))
 
-    def link_of(self, device: str) -> LinkCost:
-        """Between two ranks on devices of this type."""
-        return self.link or usual_link(device)
+    def link_of(self, profile: Profile) -> LinkCost:
+        """Between two ranks: what was given, or the slowest that the profile has, or what is usual for its device."""
+        return self.link or slowest_link(profile) or usual_link(profile.device)
 
 
 NO_LIMIT = Room()
@@ -163,7 +163,7 @@ def measured(
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile.device))
+    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
 
 
 def _in_best_order(
@@ -289,7 +289,7 @@ def _by_profile(
         limit_bytes=room.limit_bytes / room.stages,
     )
     starts = _best(problem, stages, room)
-    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile.device))
+    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
 
 
 def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> list[Candidate]:

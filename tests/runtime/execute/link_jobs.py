@@ -10,6 +10,7 @@ from torch import nn
 import penstock
 from penstock import PenstockError, Profile
 from penstock.balance import UnitCost
+from scaffolding.stand_in import DEVICE
 
 
 def model() -> nn.Module:
@@ -39,3 +40,10 @@ def uneven() -> Profile:
     units = tuple(UnitCost(str(i), 1.0, 1.0, 1.0, boundary_bytes=size) for i, size in enumerate(sizes))
     parameters = {name: tuple(value.shape) for name, value in model().named_parameters()}
     return Profile(units, "cpu", "float32", parameters)
+
+
+def profiled_on_device() -> tuple[str, int, float]:
+    """A device of torch's, but not of CUDA: what the profile says of it."""
+    layers = model().to(DEVICE)
+    found = penstock.profile(layers, (torch.randn(4, 8).to(DEVICE),), microbatches=2, budget_seconds=0.05)
+    return found.device, found.runs, found.units[1].forward_seconds

@@ -20,6 +20,7 @@ from penstock.plan.stage_costs import slowest_link
 from penstock.runtime.execute import links
 from penstock.simulate import LinkCost
 from scaffolding.ranks import Ranks
+from scaffolding.stand_in import DEVICE, on_the_device
 
 
 class Wire:
@@ -108,3 +109,11 @@ def test_cuts_count_the_slowest_link_that_was_measured() -> None:
         ) as pipe:
             found[name] = pipe.cuts
     assert found == {"free": ("2",), "slow": ("3",)}
+
+
+@pytest.mark.distributed
+def test_units_are_timed_on_a_device_that_is_not_of_cuda(device_rank: Ranks) -> None:
+    ((device, runs, seconds),) = device_rank.run(on_the_device, jobs.profiled_on_device)
+    assert device == DEVICE
+    assert runs > 0
+    assert seconds > 0

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 
+def settle(device: torch.device) -> None:
+    """Waits until a device has done its work."""
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)  # torch.accelerator does not know devices that are written in Python
+    module.synchronize(*(() if device.type == "mps" else (device,)))
+
+
 class Clock:
     """Marks moments on a device, and says later how far they are apart."""
 
@@ -25,8 +33,7 @@ class Clock:
 
     def settle(self) -> None:
         """Waits until the device has done its work."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        settle(self._device)
 
     def seconds(self, start: Any, end: Any) -> float:
         """The seconds between two marks, once the device has settled."""

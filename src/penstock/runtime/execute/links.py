@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from penstock.balance import MeasuredLink
+from penstock.partition.measure.clock import settle
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.transports import TransportChoice, transport_of
-from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.protocol import Channel, Transport
 from penstock.stages import Link
 
@@ -115,5 +115,4 @@ class _End:
 
     def _arrived(self, channel: Channel) -> None:
         channel.receive(0)
-        if is_accelerator(self.device):
-            torch.accelerator.synchronize(self.device)
+        settle(self.device)
