@@ -117,7 +117,7 @@ def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
 
 def least_seconds_anyhow(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, kinds: Grid) -> float:
     """No order of any cut's actions is faster: some rank has at least its share of the work."""
-    speeds = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+    speeds: list[float] = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
     return schedule.microbatches * sum(unit.seconds for unit in units) / sum(speeds)
 
 
