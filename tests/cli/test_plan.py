@@ -14,7 +14,7 @@ from penstock.simulate import LinkCost
 BLOCK = UnitCost("", 1e-3, 1e-3, 1e-3, 60_000_000, 50_000_000, 50_000_000, 100_000_000, 4_000_000, 4_000_000)
 UNITS = tuple(replace(BLOCK, name=f"h.{index}") for index in range(8))
 PROFILE = Profile(UNITS, "cpu", "float32", {"weight": (1,)}, inputs={"x": "int64[1, 64]"})
-JOB = ("plan", "--devices", "4", "--global-batch", "16", "--link", "100gbit delay 5us")
+JOB = ("plan", "--devices", "4", "--global-batch", "16", "--link", "100gbit delay 5us", "--search", "0")
 
 
 @pytest.fixture
@@ -28,14 +28,18 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     text = output(*JOB, "--profile", profile, "--memory", "2gib", "--out", str(file), columns=200)
     best = make_plans(Sizes({1: PROFILE}), Cluster(4, 2 * 2**30, LinkCost(5e-6, 12.5e9)), 16).best
     assert read_plan(file) == best[0]
-    first = text.splitlines()[4].split()
+    lines = text.splitlines()
+    assert lines[0].endswith(f"{best[0].step_seconds:.4g} s a step")
+    first = lines[4].split()
     choice = best[0].choice
     numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
     assert first[:6] == [choice.schedule, *map(str, numbers)]
     assert float(first[6]) == pytest.approx(best[0].step_seconds, rel=1e-3)
     for name in best[0].cuts:
         assert f" {name} " in text
-    assert "1f1b, dp 4 x pp 1, " in text.partition("Why not")[2]
+    why = text.partition("Why not")[2]
+    assert "1f1b, dp 4 x pp 1, " in why.partition("Do not fit:")[2]
+    assert "% slower: idle" in why.partition("Slower:")[2]
     assert f"plan={str(file)!r}" in text
 
 
@@ -48,19 +52,51 @@ def test_json_has_all_choices(profile: str) -> None:
 
 
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
-    done = penstock(*JOB, "--profile", profile, "--memory", "200mib", columns=400)
+    job = (*JOB, "--profile", profile, "--schedule", "1f1b,gpipe")
+    done = penstock(*job, "--memory", "200mib", columns=400)
     assert done.exit_code == 1
     assert done.stdout.startswith("Nothing fits into 209.7 MB a device.")
-    enough = done.stdout.partition("--memory ")[2].partition(";")[0]
+    assert " for parameters, gradients and the optimizer, and " in done.stdout
+    enough = done.stdout.partition("--memory ")[2].partition(":")[0]
     less = f"{int(enough.removesuffix('MiB')) - 1}MiB"
-    assert penstock(*JOB, "--profile", profile, "--memory", enough).exit_code == 0
-    assert penstock(*JOB, "--profile", profile, "--memory", less).exit_code == 1
+    assert penstock(*job, "--memory", enough).exit_code == 0
+    assert penstock(*job, "--memory", less).exit_code == 1
+
+
+def test_each_change_that_is_named_does_fit(profile: str) -> None:
+    job = ("plan", "--global-batch", "16", "--profile", profile, "--search", "0", "--schedule", "1f1b")
+    done = penstock(*job, "--devices", "2", "--memory", "600mib", columns=400)
+    assert done.exit_code == 1
+    told = done.stdout.partition("as tried:")[2]
+    devices = told.partition("--devices ")[2].partition(":")[0]
+    assert penstock(*job, "--devices", devices, "--memory", "600mib").exit_code == 0
+    assert penstock(*job, "--devices", str(int(devices) - 1), "--memory", "600mib").exit_code == 1
+    memory = told.partition("--memory ")[2].partition(":")[0]
+    assert penstock(*job, "--devices", "2", "--memory", memory).exit_code == 0
+
+
+def test_devices_of_several_kinds(profile: str) -> None:
+    kinds = ("--devices", "2xold,2xnew", "--memory", "old=1gib,new=4gib", "--speed", "old=0.5,new=1")
+    job = ("plan", *kinds, "--global-batch", "16", "--profile", profile, "--search", "0")
+    text = output(*job, columns=80)
+    assert max(map(len, text.splitlines())) <= 80
+    ranks = text.partition("Ranks of the first")[2].partition("Why not")[0]
+    assert {"1.1 GB", "4.3 GB"} >= {line[-6:] for line in ranks.splitlines()[3:] if line.strip()}
+    found = as_json(*job)["plans"][0]
+    assert sorted(found["limit_bytes"])[0] == 2**30
+
+
+def test_one_device_is_told_that_a_pipeline_is_pointless(profile: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    text = output("plan", "--devices", "1", "--global-batch", "16", "--profile", profile, "--out", str(file))
+    assert "On one device a pipeline is pointless" in text
+    assert read_plan(file).choice.devices == 1
 
 
 def test_links_that_a_profile_measured_count_unless_an_option_says_otherwise(tmp_path: Path) -> None:
     file = str(tmp_path / "links.json")
     replace(PROFILE, links=(MeasuredLink(0, 1, 1e-3, 1e9), MeasuredLink(1, 0, 1e-3, 2e9))).save(file)
-    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file)
+    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", file, "--search", "0")
     for options, link in (((), LinkCost(1e-3, 1e9)), (("--link", "100gbit delay 5us"), LinkCost(5e-6, 12.5e9))):
         planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16)
         found = as_json(*job, *options)["plans"]

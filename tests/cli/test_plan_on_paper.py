@@ -40,3 +40,9 @@ def test_the_estimate_says_what_it_rests_on() -> None:
 )
 def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str) -> None:
     assert said in refusal(*JOB, *words)
+
+
+def test_more_shards_than_replicas_are_told() -> None:
+    replicas = as_json(*GROUPS[:-4], "--optimizer-shards", "64", "--schedule", "1f1b")["plans"][0]["choice"]["replicas"]
+    text = output(*GROUPS[:-4], "--optimizer-shards", "64", "--schedule", "1f1b", columns=200)
+    assert f"Give --optimizer-shards {replicas} or fewer." in text

@@ -106,10 +106,15 @@ class Paper:
         flops = job.model.flops(rows * job.sequence, job.sequence) / best.step_seconds / self.devices
         share = flops / self.machine.device.peak(job.dtype)
         origin = profile_of(job, self.machine, 1).notes[0]
-        said = (
+        said: tuple[str, ...] = (
             f"Of {USUAL_ON_PAPER} unless --schedule names others.",
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
             f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",
         )
+        if job.optimizer_shards > choice.replicas:
+            said += (
+                f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
+                f"{job.optimizer_shards} ways. Give --optimizer-shards {choice.replicas} or fewer.",
+            )
         return "\n".join(said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,21 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
-from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
+from penstock.cli._plans import show, show_lack
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import loaded
 from penstock.cli._transformer import USUAL_ON_PAPER, TransformerOptions
 from penstock.errors import ArgumentError
-from penstock.simulate import Cause
-from penstock.words import counted, sized
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.plan import Cluster, Planned, Sizes
     from penstock.simulate import LinkCost
 
 EPILOG = """\
@@ -51,6 +47,10 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
+    search: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="How long to search for orders of work better than any schedule."),
+    ] = 3.0,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write the best plan, for penstock.pipeline.", rich_help_panel=OUTPUT_PANEL),
@@ -78,7 +78,7 @@ def plan(
         known = cluster.specified.read(_measured_link(profiles))
     sizes = Sizes.of(profiles)
     names = _names(schedule or (None if paper is None else USUAL_ON_PAPER))
-    found = make_plans(sizes, known, global_batch, names)
+    found = make_plans(sizes, known, global_batch, names, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
@@ -87,13 +87,26 @@ def plan(
         console = Console(highlight=False)
         for note in () if paper is not None else (*cluster.said, *cautions(profiles)):
             console.print(Text(f"note: {note}"), soft_wrap=True)
-        show(found, known, console)
+        _print(found, sizes, known, global_batch, names, console)
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
             print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
     if not found.best:
         raise typer.Exit(1)
+
+
+def _print(
+    found: Planned, sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, console: Console
+) -> None:
+    """The plans; or what is missing, and what would fit."""
+    from penstock.plan.remedies import remedies
+
+    if found.best:
+        show(found, console)
+    elif found.nearest is not None:
+        told = remedies(sizes, cluster, global_batch, schedules, found.nearest)
+        show_lack(found, cluster, [*told], console)
 
 
 def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
@@ -143,117 +156,3 @@ def to_dict(found: Planned) -> dict[str, Any]:
         "lost": [asdict(one) for one in found.lost],
         "nearest": None if found.nearest is None else found.nearest.to_dict(),
     }
-
-
-def show(found: Planned, cluster: Cluster, console: Console) -> None:
-    """Prints the best plans, the stages of the best, and why others lost; or what is missing if nothing fits."""
-    if not found.best:
-        _show_lack(found, cluster, console)
-        return
-    best = found.best[0]
-    console.print(
-        f"[bold]{counted(len(found.best), 'plan')}, the fastest first[/], of {len(found.best) + len(found.lost)}"
-    )
-    console.print()
-    print_unbroken(console, _plans(found.best))
-    console.print(
-        "\ndp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows.\n"
-        "Idle: the share of the ranks' time that is lost. Again: stages whose forward runs again in backward.\n"
-        "Memory: of the fullest rank.",
-        style="dim",
-    )
-    console.print("\n[bold]Stages of the first[/]")
-    print_unbroken(console, _stages(best))
-    if found.lost:
-        console.print("\n[bold]Why not[/]")
-        others = table("", "", left=2)
-        others.show_header = False
-        for lost in _typical(found):
-            others.add_row(_named(lost.choice), _why(lost, best))
-        print_unbroken(console, others)
-
-
-def _plans(plans: Sequence[Plan]) -> Table:
-    causes = [cause for cause in Cause if any(cause.value in plan.idle for plan in plans)]
-    sums = any(plan.reduce_seconds for plan in plans)
-    heads = ("step s", "rows/s", "idle", *(HEADS[cause] for cause in causes), *(("sum\ngrads s",) if sums else ()))
-    made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "again", "memory")
-    steps = format_of([plan.step_seconds for plan in plans])
-    rates = format_of([plan.rows_per_second for plan in plans], most=2)
-    reduces = format_of([plan.reduce_seconds for plan in plans])
-    for plan in plans:
-        choice = plan.choice
-        numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
-        made.add_row(
-            choice.schedule,
-            *map(str, numbers),
-            steps(plan.step_seconds),
-            rates(plan.rows_per_second),
-            f"{plan.bubble:.1%}",
-            *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes),
-            *((reduces(plan.reduce_seconds),) if sums else ()),
-            f"{len(plan.recompute)} of {choice.stages}" if plan.recompute else "-",
-            sized(max(plan.memory_bytes)),
-        )
-    return made
-
-
-def _stages(plan: Plan) -> Table:
-    made = table("stage", "begins with", "F + B", "of the mean", "recomputed", left=2)
-    mean = sum(plan.stage_seconds) / len(plan.stage_seconds)
-    seconds = format_of(plan.stage_seconds)
-    for stage, (name, each) in enumerate(zip(("", *plan.cuts), plan.stage_seconds, strict=True)):
-        share = f"{each / mean:.2f}" if mean else "-"
-        made.add_row(str(stage), name or "-", seconds(each), share, "yes" if stage in plan.recompute else "-")
-    return made
-
-
-def _typical(found: Planned) -> list[Lost]:
-    """Of the choices that lost, the best for each number of ranks, and for each schedule with the winner's ranks."""
-    ranks = found.best[0].choice.ranks
-    seen = {_kind(plan.choice, ranks) for plan in found.best}
-    typical = []
-    for lost in found.lost:
-        if _kind(lost.choice, ranks) not in seen:
-            seen.add(_kind(lost.choice, ranks))
-            typical.append(lost)
-    return typical
-
-
-def _kind(choice: Choice, ranks: int) -> tuple[int, str]:
-    return (choice.ranks, choice.schedule if choice.ranks == ranks else "")
-
-
-def _named(choice: Choice) -> str:
-    return (
-        f"{choice.schedule}, dp {choice.replicas} x pp {choice.ranks}"
-        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}"
-    )
-
-
-def _why(lost: Lost, best: Plan) -> str:
-    if lost.lacking_bytes:
-        return f"does not fit: its fullest rank needs {sized(lost.lacking_bytes)} more"
-    slower = f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
-    if lost.bubble is None:
-        return f"at least {slower}: its busiest rank's work alone takes that long"
-    why = [f"ranks idle {lost.bubble:.1%} of the time"] if lost.bubble else []
-    if lost.recomputed:
-        why.append(f"{counted(lost.recomputed, 'stage')} recomputed")
-    if lost.reduce_seconds:
-        why.append(f"{lost.reduce_seconds / lost.step_seconds:.1%} of the step for sums of gradients")
-    return f"{slower}: {', '.join(why)}" if why else slower
-
-
-def _show_lack(found: Planned, cluster: Cluster, console: Console) -> None:
-    nearest = found.nearest
-    if nearest is None:
-        raise ArgumentError("no schedule works for these numbers; leave --schedule out, or give another --global-batch")
-    rank = nearest.fullest
-    needed = nearest.memory_bytes[rank]
-    console.print(
-        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
-        f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
-        f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is. It fits with --memory "
-        f"{math.ceil(needed / 2**20)}MiB; otherwise give more devices, or smaller microbatches."
-    )

@@ -72,6 +72,11 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequen
         for rows in (rows for rows in divisors(part) if rows <= sizes.largest):
             for made in _open_schedules(ranks, part // rows, units, schedules):
                 found.append(Choice(replicas, ranks, made.chunks, made.name, part // rows, rows))
+    if not found and schedules is not None and choices(sizes, cluster, global_batch):
+        raise ArgumentError(
+            f"none of {', '.join(schedules)} works with {counted(cluster.devices, 'device')}, {counted(units, 'unit')} "
+            f"and {counted(global_batch, 'row')}; name more schedules, or none to choose from all"
+        )
     if not found:
         raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
     return found

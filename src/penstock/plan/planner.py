@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.balance import UnitCost
@@ -10,11 +10,19 @@ from penstock.plan.choice import Choice, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, cut, least_seconds, order_of, predict
+from penstock.plan.predict import Cut, cut, cut_within, least_seconds, least_seconds_anyhow, order_of, planned, predict
+from penstock.plan.searched import searched
 from penstock.plan.sizes import Sizes
+from penstock.schedule import Op
 
 BEST = 5
 """How many plans to list."""
+
+EQUAL = 1.005
+"""Times that differ by less are taken as equal: no profile tells them apart. The simplest such plan comes first."""
+
+FINALISTS = 3
+"""For so many of the best plans, of different sizes, better orders of work are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,7 @@ class Lost:
         lacking_bytes: what the fullest rank needs beyond its memory.
         recomputed: how many stages are recomputed.
         reduce_seconds: what the sums of replicas' gradients take of the step.
+        offloaded: how many stages are offloaded.
     """
 
     choice: Choice
@@ -36,6 +45,7 @@ class Lost:
     lacking_bytes: float = 0.0
     recomputed: int = 0
     reduce_seconds: float = 0.0
+    offloaded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +53,7 @@ class Planned:
     """What was found.
 
     Attributes:
-        best: the plans that fit, the fastest first.
+        best: the plans that fit, the fastest first; of those that are as good as equal, the simplest first.
         lost: the other choices, the fastest first.
         nearest: if nothing fits, the plan that lacks least.
     """
@@ -54,7 +64,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class Candidate:
     """A choice with its cuts, and a time below which its step cannot be."""
 
     choice: Choice
@@ -62,9 +72,26 @@ class _Candidate:
     where: Cut
     at_least: float
 
+    def best(self, cluster: Cluster) -> tuple[Plan, Cut]:
+        """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts that
+        do not.
+        """
+        plan = predict(self.choice, self.units, cluster, self.where), self.where
+        if not (plan[0].recompute or plan[0].offload or plan[0].lacking_bytes):
+            return plan
+        other = cut_within(self.units, order_of(self.choice), cluster, self.where.kinds)
+        if other is None or other.starts == self.where.starts:
+            return plan
+        return min(plan, (predict(self.choice, self.units, cluster, other), other), key=lambda one: _order(one[0]))
+
 
 def make_plans(
-    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None = None, best: int = BEST
+    sizes: Sizes,
+    cluster: Cluster,
+    global_batch: int,
+    schedules: Sequence[str] | None = None,
+    best: int = BEST,
+    search_seconds: float = 0.0,
 ) -> Planned:
     """The fastest ways to train a batch of that many rows on all devices, within their memory.
 
@@ -77,6 +104,7 @@ def make_plans(
         global_batch: the rows of one step, over all replicas.
         schedules: names to choose from; None: all.
         best: how many plans to find.
+        search_seconds: how long to search, roughly, for orders of work that beat the named schedules of the best plans.
 
     Raises:
         ArgumentError: the batch cannot be divided, or no schedule works for these numbers.
@@ -84,26 +112,35 @@ def make_plans(
     found: list[Plan] = []
     lost: list[Lost] = []
     nearest: Plan | None = None
-    made_for = MadeFor.of(next(iter(sizes.profiles.values())))
-    candidates = sorted(_candidates(sizes, cluster, global_batch, schedules), key=lambda one: one.at_least)
+    candidates = sorted(open_candidates(sizes, cluster, global_batch, schedules), key=lambda one: one.at_least)
+    kept: dict[int, Candidate] = {}
     for number, candidate in enumerate(candidates):
-        if len(found) == best and candidate.at_least >= found[-1].step_seconds:
+        if len(found) >= best and candidate.at_least >= EQUAL * sorted(map(_seconds, found))[best - 1]:
             lost += [Lost(one.choice, one.at_least) for one in candidates[number:]]
             break
-        plan = replace(predict(candidate.choice, candidate.units, cluster, candidate.where), made_for=made_for)
+        plan, where = candidate.best(cluster)
         if plan.lacking_bytes:
             nearest = min((nearest or plan, plan), key=lambda one: one.lacking_bytes)
             lost.append(_as_lost(plan))
-            continue
-        found = sorted([*found, plan], key=_order)
-        lost += [_as_lost(each) for each in found[best:]]
-        found = found[:best]
-    return Planned(tuple(found), tuple(sorted(lost, key=lambda one: one.step_seconds)), None if found else nearest)
+        else:
+            found.append(plan)
+            kept[id(plan)] = replace(candidate, where=where)
+    ranked = simplest_first(found)
+    if search_seconds > 0:
+        ranked = simplest_first([*found, *_finer(ranked, kept, cluster, search_seconds)])
+    lost += map(_as_lost, ranked[best:])
+    made_for = MadeFor.of(next(iter(sizes.profiles.values())))
+    return Planned(
+        tuple(replace(plan, made_for=made_for) for plan in ranked[:best]),
+        tuple(sorted(lost, key=lambda one: one.step_seconds)),
+        None if found or nearest is None else replace(nearest, made_for=made_for),
+    )
 
 
-def _candidates(
+def open_candidates(
     sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None
-) -> Iterator[_Candidate]:
+) -> Iterator[Candidate]:
+    """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, schedules):
         units, schedule = sizes.at(choice.rows), order_of(choice)
@@ -111,16 +148,70 @@ def _candidates(
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             key = (choice.rows, placement if len(cluster.kinds) > 1 else choice.stages, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            costs = list(where.costs) * placement.pipelines
-            yield _Candidate(choice, units, where, least_seconds(schedule, costs))
+            least = least_seconds(schedule, list(where.costs) * placement.pipelines)
+            if cluster.has_limit:  # then other cuts may be taken
+                least = min(least, least_seconds_anyhow(schedule, units, cluster, kinds))
+            yield Candidate(choice, units, where, least)
+
+
+def _finer(
+    ranked: Sequence[Plan], candidates: Mapping[int, Candidate], cluster: Cluster, seconds: float
+) -> Iterator[Plan]:
+    """Plans whose order of work was searched for, with the sizes and cuts of the best, where that makes them faster.
+
+    Args:
+        candidates: of each plan, by its id.
+    """
+    finalists: dict[Hashable, Plan] = {}
+    for plan in ranked:
+        choice, placement = plan.choice, order_of(plan.choice).placement
+        if choice.ranks > 1 and placement.pipelines == 1 and len(finalists) < FINALISTS:
+            finalists.setdefault((placement, choice.replicas, choice.rows), plan)
+    for plan in finalists.values():
+        one = candidates[id(plan)]
+        order = searched(order_of(one.choice), one.units, cluster, one.where, seconds / len(finalists))
+        if order is not None:
+            made = planned(replace(one.choice, schedule=order.name), order, one.units, cluster, one.where)
+            if not made.lacking_bytes and made.step_seconds < plan.step_seconds:
+                yield replace(made, order=str(order))
 
 
 def _as_lost(plan: Plan) -> Lost:
     return Lost(
-        plan.choice, plan.step_seconds, plan.bubble, plan.lacking_bytes, len(plan.recompute), plan.reduce_seconds
+        plan.choice,
+        plan.step_seconds,
+        plan.bubble,
+        plan.lacking_bytes,
+        len(plan.recompute),
+        plan.reduce_seconds,
+        len(plan.offload),
     )
 
 
-def _order(plan: Plan) -> tuple[float, int, float]:
-    """The fastest first; of equal ones, fewer chunks and less memory."""
-    return (plan.step_seconds, plan.choice.chunks, max(plan.memory_bytes))
+def _seconds(plan: Plan) -> float:
+    return plan.step_seconds
+
+
+def _order(plan: Plan) -> tuple[float, float]:
+    """What fits, then what is fast."""
+    return plan.lacking_bytes, plan.step_seconds
+
+
+def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
+    """The fastest first; of those as good as equal to the fastest left, the simplest."""
+    left, ranked = sorted(plans, key=_seconds), list[Plan]()
+    while left:
+        equal = [plan for plan in left if plan.step_seconds <= EQUAL * left[0].step_seconds]
+        ranked += sorted(equal, key=_complexity)
+        left = left[len(equal) :]
+    return ranked
+
+
+def _complexity(plan: Plan) -> tuple[float, ...]:
+    """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
+    schedule = order_of(plan.choice) if not plan.order else plan.schedule
+    assert not isinstance(schedule, str)
+    splits = any(Op.W.code in row.op for row in schedule.rows)
+    more = len(plan.recompute) + len(plan.offload)
+    numbers = (schedule.placement.pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
+    return (*numbers, plan.step_seconds, max(plan.memory_bytes))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from penstock.balance import Problem, UnitCost, best_starts
+from penstock.errors import ArgumentError
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
@@ -16,7 +18,7 @@ from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_be
 from penstock.plan.plan import Plan
 from penstock.plan.stage_costs import stage_cost
 from penstock.plan.sums import sums_end
-from penstock.schedule import Op, Placement, Row, Schedule, generate
+from penstock.schedule import Op, Placement, Row, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, memory, simulate
 
@@ -46,17 +48,53 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    link, depth = cluster.link, placement.depth
-    of_ranks = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
-    speeds = [
-        min(of_ranks[placement.rank_of[s]] for s in range(stage, placement.stages, depth)) for stage in range(depth)
-    ]
+    return _cut_at(
+        best_starts(_problem(units, placement, cluster, kinds), placement.depth), units, placement, cluster, kinds
+    )
+
+
+def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, kinds: Grid) -> Cut | None:
+    """The same within the memory of the devices, with as many microbatches in flight as the schedule has; or, if no cut
+    is, where the fullest stage is least full. None if the devices differ in memory.
+    """
+    placement, limits = schedule.placement, limits_of(cluster, kinds)
+    if len({*limits}) > 1:
+        return None
+    problem = replace(
+        _problem(units, placement, cluster, kinds),
+        held_bytes=[unit.held_bytes for unit in units],
+        activation_bytes=[unit.activation_bytes for unit in units],
+        in_flight=in_flight_by_stage(schedule)[: placement.depth],
+        limit_bytes=limits[0] / max(map(len, placement.by_rank)),
+    )
+    try:
+        starts = best_starts(problem, placement.depth)
+    except ArgumentError:
+        starts = best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth)
+    return _cut_at(starts, units, placement, cluster, kinds)
+
+
+def _problem(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Problem:
+    link = cluster.link
     crossing = [link.seconds(unit.boundary_bytes) + link.seconds(unit.boundary_gradient_bytes) for unit in units]
-    differ = [] if {*speeds} == {1.0} else speeds
-    starts = best_starts(Problem([unit.seconds for unit in units], crossing, speeds=differ), depth)
+    speeds = _speeds(placement, cluster, kinds)
+    return Problem([unit.seconds for unit in units], crossing, speeds=[] if {*speeds} == {1.0} else speeds)
+
+
+def _speeds(placement: Placement, cluster: Cluster, kinds: Grid) -> list[float]:
+    """How fast each stage's device is; of its replicas and copies, the slowest."""
+    slowest = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+    of_stages = [slowest[rank] for rank in placement.rank_of]
+    return [min(of_stages[stage :: placement.depth]) for stage in range(placement.depth)]
+
+
+def _cut_at(
+    starts: Sequence[int], units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid
+) -> Cut:
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    added = [cluster.action_seconds] * depth
+    added = [cluster.action_seconds] * placement.depth
+    speeds = _speeds(placement, cluster, kinds)
     return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
 
 
@@ -75,6 +113,12 @@ def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
         starts = [before[stage] - before[stage - stage % placement.depth] for stage in placement.stages_on(rank)]
         seconds.append(work + min(starts, default=0.0))
     return max(seconds)
+
+
+def least_seconds_anyhow(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, kinds: Grid) -> float:
+    """No order of any cut's actions is faster: some rank has at least its share of the work."""
+    speeds: list[float] = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
+    return schedule.microbatches * sum(unit.seconds for unit in units) / sum(speeds)
 
 
 def predict(choice: Choice, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:

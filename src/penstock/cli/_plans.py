@@ -1,0 +1,227 @@
+"""Plans on one screen: the best, what each of its ranks does and needs, why others lost, or what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
+from penstock.simulate import Cause
+from penstock.words import counted, in_ranges, sized
+
+if TYPE_CHECKING:
+    from penstock.plan import Choice, Cluster, Lost, Plan, Planned
+    from penstock.plan.remedies import Remedy
+    from penstock.schedule import Schedule
+
+_MOST_LINES = 6
+"""For each way to lose."""
+
+_MOST_RANKS = 16
+"""Of which each is shown; of more, the first and last, and the fullest."""
+
+
+def show(found: Planned, console: Console) -> None:
+    """Prints the best plans, what each rank of the first does, and why others lost."""
+    from penstock.plan.planner import EQUAL
+
+    best = found.best[0]
+    tried = counted(len(found.best) + len(found.lost), "plan")
+    console.print(f"[bold]{_named(best.choice)}[/]: the best of {tried}, {best.step_seconds:.4g} s a step")
+    if best.choice.devices == 1:
+        console.print(
+            "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
+        )
+    console.print()
+    print_unbroken(console, _plans(found.best))
+    equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in found.best)
+    tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
+    console.print(
+        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
+        f"the ranks' time that is lost, and why. Memory: of the fullest rank.{tie}",
+        style="dim",
+    )
+    console.print("\n[bold]Ranks of the first[/]")
+    print_unbroken(console, _ranks(best))
+    if found.lost:
+        console.print("\n[bold]Why not[/]")
+        for head, lines in _reasons(found):
+            console.print(f"{head}")
+            others = table("", "", left=2)
+            others.show_header = False
+            for line in lines:
+                others.add_row(*line)
+            print_unbroken(console, others)
+
+
+def _plans(plans: Sequence[Plan]) -> Table:
+    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= 5e-4 for plan in plans)]
+    sums = any(plan.reduce_seconds for plan in plans)
+    heads = ("step s", "rows/s", "idle", *(HEADS[cause] for cause in causes), *(("sum\ns",) if sums else ()))
+    made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "memory")
+    steps = format_of([plan.step_seconds for plan in plans])
+    rates = format_of([plan.rows_per_second for plan in plans], most=2)
+    for plan in plans:
+        choice = plan.choice
+        numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
+        made.add_row(
+            choice.schedule,
+            *map(str, numbers),
+            steps(plan.step_seconds),
+            rates(plan.rows_per_second),
+            f"{plan.bubble:.1%}",
+            *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes),
+            *((f"{plan.reduce_seconds:.2g}",) if sums else ()),
+            sized(max(plan.memory_bytes)),
+        )
+    return made
+
+
+def _ranks(plan: Plan) -> Table:
+    """What each rank runs, for how long, and what it needs."""
+    schedule = _order(plan)
+    limited = any(limit < math.inf for limit in plan.limit_bytes)
+    changed = bool(plan.recompute or plan.offload)
+    heads = ("activ-\nations", "memory", *(("of",) if limited else ()), *(("stages that",) if changed else ()))
+    made = table("rank", "device", "stages begin with", "F + B", "of the\nmean", *heads, left=3)
+    depth, names = schedule.placement.depth, ("the input", *plan.cuts)
+    own = [sorted({stage % depth for stage in stages}) for stages in schedule.placement.by_rank]
+    seconds = [sum(plan.stage_seconds[stage] for stage in stages) for stages in own]
+    shown, mean = format_of(seconds), sum(seconds) / len(seconds)
+    for rank in _shown_ranks(plan):
+        held = plan.held_bytes[rank] if plan.held_bytes else 0.0
+        made.add_row(
+            str(rank),
+            ", ".join(in_ranges([str(row[rank]) for row in plan.grid][:4])),
+            _short([names[stage] for stage in own[rank]]),
+            shown(seconds[rank]),
+            f"{seconds[rank] / mean:.2f}" if mean else "-",
+            sized(plan.memory_bytes[rank] - held),
+            sized(plan.memory_bytes[rank]),
+            *((_limit(plan.limit_bytes[rank]),) if limited else ()),
+            *((_ways(plan, own[rank]),) if changed else ()),
+        )
+    return made
+
+
+def _order(plan: Plan) -> Schedule:
+    from penstock.plan.predict import order_of
+
+    order = plan.schedule
+    return order_of(plan.choice) if isinstance(order, str) else order
+
+
+def _shown_ranks(plan: Plan) -> list[int]:
+    ranks = plan.choice.ranks
+    if ranks <= _MOST_RANKS:
+        return [*range(ranks)]
+    return sorted({*range(_MOST_RANKS // 2), plan.fullest, *range(ranks - _MOST_RANKS // 2 + 1, ranks)})
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
+
+
+def _limit(size: float) -> str:
+    return sized(size) if size < math.inf else "-"
+
+
+def _ways(plan: Plan, stages: Sequence[int]) -> str:
+    again, away = (sum(stage in some for stage in stages) for some in (plan.recompute, plan.offload))
+    found = [f"{count} {what}" for count, what in ((again, "recompute"), (away, "offload")) if count]
+    return f"{', '.join(found)}" if found else "-"
+
+
+def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The ways to lose, and for each the choices that came nearest, one for each schedule and number of ranks."""
+    best = found.best[0]
+    typical = _typical(found)
+    lacking = sorted((one for one in typical if one.lacking_bytes), key=lambda one: one.lacking_bytes)
+    slower = [one for one in typical if one.bubble is not None and not one.lacking_bytes]
+    bounded = [one for one in typical if one.bubble is None]
+    if slower:
+        yield "Slower:", _lines(slower, lambda one: _why(one, best))
+    if bounded:
+        yield (
+            "Not simulated, since the work of its busiest rank alone takes longer:",
+            _lines(bounded, lambda one: f"at least {_slower(one, best)}"),
+        )
+    if lacking:
+        yield "Do not fit:", _lines(lacking, lambda one: f"the fullest rank needs {sized(one.lacking_bytes)} more")
+
+
+def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str, str]]:
+    lines = [(_named(one.choice), said(one)) for one in some[:_MOST_LINES]]
+    rest = len(some) - len(lines)
+    return [*lines, (f"and {rest} more", "")] if rest else lines
+
+
+def _typical(found: Planned) -> list[Lost]:
+    """Of the choices that lost, the best for each number of ranks, and for each schedule with the winner's ranks."""
+    ranks = found.best[0].choice.ranks
+    seen = {_kind(plan.choice, ranks) for plan in found.best}
+    typical = []
+    for lost in found.lost:
+        if _kind(lost.choice, ranks) not in seen:
+            seen.add(_kind(lost.choice, ranks))
+            typical.append(lost)
+    return typical
+
+
+def _kind(choice: Choice, ranks: int) -> tuple[int, str]:
+    return (choice.ranks, choice.schedule if choice.ranks == ranks else "")
+
+
+def _named(choice: Choice) -> str:
+    return (
+        f"{choice.schedule}, dp {choice.replicas} x pp {choice.ranks}"
+        f"{f' x {choice.chunks}' if choice.chunks > 1 else ''}, {choice.microbatches} x {choice.rows}"
+    )
+
+
+def _slower(lost: Lost, best: Plan) -> str:
+    return f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
+
+
+def _why(lost: Lost, best: Plan) -> str:
+    why = [f"idle {lost.bubble:.1%}"] if lost.bubble else []
+    if lost.recomputed:
+        why.append(f"{lost.recomputed} recomputed")
+    if lost.offloaded:
+        why.append(f"{lost.offloaded} offloaded")
+    if lost.reduce_seconds:
+        why.append(f"sums {lost.reduce_seconds / lost.step_seconds:.1%}")
+    return f"{_slower(lost, best)}: {', '.join(why)}" if why else _slower(lost, best)
+
+
+def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console) -> None:
+    """Prints what is missing, where, and what would fit."""
+    nearest = found.nearest
+    assert nearest is not None  # there is a choice, or else the planner has refused the numbers
+    rank = nearest.fullest
+    needed, held = nearest.memory_bytes[rank], nearest.held_bytes[rank]
+    console.print(
+        f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
+        f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
+        f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is: {sized(held)} for parameters, gradients "
+        f"and the optimizer, and {sized(needed - held)} for activations."
+    )
+    if told:
+        console.print("\nEach of these would fit, as tried:")
+        for one in told:
+            console.print(f"  {_change(one, cluster)}: {_named(one.plan.choice)}")
+
+
+def _change(remedy: Remedy, cluster: Cluster) -> str:
+    if remedy.devices:
+        return f"--devices {remedy.devices}"
+    if remedy.offload:
+        return "--host-link RATE, to offload activations to the host's memory"
+    sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
+    if len(sizes) == 1:
+        return f"--memory {sizes[0]}"
+    return f"--memory {','.join(f'{kind.name}={size}' for kind, size in zip(cluster.kinds, sizes, strict=True))}"

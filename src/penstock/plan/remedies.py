@@ -1,0 +1,95 @@
+"""What would fit if nothing does: the smallest change of each kind, tried before it is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.errors import ArgumentError
+from penstock.plan.cluster import Cluster
+from penstock.plan.plan import Plan
+from penstock.plan.planner import open_candidates
+from penstock.plan.sizes import Sizes
+from penstock.simulate.costs import LinkCost
+
+MOST_TIMES = 8
+"""So many times the devices are tried, at most."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which a plan fits.
+
+    Attributes:
+        memory_bytes: what each device of each kind would have, if that is the change.
+        devices: how many there would be, if that is the change.
+        offload: whether the change is to offload activations to the host.
+        plan: that fits then.
+    """
+
+    plan: Plan
+    memory_bytes: tuple[float, ...] = ()
+    devices: int = 0
+    offload: bool = False
+
+
+def remedies(
+    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, nearest: Plan
+) -> Iterator[Remedy]:
+    """More memory, in whole MiB; more devices, if all are of one kind; offloading, if it is not allowed. A change that
+    would not help, or not be found soon, is left out.
+
+    Args:
+        nearest: the plan that lacks least.
+    """
+    larger = _larger(cluster, nearest)
+    if (plan := first_that_fits(sizes, larger, global_batch, schedules)) is not None:
+        yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
+    if len(cluster.kinds) == 1:
+        for more in _counts(sizes, cluster):
+            kind = replace(cluster.kinds[0], devices=more)
+            wider = replace(cluster, devices=0, memory_bytes=math.inf, kinds=(kind,))
+            if (plan := first_that_fits(sizes, wider, global_batch, schedules)) is not None:
+                yield Remedy(plan, devices=more)
+                break
+    if cluster.host_link is None:
+        free = replace(cluster, memory_bytes=math.inf, host_link=LinkCost(0.0))
+        if (plan := first_that_fits(sizes, free, global_batch, schedules)) is not None:
+            yield Remedy(plan, offload=True)
+
+
+def first_that_fits(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None) -> Plan | None:
+    """Some plan that fits; None if there is none. Small microbatches and many ranks are tried first."""
+    try:
+        candidates = [*open_candidates(sizes, cluster, global_batch, schedules)]
+    except ArgumentError:
+        return None
+    for one in sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least)):
+        plan, _ = one.best(cluster)
+        if not plan.lacking_bytes:
+            return plan
+    return None
+
+
+def _larger(cluster: Cluster, nearest: Plan) -> Cluster:
+    """With devices whose memory holds what the nearest plan needs of them."""
+    of, ranks = cluster.kind_of, nearest.choice.ranks
+    needed = [kind.memory_bytes for kind in cluster.kinds]
+    for row in nearest.grid:
+        for device, need in zip(row, nearest.memory_bytes[:ranks], strict=True):
+            needed[of[device]] = max(needed[of[device]], math.ceil(need / MIB) * MIB)
+    kinds = (replace(kind, memory_bytes=size) for kind, size in zip(cluster.kinds, needed, strict=True))
+    return replace(cluster, memory_bytes=math.inf, kinds=tuple(kinds))
+
+
+def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
+    """More devices, in ascending order, that could hold the model: each unit on some device."""
+    units = next(iter(sizes.profiles.values())).units
+    held, limit = sum(unit.held_bytes for unit in units), cluster.kinds[0].memory_bytes
+    if max(unit.held_bytes for unit in units) > limit:
+        return
+    least = max(cluster.devices + 1, math.ceil(held / limit))
+    yield from range(least, MOST_TIMES * cluster.devices + 1)

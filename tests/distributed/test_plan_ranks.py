@@ -1,0 +1,52 @@
+"""A plan is followed by real processes: an order that was searched for, recomputation and offload by stage, and ranks
+on the processes that it names; the bits are those of one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import plan_jobs
+import pytest
+import torch
+
+from penstock.plan import Choice, Plan
+from penstock.schedule import generate
+from penstock.search import search
+from penstock.simulate import LinkCost, StageCost
+from scaffolding.ranks import Ranks
+
+pytestmark = pytest.mark.distributed
+
+
+def _found() -> Plan:
+    """For two ranks with two stages each, in an order without a name."""
+    placement = generate("interleaved-1f1b", 2, 4).placement
+    costs = [StageCost(3, 2, 1), StageCost(1, 1, 1), StageCost(1, 2, 2), StageCost(2, 1, 1)]
+    order = search(placement, 4, costs, LinkCost(2.0), seconds=0.2).schedule
+    return Plan(
+        Choice(1, 2, 2, "search", 4, 3), ("1", "3", "4"), (0,), (1.0,) * 4, 9.0, 0.0, {}, (1.0,) * 2, (2.0,) * 2,
+        offload=(1, 3), devices=(1, 0), order=str(order), made_for=plan_jobs.made_for(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"devices": ()}, marks=pytest.mark.long),
+        pytest.param({"recompute": (0, 1, 2, 3), "offload": ()}, marks=pytest.mark.long),
+        pytest.param({"offload": (0, 1, 2, 3)}, marks=pytest.mark.long),
+        pytest.param({"order": "", "choice": Choice(1, 2, 2, "zb-v", 4, 3)}, marks=pytest.mark.long),
+    ],
+    ids=["all at once", "in order", "recomputed", "offloaded", "zb-v"],
+)
+def test_processes_follow_a_plan_to_the_bit(ranks2: Ranks, changes: dict[str, object]) -> None:
+    plan = replace(_found(), **changes)  # type: ignore[arg-type]
+    losses, whole, _ = plan_jobs.gradients(0, plan)
+    parts = ranks2.run(plan_jobs.gradients, plan)
+    assert [rank for _, _, rank in parts] == [*(plan.devices or (0, 1))]
+    assert all(part[0] == losses for part in parts)
+    together = parts[0][1] | parts[1][1]
+    assert together.keys() == whole.keys()
+    assert all(torch.equal(together[name], grad) for name, grad in whole.items())
