@@ -93,3 +93,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
     file.write_text(text)
     with pytest.raises(ArgumentError, match=words):
         device(file)
+
+
+def test_without_tf32_a_product_is_in_float32() -> None:
+    assert device("v100").peak("tf32") == device("v100").peak("float32") == 15.7e12

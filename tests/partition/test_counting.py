@@ -209,3 +209,15 @@ def test_a_tied_weight_counts_where_it_is_used() -> None:
     assert flops((*table.operations.forward, *table.operations.backward)) == 0
     assert flops(head.operations.backward) == 2 * (2 * 15 * rows * width)
     assert table.operations.input_gradient == ()
+
+
+class Sums(nn.Module):
+    """Its gradient is one number, spread out without memory of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).sum()
+
+
+def test_what_is_spread_out_is_read_once() -> None:
+    found = second(Sums(), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
+    assert moved(found.backward) == FLOAT + FLOAT * ROWS * IN
