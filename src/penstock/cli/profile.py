@@ -64,7 +64,8 @@ def profile(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`; the loss is not measured. Each module before which the model
-    can be cut is run, repeated blocks once for all. `--balance profile.json` of
+    can be cut is run, in order as in a step (repeated blocks of a large model once
+    for all). `--balance profile.json` of
     other commands, and `balance=` of `penstock.pipeline`, cut by the file.
 
     With `--device h100` nothing is run: times are estimated from the operations
