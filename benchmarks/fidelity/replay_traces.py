@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,10 +12,11 @@ from typing import Any
 
 from result import DATA, Result
 
-from penstock.schedule import generate
+from penstock.explain import Event, read_run
+from penstock.explain.traced import Traced, traced
+from penstock.schedule import Op, generate
 from penstock.simulate import LinkCost, StageCost, simulate
 from penstock.simulate.job import balanced, slowdowns
-from penstock.simulate.trace_ops import Event, Traced, traced
 
 TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 """The median error with each op's own duration and the median transfer, as published with the traces, and our aim."""
@@ -25,15 +24,15 @@ TRACES = {"AR": ("0.18", "0.2"), "SE": ("0.8", "0.6"), "ST": ("0.07", "0.1")}
 STEPS = {"AR": "0.55", "SE": "0.48", "ST": "1.89"}
 """The median error of the source's own replay on its steps."""
 
-Ops = dict[tuple[str, int, int | None], tuple[float, float]]
-"""When each op of one step and replica started and ended, in seconds: by name, rank and microbatch."""
+Ops = dict[tuple[Op, int, int], tuple[float, float]]
+"""When each op of one step and replica started and ended, in seconds: by op, rank and microbatch."""
 
 
 def traces() -> list[Result]:
     """The pipeline's span of each step and replica: 1F1B with each op's own duration."""
     found = []
     for name, (theirs, aim) in TRACES.items():
-        runs = read(DATA / f"trace_{name}.csv.gz")
+        runs = pipelines(DATA / f"trace_{name}.csv.gz")
         transfer = statistics.median(seconds for ops in runs for seconds in transfers(ops).values())
         published = f"{theirs} (median)"
         for how, sends in (
@@ -49,41 +48,49 @@ def traces() -> list[Result]:
     return found
 
 
-def read(path: Path) -> list[Ops]:
-    """The ops of each step and replica."""
-    runs: dict[tuple[str, str], Ops] = {}
-    with gzip.open(path, "rt") as file:
-        for row in csv.DictReader(file):
-            start, seconds = int(row["start_us"]) / 1e6, int(row["duration_us"]) / 1e6
-            number = int(row["microbatch"]) if row["microbatch"] else None
-            ops = runs.setdefault((row["step"], row["dp_rank"]), {})
-            ops[row["op"], int(row["pp_rank"]), number] = (start, start + seconds)
-    return list(runs.values())
-
-
-def transfers(ops: Ops) -> dict[tuple[str, int, int | None], float]:
-    """How long each message took, by its send: from when both sides were there until both were done."""
-    found = {}
-    for (name, rank, number), (start, end) in ops.items():
-        if name.endswith("-send"):
-            other = name.replace("send", "recv"), rank + (1 if name.startswith("forward") else -1), number
-            if other in ops:
-                found[name, rank, number] = max(end, ops[other][1]) - max(start, ops[other][0])
+@cache
+def read(path: Path) -> dict[int, list[Event]]:
+    """The events of each step."""
+    found: dict[int, list[Event]] = {}
+    for event in read_run([path]).events:
+        found.setdefault(event.step or 0, []).append(event)
     return found
 
 
-def seconds_of(ops: Ops, name: str, rank: int, number: int) -> float:
-    start, end = ops[name, rank, number]
-    return end - start
+def pipelines(path: Path) -> list[Ops]:
+    """What the pipeline did in each step and replica."""
+    runs: dict[tuple[int, int | None], Ops] = {}
+    for step, events in read(path).items():
+        for event in events:
+            if (action := event.action) is not None:
+                ops = runs.setdefault((step, event.replica), {})
+                ops[action.op, action.stage, action.microbatch or 0] = event.start_seconds, event.end_seconds
+    return list(runs.values())
 
 
-def stage_means(runs: Sequence[Ops]) -> dict[tuple[str, int], float]:
+RECEIVE = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1)}
+"""The other end of a message: its op, and by how many ranks it is further on."""
+
+
+def transfers(ops: Ops) -> dict[tuple[Op, int, int], float]:
+    """How long each message took, by its send: from when both sides were there until both were done."""
+    found = {}
+    for (op, rank, number), (start, end) in ops.items():
+        if op in RECEIVE:
+            receive, on = RECEIVE[op]
+            other = receive, rank + on, number
+            if other in ops:
+                found[op, rank, number] = max(end, ops[other][1]) - max(start, ops[other][0])
+    return found
+
+
+def stage_means(runs: Sequence[Ops]) -> dict[tuple[Op, int], float]:
     """The mean duration of each stage's forward and backward over all runs."""
-    every: dict[tuple[str, int], list[float]] = {}
+    every: dict[tuple[Op, int], list[float]] = {}
     for ops in runs:
-        for (name, rank, _), (start, end) in ops.items():
-            if name.endswith("-compute"):
-                every.setdefault((name, rank), []).append(end - start)
+        for (op, rank, _), (start, end) in ops.items():
+            if op.is_compute:
+                every.setdefault((op, rank), []).append(end - start)
     return {key: statistics.fmean(values) for key, values in every.items()}
 
 
@@ -95,22 +102,22 @@ class Sends:
     block: bool = False
 
 
-def replay_trace(ops: Ops, sends: Sends, means: Mapping[tuple[str, int], float] | None = None) -> float:
+def replay_trace(ops: Ops, sends: Sends, means: Mapping[tuple[Op, int], float] | None = None) -> float:
     """The error of the span of one step and replica. A send that blocks its rank counts as part of the op before it."""
-    compute = {key: times for key, times in ops.items() if key[0].endswith("-compute")}
-    ranks, numbers = 1 + max(rank for _, rank, _ in compute), 1 + max(number or 0 for *_, number in compute)
+    compute = {key: times for key, times in ops.items() if key[0].is_compute}
+    ranks, numbers = 1 + max(rank for _, rank, _ in compute), 1 + max(number for *_, number in compute)
     own = transfers(ops)
 
-    def took(way: str, rank: int, number: int) -> float:
-        name = f"{way}-compute"
-        seconds = seconds_of(ops, name, rank, number) if means is None else means[name, rank]
-        sent = own.get((f"{way}-send", rank, number))
+    def took(op: Op, send: Op, rank: int, number: int) -> float:
+        start, end = ops[op, rank, number]
+        seconds = end - start if means is None else means[op, rank]
+        sent = own.get((send, rank, number))
         if sent is None or not sends.block:
             return seconds
         return seconds + (sent if sends.seconds is None else sends.seconds)
 
     costs = [
-        [StageCost(took("forward", rank, k), took("backward", rank, k), 0) for k in range(numbers)]
+        [StageCost(took(Op.F, Op.SEND_F, rank, k), took(Op.B, Op.SEND_B, rank, k), 0) for k in range(numbers)]
         for rank in range(ranks)
     ]
     link = LinkCost(0.0 if sends.block else sends.seconds or 0.0)
@@ -136,16 +143,10 @@ def published(name: str) -> dict[str, Any]:
 @cache
 def steps(name: str, *, gaps: bool = False) -> dict[str, Traced]:
     """The steps of a trace by their number."""
-    events: dict[str, list[Event]] = {}
-    with gzip.open(DATA / f"trace_{name}.csv.gz", "rt") as file:
-        for row in csv.DictReader(file):
-            start, seconds = int(row["start_us"]) / 1e6, int(row["duration_us"]) / 1e6
-            number = int(row["microbatch"]) if row["microbatch"] else None
-            ranks = int(row["dp_rank"]), int(row["pp_rank"])
-            events.setdefault(row["step"], []).append(Event(*ranks, row["op"], number, start, start + seconds))
     job = published(name)
     schedule = generate(job["schedule"], job["ranks"], job["microbatches"])
-    return {step: traced(schedule, found, gaps=gaps) for step, found in events.items()}
+    events = read(DATA / f"trace_{name}.csv.gz")
+    return {str(step): traced(schedule, found, gaps=gaps) for step, found in events.items()}
 
 
 def whole_steps() -> list[Result]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, generate
+from penstock.explain import Event
+from penstock.explain.traced import traced
+from penstock.schedule import Action, Op, generate
 from penstock.simulate import StageCost, simulate
 from penstock.simulate.job import PIPELINE, Among, Job, Joint, balanced, mixed, slowdowns, usual
-from penstock.simulate.trace_ops import Event, traced
 
 JOINTS = {"gather": Among.REPLICAS, "ends": Among.PIPELINE, "norm": Among.ALL, "optimizer": Among.NOBODY}
 
@@ -33,11 +32,16 @@ def job(ranks: int, microbatches: int) -> Job:
     return Job(generate("1f1b", ranks, microbatches), (Joint("gather", Among.REPLICAS),), after)
 
 
+def event(replica: int, rank: int, done: str | Op, number: int | None, start: float, end: float) -> Event:
+    action = None if isinstance(done, str) else Action(rank, done, number)
+    return Event((replica, rank), str(action or done), start, end, action, 0, rank, replica)
+
+
 def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]:
     """What a trace of the step would show, one rank's collectives at a time; `rest` is idle before the optimizer."""
     replicas, ranks, _ = took["forward"].shape
     gathered = took["gather"]
-    events = [Event(d, r, "gather", None, 0.0, gathered[d, r]) for d in range(replicas) for r in range(ranks)]
+    events = [event(d, r, "gather", None, 0.0, gathered[d, r]) for d in range(replicas) for r in range(ranks)]
     ended = np.zeros((replicas, ranks))
     for d in range(replicas):
         both = [np.nan_to_num(took[f"{way}-message"][d]) + took[way][d] for way in ("forward", "backward")]
@@ -47,15 +51,18 @@ def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]
         for rank in range(ranks):
             before = begin[rank]
             for span in timeline.spans(rank):
-                way = "forward" if span.action.op is Op.F else "backward"
+                forward = span.action.op is Op.F
+                way, send, receive = (
+                    ("forward", Op.SEND_F, Op.RECV_F) if forward else ("backward", Op.SEND_B, Op.RECV_B)
+                )
                 number = span.action.microbatch
                 assert number is not None
-                other = rank + (1 if way == "forward" else -1)
+                other = rank + (1 if forward else -1)
                 done = span.start_seconds + took[way][d, rank, number]
-                events.append(Event(d, rank, f"{way}-compute", number, span.start_seconds, done))
+                events.append(event(d, rank, span.action.op, number, span.start_seconds, done))
                 if 0 <= other < ranks:
-                    events.append(Event(d, rank, f"{way}-send", number, done, span.end_seconds))
-                    events.append(Event(d, other, f"{way}-recv", number, done, span.end_seconds))
+                    events.append(event(d, rank, send, number, done, span.end_seconds))
+                    events.append(event(d, other, receive, number, done, span.end_seconds))
                 before = span.end_seconds
             ended[d, rank] = before
     for name, among in (("ends", Among.PIPELINE), ("norm", Among.ALL), ("optimizer", Among.NOBODY)):
@@ -67,7 +74,7 @@ def events_of(one: Job, took: dict[str, np.ndarray], rest: float) -> list[Event]
         }[among]
         start = ended + rest * (name == "optimizer")
         for d, r in np.argwhere(part).tolist():
-            events.append(Event(d, r, name, None, start[d, r], latest[d, r] + took[name][d, r]))
+            events.append(event(d, r, name, None, start[d, r], latest[d, r] + took[name][d, r]))
         ended = np.where(part, latest + took[name], ended)
     return events
 
@@ -145,12 +152,11 @@ def test_what_is_missing_is_named() -> None:
     events = events_of(one, took, 0.0)
     with pytest.raises(ArgumentError, match="an op 'norm'; say in `among`"):
         traced(one.schedule, events, {name: among for name, among in JOINTS.items() if name != "norm"})
-    lost = Event(1, 0, "backward-compute", 1, 0, 0)
-    few = [each for each in events if (each.replica, each.rank, each.op, each.microbatch) != (1, 0, lost.op, 1)]
-    with pytest.raises(ArgumentError, match="no backward-compute of replica 1, rank 0, microbatch 1"):
+    few = [each for each in events if (each.replica, each.name) != (1, "0B1")]
+    with pytest.raises(ArgumentError, match="no backward of replica 1, rank 0, microbatch 1"):
         traced(one.schedule, few, JOINTS)
-    with pytest.raises(ArgumentError, match="forward-compute of rank 0, microbatch 7, is not in the schedule"):
-        traced(one.schedule, [*events, replace(lost, op="forward-compute", microbatch=7)], JOINTS)
+    with pytest.raises(ArgumentError, match="forward of rank 0, microbatch 7, is not in the schedule"):
+        traced(one.schedule, [*events, event(1, 0, Op.F, 7, 0, 0)], JOINTS)
     with pytest.raises(ArgumentError, match="durations have no 'norm'"):
         one.seconds({name: each for name, each in took.items() if name != "norm"})
     with pytest.raises(ArgumentError, match=r"'optimizer' have the shape \(2,\); expected \(2, 2\): replicas, ranks"):

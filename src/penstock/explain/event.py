@@ -15,7 +15,8 @@ class Event:
         source: which process: whatever the trace calls it.
         name: the action's text, or the trace's name of something else, such as a collective or the optimizer.
         start_seconds, end_seconds: on the clock of its process.
-        action: if it is one of the pipeline's.
+        action: if it is one of the pipeline's: a computation, or a message's send or receive, which lasts as long as
+            it waits.
         step: if the trace says; otherwise the first time that a process runs an action is step 0, the next is step 1.
         rank, replica: if the trace says; otherwise processes with the same stages are replicas of a rank.
     """
@@ -28,6 +29,10 @@ class Event:
     step: int | None = None
     rank: int | None = None
     replica: int | None = None
+
+    @property
+    def computes(self) -> bool:
+        return self.action is not None and self.action.op.is_compute
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -50,14 +50,29 @@ class Step:
         number: as the trace has it.
         replicas: those that are complete, in order.
         seconds: from the first event's start to the last one's end, whatever they are.
-        others: what else ranks did, such as collectives and the optimizer: its name, and from when the last rank of
-            a replica began until all had ended.
+        events: everything that its ranks did, on one clock; empty where clocks were set right, as that is done by what
+            computes alone.
     """
 
     number: int
     replicas: tuple[Replica, ...]
     seconds: float
-    others: Mapping[str, float]
+    events: tuple[Event, ...]
+
+    @property
+    def others(self) -> Mapping[str, float]:
+        """What else ranks did, such as collectives and the optimizer: its name, and from when the last one began until
+        all had ended; longest first.
+        """
+        found: defaultdict[str, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.action is None:
+                found[event.name].append(event)
+        spent = {
+            name: max(event.end_seconds for event in group) - max(event.start_seconds for event in group)
+            for name, group in found.items()
+        }
+        return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
     @property
     def pipeline_seconds(self) -> float:
@@ -93,11 +108,10 @@ def run_of(recording: Recording) -> Run:
     """
     events = _placed(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
-    others: defaultdict[int, list[Event]] = defaultdict(list)
+    every: defaultdict[int, list[Event]] = defaultdict(list)
     for event in events:
-        if event.action is None:
-            others[event.step or 0].append(event)
-        else:
+        every[event.step or 0].append(event)
+        if event.computes:
             groups[event.step or 0][event.replica or 0].append(event)
     steps, notes, lacking = [], list(recording.notes), []
     stages = max(recording.stages, 1 + max(event.action.stage for event in events if event.action is not None))
@@ -112,7 +126,7 @@ def run_of(recording: Recording) -> Run:
             else:
                 lacking.append((number, replica, wrong or str(found)))
         if made:
-            steps.append(_step(number, made, others[number]))
+            steps.append(_step(number, made, every[number]))
     if not steps:
         raise ArgumentError(f"the trace has no complete step: {lacking[0][2]}")
     if lacking:
@@ -127,7 +141,7 @@ def _placed(events: Sequence[Event]) -> list[Event]:
     """The events, each with its step, rank and replica."""
     stages: defaultdict[tuple[int | str, ...], set[int]] = defaultdict(set)
     for event in events:
-        if event.action is not None:
+        if event.action is not None and event.computes:
             stages[event.source].add(event.action.stage)
     ranks = {own: rank for rank, own in enumerate(sorted({tuple(sorted(own)) for own in stages.values()}))}
     place: dict[tuple[int | str, ...], tuple[int, int]] = {}
@@ -257,26 +271,12 @@ def _judged(schedule: Schedule) -> Schedule | str:
     return schedule
 
 
-def _step(number: int, made: Sequence[_Made], others: Sequence[Event]) -> Step:
+def _step(number: int, made: Sequence[_Made], events: Sequence[Event]) -> Step:
     """All replicas of a step on the clock of the step, which begins with its first event."""
     moved = any(any(one.shifts) for one in made)
-    zero = min(one.first_seconds for one in made)
-    ends = [one.first_seconds + one.replica.span_seconds for one in made]
-    latest = max(ends)
-    if not moved:
-        zero = min([zero, *(event.start_seconds for event in others)])
-        latest = max([latest, *(event.end_seconds for event in others)])
-    replicas = [replace(one.replica, begin_seconds=one.first_seconds - zero) for one in made]
-    return Step(number, tuple(replicas), latest - zero, {} if moved else _together(others))
-
-
-def _together(events: Iterable[Event]) -> dict[str, float]:
-    """For each name the time from when the last one began until the last one ended, longest first."""
-    found: defaultdict[str, list[Event]] = defaultdict(list)
-    for event in events:
-        found[event.name].append(event)
-    spent = {
-        name: max(event.end_seconds for event in group) - max(event.start_seconds for event in group)
-        for name, group in found.items()
-    }
-    return dict(sorted(spent.items(), key=lambda item: -item[1]))
+    whole = {one.replica.number for one in made}
+    kept = () if moved else tuple(event for event in events if event.replica in whole)
+    zero = min([one.first_seconds for one in made] + [event.start_seconds for event in kept])
+    latest = max([one.first_seconds + one.replica.span_seconds for one in made] + [event.end_seconds for event in kept])
+    replicas = tuple(replace(one.replica, begin_seconds=one.first_seconds - zero) for one in made)
+    return Step(number, replicas, latest - zero, kept)

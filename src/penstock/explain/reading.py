@@ -112,27 +112,26 @@ def recording_of(timelines: Sequence[Timeline], file: str = "") -> Recording:
 
 # -- columns ----------------------------------------------------------------------------------------------------------
 
-_OPS = {"forward-compute": Op.F, "backward-compute": Op.B} | {op.value: op for op in Op if op.is_compute}
-_MESSAGES = re.compile(r"(forward|backward)-(send|recv)|SEND_[FB]|RECV_[FB]")
+_OPS = {
+    "forward-compute": Op.F, "backward-compute": Op.B, "forward-send": Op.SEND_F, "forward-recv": Op.RECV_F,
+    "backward-send": Op.SEND_B, "backward-recv": Op.RECV_B,
+} | {op.value: op for op in Op if op.is_compute or op.is_communication}  # fmt: skip
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
 
 
 def _columns(text: str, file: str) -> Recording:
-    """Rows of one event each, in microseconds on one clock. Messages say only how many stages there are: what ranks
-    wait for says when they travelled.
-    """
+    """Rows of one event each, in microseconds on one clock."""
     reader = csv.DictReader(io.StringIO(text))
     if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
         raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
-    events, stages = [], 0
+    events = []
     for line, row in enumerate(reader, 2):
         try:
-            if not _MESSAGES.fullmatch(row["op"] or ""):
-                events.append(_row(row))
-            elif row["op"] in ("forward-send", "SEND_F"):
-                stages = max(stages, int(row.get("stage") or row.get("pp_rank") or 0) + 2)
+            events.append(_row(row))
         except (ValueError, TypeError, ScheduleError) as error:
             raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
+    sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
+    stages = max((2 + stage for stage in sent), default=0)
     return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
 
 

@@ -6,40 +6,17 @@ when the last of them has begun: the rest is somebody else's slowness.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Schedule
+from penstock.explain.event import Event
+from penstock.schedule import Op, Schedule
 from penstock.simulate.columns import Floats
 from penstock.simulate.job import BACKWARD, BACKWARD_MESSAGE, FORWARD, FORWARD_MESSAGE, Among, Job, Joint, together
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One op of a traced step, on one clock.
-
-    Attributes:
-        op: what it is: one of `PIPELINE_OPS`, or the name of something that a rank does once a step.
-        microbatch: None where it is not of a microbatch.
-    """
-
-    replica: int
-    rank: int
-    op: str
-    microbatch: int | None
-    start_seconds: float
-    end_seconds: float
-
-
-FORWARD_COMPUTE, BACKWARD_COMPUTE = "forward-compute", "backward-compute"
-FORWARD_SEND, FORWARD_RECEIVE = "forward-send", "forward-recv"
-BACKWARD_SEND, BACKWARD_RECEIVE = "backward-send", "backward-recv"
-PIPELINE_OPS = (
-    FORWARD_COMPUTE, BACKWARD_COMPUTE, FORWARD_SEND, FORWARD_RECEIVE, BACKWARD_SEND, BACKWARD_RECEIVE,
-)  # fmt: skip
 
 KNOWN: Mapping[str, Among] = {
     "params-all-gather": Among.REPLICAS,
@@ -76,70 +53,61 @@ def traced(
     """The step that these events are.
 
     Args:
-        schedule: what every replica ran; one stage a rank.
-        events: of one step.
+        schedule: what every replica ran; one stage a rank, backwards not split.
+        events: of one step, each with its rank and replica, on one clock.
         among: who does an op together, by its name.
         gaps: whether the least time between such ops is a part of the step, too: a host's delay.
 
     Raises:
         ArgumentError: an op is unknown, or missing for a replica, rank or microbatch.
     """
-    ops = _by_op(events)
-    if unknown := ops.keys() - among.keys() - set(PIPELINE_OPS):
-        raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
-    replicas = 1 + max((replica for of_op in ops.values() for replica, _, _ in of_op), default=0)
+    events = tuple(events)
+    work, joint = _by_op(events)
+    replicas = 1 + max((event.replica or 0 for event in events), default=0)
     shape = (replicas, schedule.ranks, schedule.numbers)
-    first, last, begun, ended = _pipeline(shape[:2], ops)
+    first, last = _extent(shape[:2], work.values())
+    begun, ended = _extent(shape[:2], [work.get(Op.F, {}), work.get(Op.B, {})])
     durations = {
-        FORWARD: _computed(shape, ops, FORWARD_COMPUTE),
-        BACKWARD: _computed(shape, ops, BACKWARD_COMPUTE),
-        FORWARD_MESSAGE: _messages(shape, ops, FORWARD_SEND, FORWARD_RECEIVE, 1),
-        BACKWARD_MESSAGE: _messages(shape, ops, BACKWARD_SEND, BACKWARD_RECEIVE, -1),
+        FORWARD: _computed(shape, work, Op.F),
+        BACKWARD: _computed(shape, work, Op.B),
+        FORWARD_MESSAGE: _messages(shape, work, Op.SEND_F, Op.RECV_F, 1),
+        BACKWARD_MESSAGE: _messages(shape, work, Op.SEND_B, Op.RECV_B, -1),
     }
-    times = {op: _once(shape[:2], ops[op]) for op in ops if op not in PIPELINE_OPS}
-    order = _in_order(times)
-    before = [op for op in order if np.nanmax(times[op][0] - first) <= 0]
-    after = [op for op in order if op not in before]
-    opening, now = _joints(before, times, among, None, durations, gaps=gaps)
-    if gaps and now is not None:
-        durations[GAP + FORWARD] = _least(first - now)
-        opening = (*opening, Joint(GAP + FORWARD))
-    closing, _ = _joints(after, times, among, last, durations, gaps=gaps)
-    every = [one for of_op in ops.values() for one in of_op.values()]
-    seconds = max(end for _, end in every) - min(start for start, _ in every)
-    return Traced(Job(schedule, opening, closing), durations, seconds, ended.max(axis=1) - begun.min(axis=1))
+    opening, closing, more = _around(joint, (first, last), among, gaps=gaps)
+    seconds = max(event.end_seconds for event in events) - min(event.start_seconds for event in events)
+    spans = ended.max(axis=1) - begun.min(axis=1)
+    return Traced(Job(schedule, opening, closing), durations | more, seconds, spans)
 
 
 _Times = dict[tuple[int, int, int | None], tuple[float, float]]
 """When an op started and ended, by replica, rank and microbatch."""
 
 
-def _by_op(events: Iterable[Event]) -> dict[str, _Times]:
-    found: dict[str, _Times] = {}
-    for one in events:
-        times = found.setdefault(one.op, {})
-        times[one.replica, one.rank, one.microbatch] = one.start_seconds, one.end_seconds
-    return found
+def _by_op(events: Iterable[Event]) -> tuple[dict[Op, _Times], dict[str, _Times]]:
+    """What a pipeline did, and by its name what a rank does once a step."""
+    work: defaultdict[Op, _Times] = defaultdict(dict)
+    joint: defaultdict[str, _Times] = defaultdict(dict)
+    for event in events:
+        times = joint[event.name] if event.action is None else work[event.action.op]
+        number = None if event.action is None else event.action.microbatch
+        times[event.replica or 0, event.rank or 0, number] = event.start_seconds, event.end_seconds
+    return work, joint
 
 
-def _pipeline(shape: tuple[int, int], ops: Mapping[str, _Times]) -> tuple[Floats, Floats, Floats, Floats]:
-    """By replica and rank: the first start and last end of what a pipeline does, and of its forwards and backwards."""
-    found = []
-    for names in (PIPELINE_OPS, (FORWARD_COMPUTE, BACKWARD_COMPUTE)):
-        first, last = np.full(shape, np.inf), np.full(shape, -np.inf)
-        for name in names:
-            for (replica, rank, _), (start, end) in ops.get(name, {}).items():
-                first[replica, rank] = min(first[replica, rank], start)
-                last[replica, rank] = max(last[replica, rank], end)
-        found += [first, last]
-    first, last, begun, ended = found
-    return first, last, begun, ended
+def _extent(shape: tuple[int, int], ops: Iterable[_Times]) -> tuple[Floats, Floats]:
+    """The first start and the last end of some ops, by replica and rank."""
+    first, last = np.full(shape, np.inf), np.full(shape, -np.inf)
+    for times in ops:
+        for (replica, rank, _), (start, end) in times.items():
+            first[replica, rank] = min(first[replica, rank], start)
+            last[replica, rank] = max(last[replica, rank], end)
+    return first, last
 
 
-def _computed(shape: tuple[int, int, int], ops: Mapping[str, _Times], name: str) -> Floats:
+def _computed(shape: tuple[int, int, int], ops: Mapping[Op, _Times], op: Op) -> Floats:
     """How long each forward (or backward) took."""
-    took = np.full(shape, np.nan)
-    for (replica, rank, number), (start, end) in ops.get(name, {}).items():
+    took, name = np.full(shape, np.nan), FORWARD if op is Op.F else BACKWARD
+    for (replica, rank, number), (start, end) in ops.get(op, {}).items():
         if number is None or rank >= shape[1] or number >= shape[2]:
             raise ArgumentError(f"the trace's {name} of rank {rank}, microbatch {number}, is not in the schedule")
         took[replica, rank, number] = end - start
@@ -152,7 +120,7 @@ def _computed(shape: tuple[int, int, int], ops: Mapping[str, _Times], name: str)
     return took
 
 
-def _messages(shape: tuple[int, int, int], ops: Mapping[str, _Times], send: str, receive: str, step: int) -> Floats:
+def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, receive: Op, step: int) -> Floats:
     """How long each message took, from when both ends were there until both were done; NaN where none was sent."""
     took, receives = np.full(shape, np.nan), ops.get(receive, {})
     for (replica, rank, number), (start, end) in ops.get(send, {}).items():
@@ -162,7 +130,27 @@ def _messages(shape: tuple[int, int, int], ops: Mapping[str, _Times], send: str,
     return took
 
 
-def _once(shape: tuple[int, int], times: _Times) -> tuple[Floats, Floats]:
+def _around(
+    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool
+) -> tuple[tuple[Joint, ...], tuple[Joint, ...], dict[str, Floats]]:
+    """What ranks did before and after their pipelines' actions, whose first start and last end are given."""
+    if unknown := joint.keys() - among.keys():
+        raise ArgumentError(f"the trace has an op {min(unknown)!r}; say in `among` which ranks do it together")
+    first, last = pipeline
+    times = {name: _once(first.shape, found) for name, found in joint.items()}
+    order = _in_order(times)
+    before = [name for name in order if np.nanmax(times[name][0] - first) <= 0]
+    after = [name for name in order if name not in before]
+    durations: dict[str, Floats] = {}
+    opening, now = _joints(before, times, among, None, durations, gaps=gaps)
+    if gaps and now is not None:
+        durations[GAP + FORWARD] = _least(first - now)
+        opening = (*opening, Joint(GAP + FORWARD))
+    closing, _ = _joints(after, times, among, last, durations, gaps=gaps)
+    return opening, closing, durations
+
+
+def _once(shape: tuple[int, ...], times: _Times) -> tuple[Floats, Floats]:
     """The starts and ends of something that a rank does once a step; NaN where it does not."""
     starts, ends = np.full(shape, np.nan), np.full(shape, np.nan)
     for (replica, rank, _), (start, end) in times.items():
