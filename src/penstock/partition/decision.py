@@ -13,8 +13,9 @@ from torch import nn
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
-from penstock.partition.cut.best_order import Units, best_order, cut_in_order, first_units
+from penstock.partition.cut.best_order import Units, best_order, cut_in_order
 from penstock.partition.cut.choice import Choice
+from penstock.partition.cut.joint_cuts import is_joint, named_cuts, stages_at
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
@@ -39,7 +40,7 @@ class Decision:
     """Where to cut, and what is known about it."""
 
     cuts: tuple[str, ...]
-    """The units with which stages 1.. begin."""
+    """The units with which stages 1.. begin; joined by "+" if there are several."""
     seconds: tuple[float, ...] = ()
     """What each stage was found to take, forward and backward; empty if that was not found out."""
     notes: tuple[str, ...] = ()
@@ -195,16 +196,20 @@ def _in_best_order(
         note = f"modules in another order would make {gain}, but theirs stays as in the forward: {order.why_not}"
         return replace(recorded, notes=(*recorded.notes, note))
     try:
-        cut_in_order(recording, model, order.stage_of)
+        cuts = named_cuts(recording, model, order.stage_of)
+        if not any(is_joint(model, cut) for cut in cuts):
+            return recorded  # only calls outside of units would move
+        stage_of = stages_at(recording, model, cuts)  # as if the user gave the cuts
+        cut_in_order(recording, model, stage_of, cuts)
     except PartitionError:  # each cut is possible, but not all of them together
         return recorded
     stages = [[unit for unit, name in enumerate(names) if order.stage_of[name] == s] for s in range(len(starts))]
     note = f"modules run in another order than in the forward, as their inputs allow, which makes {gain}"
     return Decision(
-        first_units(order.stage_of),
+        cuts,
         order.seconds,
         (*uneven(order.seconds, names, stages, problem.seconds), note),
-        order.stage_of,
+        stage_of,
     )
 
 

@@ -18,6 +18,7 @@ from penstock.partition.cut.best_order import cut_in_order
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
+from penstock.partition.cut.joint_cuts import is_joint, stages_at
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.counting import count
@@ -59,6 +60,7 @@ class Partitioner:
             ready-made stages if there are as many as `stages`).
         stages: how many.
         cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
+            Several modules joined by "+" say that what needs none of them runs before; see `joint_cuts`.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
@@ -356,9 +358,12 @@ class Partitioner:
         return split
 
     def _cut_at(self, recording: Recording, decision: Decision) -> CutRecording:
-        if decision.stage_of:
-            return cut_in_order(recording, self.model, decision.stage_of)
-        cuts = decision.cuts
+        cuts, stage_of = decision.cuts, decision.stage_of
+        if not stage_of and any(is_joint(self.model, cut) for cut in cuts):
+            stage_of = stages_at(recording, self.model, cuts)
+            self._decision = replace(decision, stage_of=stage_of)
+        if stage_of:
+            return cut_in_order(recording, self.model, stage_of, cuts)
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raise now, while something else can be tried
         return split

@@ -121,7 +121,8 @@ def pipeline(
         split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
             dimension describes: graphs, packed sequences, lists of images of different sizes.
         merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
-        cuts: the name of each module that begins a new stage; None: balanced.
+        cuts: the name of each module that begins a new stage; None: balanced. "left.3+right.2" begins at both, and
+            what needs neither runs before, in whatever order the forward has them.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock import Profile, pipeline, verify
+from penstock import PartitionError, Profile, pipeline, verify
 from penstock.partition import decision
 from penstock.partition.cut.any_order import arranged, why_fixed
 from penstock.partition.cut.best_order import Order, Units
@@ -69,7 +69,7 @@ def test_each_stage_gets_a_part_of_both_towers() -> None:
     times = with_times(Towers(), UNEVEN)
     with pipeline(Towers(), (X, Y), balance=times, **OPTIONS) as pipe:
         assert stages_of(pipe)[0] == {"left.0", "right.0"}
-        assert pipe.cuts == ("left.1",)
+        assert pipe.cuts == ("left.1+right.1",)
         (note,) = pipe.notes
         assert note.startswith("modules run in another order than in the forward")
         assert note.endswith("which makes the slowest stage 20% faster")  # 4.1 seconds rather than 5.1
@@ -80,6 +80,32 @@ def test_each_stage_gets_a_part_of_both_towers() -> None:
         assert stages_of(pipe)[0] == {"left.0", "right.0"}
     report = verify(Towers, (X, Y), target=TARGET, balance=times, exact=True, **OPTIONS)
     assert report.ok, str(report)
+
+
+def test_the_cuts_of_another_order_can_be_given_again() -> None:
+    with pipeline(Towers(), (X, Y), balance=with_times(Towers(), UNEVEN), **OPTIONS) as pipe:
+        found, stages = pipe.cuts, stages_of(pipe)
+    with pipeline(Towers(), (X, Y), cuts=found, **OPTIONS) as pipe:
+        assert (pipe.cuts, stages_of(pipe)) == (found, stages)
+        pipe.step(X[:9], Y[:9], target=TARGET[:9])  # with microbatches of other sizes
+        assert stages_of(pipe) == stages
+    with pipeline(Towers(), (X, Y), cuts=["left.1"], **OPTIONS) as pipe:
+        assert stages_of(pipe)[0] == {"left.0"}  # one module: with all that the forward runs later
+
+
+def test_joint_cuts_are_checked() -> None:
+    options = {**OPTIONS, "ranks": 3}
+    for cuts, message in {
+        ("left.1+right.1", "right.0"): r"'right.0' comes after 'left.1\+right.1' in the list, but 'right.0' follows",
+        ("left.1+rihgt.1", "head"): r"no module named 'rihgt.1'; the nearest is 'right.1'",
+        ("left.0+right.0", "head"): "some stage runs none of",
+    }.items():
+        with pytest.raises(PartitionError, match=message):
+            pipeline(Towers(), (X, Y), cuts=cuts, **options)
+    model = Towers()
+    model.left[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(PartitionError, match=r"'left.1\+right.1' needs another order .* but modules in it have hooks"):
+        pipeline(model, (X, Y), cuts=["left.1+right.1"], **OPTIONS)
 
 
 def test_even_towers_stay_as_they_are() -> None:
@@ -232,5 +258,10 @@ def test_any_order_that_is_allowed_changes_no_bit(seed: int, monkeypatch: pytest
     options = {"schedule": draw.choice(["1f1b", "gpipe", "zb-h1"]), "recompute": draw.choice(["never", "always"])}
     times = with_times(make(), {})
     stages = min(draw.choice([2, 3, 4]), len(times.units))
-    report = verify(make, (X, Y), target=TARGET, balance=times, exact=True, **{**OPTIONS, "ranks": stages, **options})
+    options |= {"ranks": stages}
+    report = verify(make, (X, Y), target=TARGET, balance=times, exact=True, **{**OPTIONS, **options})
     assert report.ok, str(report)
+    with pipeline(make(), (X, Y), balance=times, **{**OPTIONS, **options}) as pipe:
+        found, held = pipe.cuts, [{*stage.parameters} for stage in pipe.stages]
+    with pipeline(make(), (X, Y), cuts=found, **{**OPTIONS, **options}) as again:
+        assert [{*stage.parameters} for stage in again.stages] == held

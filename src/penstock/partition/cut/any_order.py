@@ -66,12 +66,8 @@ def arranged(recording: Recording, model: nn.Module, stage_of: Mapping[str, int]
     Raises:
         PartitionError: a call would run before one that it must not run before, or a stage has no unit here.
     """
-    names, starts = _begins(recording, model, stage_of)
-    whole = CutRecording(recording, model, (), ())
     nodes = list(recording.facts)
-    local = {node for node in nodes if recording.facts[node].kind in (*HELD, "input", "object")} | whole.remade
-    edges = [*_needs(nodes, local), *_kept(whole, local)]
-    group = _groups(whole, local, starts, edges)
+    names, local, edges, group = _grouped(recording, model, stage_of)
     stage = {node: stage_of[names[group[node]]] for node in group}
     if wrong := next(((a, b) for a, b in edges if stage[a] > stage[b]), None):
         first, second = (names[group[node]] for node in wrong)
@@ -83,14 +79,38 @@ def arranged(recording: Recording, model: nn.Module, stage_of: Mapping[str, int]
     counts = [sum(one < number for one in stage.values()) for number in range(1, max(stage_of.values()) + 1)]
     if len({0, *counts, len(nodes)}) < len(counts) + 2:
         raise PartitionError(f"some stage runs none of {shortened(list(stage_of))} for this batch")
-    between = {(group[a], group[b]) for a, b in edges}
-    return Arranged(_in_order(recording, order), tuple(counts), frozenset(pair for pair in between if len({*pair}) > 1))
+    return Arranged(_in_order(recording, order), tuple(counts), _between(edges, group))
 
 
-def _begins(recording: Recording, model: nn.Module, stage_of: Mapping[str, int]) -> tuple[list[str], list[int]]:
+def order_between(recording: Recording, model: nn.Module, units: Iterable[str]) -> frozenset[tuple[int, int]]:
+    """Which of these units, all of which run, must not run after which others, by their position. They are in the
+    order of the recording, each with all that follows it up to the next one."""
+    _, _, edges, group = _grouped(recording, model, units)
+    return _between(edges, group)
+
+
+def _grouped(
+    recording: Recording, model: nn.Module, units: Iterable[str]
+) -> tuple[list[str], set[fx.Node], list[Edge], dict[fx.Node, int]]:
+    """The units that this recording has, in its order; what any stage makes for itself; what must not run after what;
+    and the unit that each other call goes with."""
+    names, starts = _begins(recording, model, units)
+    whole = CutRecording(recording, model, (), ())
+    nodes = list(recording.facts)
+    local = {node for node in nodes if recording.facts[node].kind in (*HELD, "input", "object")} | whole.remade
+    edges = [*_needs(nodes, local), *_kept(whole, local)]
+    return names, local, edges, _groups(whole, local, starts, edges)
+
+
+def _between(edges: Iterable[Edge], group: Mapping[fx.Node, int]) -> frozenset[tuple[int, int]]:
+    pairs = {(group[a], group[b]) for a, b in edges}
+    return frozenset(pair for pair in pairs if len({*pair}) > 1)
+
+
+def _begins(recording: Recording, model: nn.Module, units: Iterable[str]) -> tuple[list[str], list[int]]:
     """The units that this recording has, in its order, and the first call of each."""
     found = []
-    for name in stage_of:
+    for name in units:
         try:
             found.append((cut_positions(recording, model, [name])[0], name))
         except PartitionError:  # it does not run for these inputs

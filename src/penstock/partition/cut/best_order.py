@@ -98,16 +98,15 @@ def best_order(recording: Recording, model: nn.Module, units: Units, starts: Seq
     return Order(stage_of, seconds, found.seconds / recorded, why_fixed(recording, model))
 
 
-def cut_in_order(recording: Recording, model: nn.Module, stage_of: Mapping[str, int]) -> CutRecording:
-    """The recording in this order, cut into these stages. Raises PartitionError if that is impossible."""
-    found = arranged(recording, model, stage_of)
-    return _cut(found, model, first_units(stage_of))
+def cut_in_order(
+    recording: Recording, model: nn.Module, stage_of: Mapping[str, int], cuts: Sequence[str]
+) -> CutRecording:
+    """The recording in this order, cut into these stages. Raises PartitionError if that is impossible.
 
-
-def first_units(stage_of: Mapping[str, int]) -> tuple[str, ...]:
-    """The unit with which each stage but the first begins; `stage_of` has them in the order of the recording."""
-    firsts = {stage: name for name, stage in reversed([*stage_of.items()])}
-    return tuple(firsts[stage] for stage in range(1, max(firsts) + 1))
+    Args:
+        cuts: what the cuts are called.
+    """
+    return _cut(arranged(recording, model, stage_of), model, cuts)
 
 
 def _graph(finest: Arranged, model: nn.Module, units: Units) -> WorkGraph:

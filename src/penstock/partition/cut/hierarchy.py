@@ -12,6 +12,7 @@ from torch import nn
 from penstock.balance import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Weighed, candidates, linear_partition
+from penstock.partition.cut.joint_cuts import modules_in
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
@@ -30,7 +31,7 @@ def opening_for(
     names = canonical_names(model)
     whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
     asked = {names[id(resolve(model, name, "opens"))] for name in opens}
-    inside = {names[id(resolve(model, name, "cuts"))] for name in cuts or ()}
+    inside = {names[id(resolve(model, name, "cuts"))] for cut in cuts or () for name in modules_in(model, cut)}
     for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
         for name in wanted:
             leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
