@@ -208,8 +208,9 @@ def _least(start: Floats, now: Floats) -> Floats:
 
 def _own(start: Floats, now: Floats) -> Floats:
     """Each rank's own gap, but no longer than that of the rank that comes last, as only that waits for nobody."""
-    gaps = np.maximum(start - now, 0.0)
-    return np.minimum(gaps, gaps.flat[np.argmax(np.where(np.isnan(gaps), -np.inf, now))])
+    gaps: Floats = np.maximum(start - now, 0.0)
+    last = gaps.ravel()[np.argmax(np.where(np.isnan(gaps), -np.inf, now))]
+    return np.asarray(np.minimum(gaps, last))
 
 
 def _joints(
