@@ -1,14 +1,15 @@
 """Measures every unit of a recording: a profile, within a budget of seconds.
 
-Units of one kind are measured once. Each unit gets what the units before it made of made-up inputs (integers are the
-example's own). Rounds take all units in turn, so that a busy moment of the machine does not fall on one of them alone.
+Each unit gets what the units before it made of made-up inputs (integers are the example's own). In a round, a
+microbatch goes through all units (`in_sequence`); if that does not fit into time or memory, one unit of each kind is
+run, in turn. Either way a busy moment of the machine does not fall on one unit alone.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,20 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.partition.cut.balance import Candidate
-from penstock.partition.measure.costs import UnmeasurableError, cut_finely, first_runs, profile_of, unit_costs
+from penstock.partition.measure.costs import (
+    Like,
+    Run,
+    UnmeasurableError,
+    cut_finely,
+    first_runs,
+    profile_of,
+    unit_costs,
+)
+from penstock.partition.measure.in_sequence import Make, in_sequence
 from penstock.partition.measure.running import RunningUnit
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
+from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage
 from penstock.partition.state.reach import Reach
 from penstock.stages import MODEL_INPUT
@@ -56,9 +67,12 @@ def measure(
     held = [tensor for tensor in recording.held.values() if isinstance(tensor, nn.Parameter)]
     written = {id(recording.held[name]) for name in split.updated}
 
-    def run(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
+    def made(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
         unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
-        running = RunningUnit(stage, inputs, held, written | unsure, recording.device)
+        return RunningUnit(stage, inputs, held, written | unsure, recording.device)
+
+    def first(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
+        running = made(stage, inputs)
         running.first()
         return running
 
@@ -66,8 +80,9 @@ def measure(
     with torch.enable_grad(), untouched_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first step says the same
         try:
-            found = first_runs(split, _made_up(recording, args, kwargs), run)
-            runs = _rounds([each for each in found.values() if isinstance(each, RunningUnit)], budget_seconds)
+            given = _made_up(recording, args, kwargs)
+            found = first_runs(split, {**given}, first)
+            runs = _measured(split, given, found, made, budget_seconds)
         except Exception as error:
             raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
         finally:
@@ -75,22 +90,44 @@ def measure(
     return profile_of(recording, model, unit_costs(kept, split, found), args, kwargs, runs)
 
 
-def _rounds(runners: Sequence[RunningUnit], budget_seconds: float) -> int:
+def _measured(
+    split: CutRecording,
+    given: Mapping[tuple[int, str], Tensor],
+    found: Mapping[int, Run | Like],
+    made: Make,
+    budget_seconds: float,
+) -> int:
     """Runs all units again and again until the budget is used up. Returns how often the whole backward was timed."""
-    began, runs, longest = time.perf_counter(), 0, 0.0
-    for number in range(MOST_ROUNDS):
+    kinds = {index: each for index, each in found.items() if isinstance(each, RunningUnit)}
+
+    def each_kind(*, whole: bool) -> None:
+        for unit in kinds.values():
+            if whole:
+                unit.run()
+            elif unit.splits:
+                unit.run_input_gradient()
+
+    until = time.perf_counter() + budget_seconds
+    each_kind(whole=True)
+    alone = sum(unit.runs.seconds for unit in kinds.values())
+    kind_of = [each.stage if isinstance(each, Like) else index for index, each in sorted(found.items())]
+    through = in_sequence(split, given, kinds, kind_of, made, until)
+    if through is not None:
+        return _rounds(through, until, 0, 0.0)
+    return 1 + _rounds(each_kind, until, 1, alone)
+
+
+def _rounds(one: Callable[..., None], until: float, first: int, longest: float) -> int:
+    """Runs rounds, from that number on, as long as time is left. Returns how often the whole backward was timed."""
+    runs = 0
+    for number in range(first, MOST_ROUNDS):
         start = time.perf_counter()
-        if number % 3 == 1:
-            for runner in runners:
-                if runner.splits:
-                    runner.run_input_gradient()
-        else:
-            for runner in runners:
-                runner.run()
-            runs += 1
-        longest = max(longest, time.perf_counter() - start)
-        if time.perf_counter() - began + longest > budget_seconds:
+        if number and start + longest > until:
             break
+        whole = number % 3 != 1
+        one(whole=whole)
+        runs += whole
+        longest = max(longest, time.perf_counter() - start)
     return runs
 
 

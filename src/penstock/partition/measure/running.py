@@ -26,6 +26,16 @@ class Runs:
     input_gradient: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
 
+    @property
+    def seconds(self) -> float:
+        """The last forward and whole backward."""
+        return sum(each[-1] for each in (self.forward, self.backward) if each)
+
+    def clear(self) -> None:
+        """Forgets them."""
+        for each in (self.forward, self.backward, self.input_gradient, self.again):
+            each.clear()
+
 
 class RunningUnit:
     """A unit that can be run again and again.
@@ -39,6 +49,9 @@ class RunningUnit:
     Attributes:
         outputs: what the first run returned.
         saved_bytes: what the first run kept for its backward, besides parameters and buffers.
+        held_bytes: its parameters and their gradients.
+        runs: what it took.
+        clock: of its device.
     """
 
     def __init__(
@@ -49,7 +62,6 @@ class RunningUnit:
         written: Collection[int],
         device: torch.device,
     ) -> None:
-        self._clock = Clock(device)
         self._inputs = [(value, i.meta.requires_grad) for value, i in zip(inputs, stage.meta.inputs, strict=True)]
         mine = {id(parameter) for parameter in stage.parameters.values()}
         memo: dict[int, Any] = {
@@ -61,8 +73,15 @@ class RunningUnit:
         self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
         self.runs = Runs()
+        self.clock = Clock(device)
+        self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
         self.outputs: Sequence[Tensor] = ()
         self.saved_bytes = 0
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What it runs on by itself."""
+        return [value for value, _ in self._inputs]
 
     @property
     def splits(self) -> bool:
@@ -82,7 +101,7 @@ class RunningUnit:
             sizes[storage_of(tensor)] = size_of(tensor)
             return tensor
 
-        _, entering = self._enter()
+        _, entering = self._enter(self.inputs)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             made = self._module(*entering)
         self.outputs = [value.detach() for value in made]
@@ -90,37 +109,28 @@ class RunningUnit:
         roots, seeds = _seeded(made)
         if roots:
             torch.autograd.backward(roots, seeds)
-        self._clock.settle()
+        self.clock.settle()
 
     def run(self) -> None:
         """Times the forward and the whole backward."""
-        _, entering = self._enter()
-        start = self._clock.mark()
-        made = self._module(*entering)
-        middle = self._clock.mark()
-        roots, seeds = _seeded(made)
-        before = self._clock.mark()
-        if roots:
-            torch.autograd.backward(roots, seeds)
-        end = self._clock.mark()
-        self._clock.settle()
-        self.runs.forward.append(self._clock.seconds(start, middle))
-        self.runs.backward.append(self._clock.seconds(before, end))
+        self._alone(whole=True)
 
     def run_input_gradient(self) -> None:
         """Times the gradient of the inputs alone, and the forward that runs again right before it."""
-        leaves, entering = self._enter()
-        begin = self._clock.mark()
+        self._alone(whole=False)
+
+    def _alone(self, *, whole: bool) -> None:
+        one = self.forward(self.inputs)
+        one.backward(whole=whole)
+        self.clock.settle()
+        one.note(self.runs)
+
+    def forward(self, inputs: Sequence[Tensor]) -> Passing:
+        """Runs the forward on such inputs, between two marks."""
+        leaves, entering = self._enter(inputs)
+        start = self.clock.mark()
         made = self._module(*entering)
-        middle = self._clock.mark()
-        roots, seeds = _seeded(made)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        start = self._clock.mark()
-        torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        end = self._clock.mark()
-        self._clock.settle()
-        self.runs.again.append(self._clock.seconds(begin, middle))
-        self.runs.input_gradient.append(self._clock.seconds(start, end))
+        return Passing(self.clock, leaves, made, [start, self.clock.mark()])
 
     def times(self) -> Times:
         """The medians. I of a unit that has no W is its whole backward."""
@@ -142,10 +152,50 @@ class RunningUnit:
     def operations(self) -> None:
         """Running counts nothing."""
 
-    def _enter(self) -> tuple[list[Tensor], list[Tensor]]:
+    def _enter(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh leaves, and copies of them, which the forward may update in place."""
-        leaves = [value.detach().requires_grad_(needs) for value, needs in self._inputs]
+        pairs = zip(inputs, self._inputs, strict=True)
+        leaves = [value.detach().requires_grad_(needs) for value, (_, needs) in pairs]
         return leaves, [leaf.clone() for leaf in leaves]
+
+
+class Passing:
+    """A microbatch on its way through one unit: the forward has run.
+
+    Args:
+        leaves: what went in.
+        made: what came out.
+        marks: before and after the forward.
+    """
+
+    def __init__(self, clock: Clock, leaves: Sequence[Tensor], made: Sequence[Tensor], marks: list[Any]) -> None:
+        self._clock, self._leaves, self._made, self._marks = clock, leaves, made, marks
+        self._whole = True
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        """What came out, without its graph."""
+        return [value.detach() for value in self._made]
+
+    def backward(self, *, whole: bool = True) -> None:
+        """Runs the backward between two marks, and frees what it needed. `whole`: or only the inputs' gradients."""
+        self._whole = whole
+        roots, seeds = _seeded(self._made)
+        self._marks.append(self._clock.mark())
+        if not whole:
+            wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+            torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        elif roots:
+            torch.autograd.backward(roots, seeds)
+        self._marks.append(self._clock.mark())
+        self._leaves, self._made = (), ()
+
+    def note(self, runs: Runs) -> None:
+        """Notes the times, once the device has settled."""
+        start, middle, before, end = self._marks
+        forward, backward = self._clock.seconds(start, middle), self._clock.seconds(before, end)
+        (runs.forward if self._whole else runs.again).append(forward)
+        (runs.backward if self._whole else runs.input_gradient).append(backward)
 
 
 def _seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

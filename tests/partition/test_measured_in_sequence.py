@@ -1,0 +1,119 @@
+"""Units are measured as a microbatch goes through them, if there is time and memory for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.balance import Profile
+from penstock.partition.cut.balance import candidates
+from penstock.partition.measure import clock, in_sequence
+from penstock.partition.measure.measuring import measure
+from penstock.partition.recorder.attempts import record
+
+LAYERS = 4
+X = torch.randn(4, 8)
+LONG = 30.0
+"""Seconds. All rounds are over long before."""
+
+
+class Cold(nn.Module):
+    """A layer that takes 20 ms if another one ran last, and 1 ms otherwise. The tests' clock goes on only here."""
+
+    now_ms, last = 0, -1
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.layer = index, nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.layer(x))
+        if type(x) is Tensor:  # not while it is recorded
+            Cold.now_ms += 1 if Cold.last == self.index else 20
+            Cold.last = self.index
+            clock.time.ran.append(f"F{self.index}")
+            made.register_hook(lambda _: clock.time.ran.append(f"B{self.index}"))
+        return made
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the layers did. The clock has the list: what a model can reach is put back after measuring."""
+    found: list[str] = []
+    Cold.now_ms, Cold.last = 0, -1
+    fake = SimpleNamespace(perf_counter_ns=lambda: Cold.now_ms * 1_000_000, ran=found)
+    monkeypatch.setattr(clock, "time", fake)
+    return found
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), *(Cold(index) for index in range(LAYERS)))
+
+
+def profile_of(model: nn.Module, budget_seconds: float) -> Profile:
+    recording = record(model, (X,), {})
+    return measure(recording, model, candidates(recording, model, "flops"), (X,), {}, budget_seconds)
+
+
+def forwards(found: Profile) -> list[float]:
+    return [unit.forward_seconds for unit in found.units[1:]]
+
+
+def test_a_microbatch_goes_through_all_units_and_back(ran: list[str]) -> None:
+    profile_of(model(), LONG)
+    forth, back = [f"F{i}" for i in range(LAYERS)], [f"B{i}" for i in reversed(range(LAYERS))]
+    assert ran[-2 * LAYERS :] == [*forth, *back]
+
+
+def test_units_are_as_cold_as_in_a_step() -> None:
+    found = profile_of(model(), LONG)
+    assert forwards(found) == [0.02] * LAYERS
+    assert [unit.like for unit in found.units[2:]] == ["1"] * (LAYERS - 1)
+
+
+def test_without_time_or_memory_one_of_each_kind_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forwards(profile_of(model(), 0.0)) == [0.001] * LAYERS
+    monkeypatch.setattr(in_sequence, "MOST_BYTES", 0)
+    assert forwards(profile_of(model(), LONG)) == [0.001] * LAYERS
+
+
+def test_units_that_do_not_run_on_what_others_made_are_run_alone() -> None:
+    class Once(nn.Module):
+        """Refuses to run in a second copy."""
+
+        copies = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def __deepcopy__(self, memo: object) -> Once:
+            made = Once()
+            Once.copies += 1
+            made.refuses = Once.copies > 1
+            return made
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is Tensor and self.refuses:
+                raise RuntimeError("only once")
+            return self.layer(x)
+
+        refuses = False
+
+    found = profile_of(nn.Sequential(nn.Linear(8, 8), Once(), Once(), Once()), LONG)
+    assert found.units[-1].like == "1"
+    assert found.runs > 1
+
+
+def test_the_model_is_the_same_to_the_bit() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(3))
+    whole = nn.Sequential(nn.Linear(8, 8), *layers)
+    before, drawn = {name: value.clone() for name, value in whole.state_dict().items()}, torch.get_rng_state()
+    assert profile_of(whole, LONG).runs > 1
+    assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
+    assert all(parameter.grad is None for parameter in whole.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn)
