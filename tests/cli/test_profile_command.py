@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Profile
-from penstock.balance import read_profile
+from penstock.balance import UnitCost, read_profile
+from penstock.cli.profile import rows_of
 from penstock.plan import Sizes
 
 TARGETS = """
@@ -38,11 +39,35 @@ def _targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def test_a_long_table_has_a_row_for_each_module() -> None:
+    """Repeated units of one kind have one row as long as all rows fit."""
+
+    def unit(name: str, like: str = "") -> UnitCost:
+        return UnitCost(name, 1.0, 1.0, 1.0, 1, 1, 1, 1, like=like)
+
+    units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
+    every = [(one.name, [one]) for one in units]
+    assert rows_of(units) == every
+    assert [(name, len(row)) for name, row in rows_of(units, most=5)] == [
+        ("stem", 1),
+        ("blocks.0.*", 2),
+        ("blocks.1.*", 2),
+        ("blocks.2.*", 2),
+        ("head.0", 1),
+    ]
+    assert [(name, len(row)) for name, row in rows_of(units, most=3)] == [("stem", 1), ("blocks.*", 6), ("head.0", 1)]
+    alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
+    assert [(name, len(row)) for name, row in rows_of(alike)] == [("blocks.0-2", 3), ("head", 1)]
+
+
 def test_a_table_and_a_file_to_cut_by() -> None:
     lines = output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json").splitlines()
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
-    assert [line.split()[0] for line in lines[4:]] == ["0", "1-4", "5"]
+    *rows, blank, written = lines[4:]
+    assert [line.split()[0] for line in rows] == ["0", "1-4", "5", "all"]
+    assert not blank
+    assert written.startswith("written to profile.json: ")
     profile = Profile.from_dict(json.loads(Path("profile.json").read_text()))
     assert [unit.name for unit in profile.units] == list("012345")
     found = json.loads(output("inspect", "cases.py:make", "--balance", "profile.json", "--json"))
@@ -107,7 +132,7 @@ def test_microbatches_of_several_sizes_in_one_file() -> None:
         "profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--json", "p.json", "--budget-seconds", "0"
     )
     assert text.splitlines()[1] == "for one microbatch: args[0] float32[5, 7]"
-    assert [line.split()[0] for line in text.splitlines()[-3:]] == ["1", "2", "5"]
+    assert [line.split()[0] for line in text.splitlines()[-5:-2]] == ["1", "2", "5"]
     found = read_profile("p.json")
     assert [(one.rows, one.inputs["args[0]"]) for one in found.each_size] == [
         (rows, f"float32[{rows}, 7]") for rows in (1, 2, 5)
@@ -190,7 +215,7 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
 def test_an_estimate_for_a_device_that_is_not_here() -> None:
     lines = output("profile", "cases.py:meta", "--device", "h100", "--json", "estimate.json").splitlines()
     assert lines[0] == "2 units on NVIDIA H100 SXM 80GB, an estimate"
-    assert lines[-1].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
+    assert lines[-3].startswith("note: not measured: an estimate from what NVIDIA H100 SXM 80GB can do at most: 70% of")
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)

@@ -53,7 +53,7 @@ def shows_kwargs() -> None:
     assert loss == step(model=mlp(1), ranks=1).loss
 
 
-PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), 2.0)
+PLAN = Plan(Choice(1, 2, 1, "1f1b", 4, 2), ("4",), (), (1.0, 1.0), 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0))
 
 
 def shows_balance() -> None:

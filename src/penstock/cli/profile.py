@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,14 +93,17 @@ def profile(
         )
     if links and os.environ.get("RANK", "0") != "0":
         return
+    console = Console(highlight=False)
+    show(found, console)
     if json is not None:
         found.save(json)
-    show(found, Console(highlight=False))
+        uses = f"penstock plan --profile {json}, or penstock.pipeline(..., balance={json!r})"
+        console.print(Text(f"\nwritten to {json}: {uses}"), soft_wrap=True)
 
 
 def show(found: Profile, console: Console) -> None:
-    """Prints the table, a row for units of one kind that follow each other: each one's times, the share of all of them,
-    and the bytes that each keeps for its backward, holds as parameters, and gets from the one before."""
+    """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
+    backward and held as parameters; and what the row's first unit gets."""
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
     if found.action_seconds is not None:
@@ -105,21 +111,9 @@ def show(found: Profile, console: Console) -> None:
     of = f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}"
     console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
-    units_table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    units_table.add_column("unit", no_wrap=True)
-    for head in ("F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"):
-        units_table.add_column(head, justify="right", no_wrap=True)
-    total = sum(unit.seconds for unit in found.units) or 1.0
-    for units in _rows(found.units):
-        first = units[0]
-        units_table.add_row(
-            Text(", ".join(in_ranges(unit.name for unit in units))),
-            *(f"{1e3 * each:.3f}" for each in _parts(first)),
-            f"{first.spread:.0%}" if found.source == "measured" else "-",
-            f"{sum(unit.seconds for unit in units) / total:.1%}",
-            *(sized(size) for size in (first.activation_bytes, first.parameter_bytes, first.boundary_bytes)),
-        )
-    print_unbroken(console, units_table)
+    print_unbroken(console, _units(found))
+    if len(rows_of(found.units)) < len(_alike(found.units)):
+        console.print("\nA row ending in * is for several units of one module. --json FILE writes each by itself.")
     if found.others:
         console.print("\nall units, by the rows of a microbatch")
         print_unbroken(console, _sizes(found))
@@ -153,7 +147,57 @@ def _parts(unit: UnitCost) -> tuple[float, float, float]:
     return unit.forward_seconds, unit.input_gradient_seconds, unit.weight_gradient_seconds
 
 
-def _rows(units: tuple[UnitCost, ...]) -> list[list[UnitCost]]:
+def _units(found: Profile) -> Table:
+    """A row for units that follow each other, and one for all."""
+    shared = _shared([unit.name for unit in found.units])
+    made = table(
+        f"in {shared}" if shared else "unit", "F ms", "I ms", "W ms", "spread", "share", "keeps", "holds", "gets"
+    )
+    total = sum(unit.seconds for unit in found.units) or 1.0
+    every = list(found.units)
+    for name, units in [*rows_of(found.units), *([("all", every)] if len(every) > 1 else [])]:
+        made.add_row(
+            Text(name.removeprefix(f"{shared}.")),
+            *(f"{1e3 * sum(times):.3f}" for times in zip(*map(_parts, units), strict=True)),
+            f"{max(unit.spread for unit in units):.0%}" if found.source == "measured" else "-",
+            f"{sum(unit.seconds for unit in units) / total:.1%}",
+            sized(sum(unit.activation_bytes for unit in units)),
+            sized(sum(unit.parameter_bytes for unit in units)),
+            sized(units[0].boundary_bytes),
+        )
+    return made
+
+
+def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[UnitCost]]]:
+    """The rows of a table of at most `most` rows where names allow, each with its name.
+
+    Units of one kind that follow each other have one row. If those are too many rows, all units of a module have one.
+    """
+    rows = _alike(units)
+    depth = max((unit.name.count(".") for unit in units), default=0)
+    while len(rows) > most and depth:
+        rows = [[*group] for _, group in groupby(units, partial(_module, depth=depth))]
+        depth -= 1
+    return [(_name(row), row) for row in rows]
+
+
+def _module(unit: UnitCost, depth: int) -> list[str]:
+    return unit.name.split(".")[:depth]
+
+
+def _name(units: Sequence[UnitCost]) -> str:
+    ranges = in_ranges(unit.name for unit in units)
+    return ranges[0] if len(ranges) == 1 else f"{_shared([f'{unit.name}.' for unit in units])}.*"
+
+
+def _shared(dotted: Sequence[str]) -> str:
+    """The modules that all of these names are in."""
+    parts = [name.split(".")[:-1] for name in dotted]
+    together = takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in together)
+
+
+def _alike(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
     """Units that follow each other and are of one kind, together."""
     rows: list[list[UnitCost]] = []
     for unit in units:

@@ -115,15 +115,18 @@ def test_even_towers_stay_as_they_are() -> None:
         assert pipe.notes == ()
 
 
-def test_memory_counts_by_position() -> None:
+def test_memory_counts_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     times = with_times(Towers(), UNEVEN)
     kept = {"left": 300, "right": 100}
-    units = [replace(u, activation_bytes=kept.get(u.name.split(".")[0], 1), parameter_bytes=0) for u in times.units]
-    units = [replace(unit, gradient_bytes=0, optimizer_bytes=0) for unit in units]
-    sized = replace(times, units=tuple(units))
+
+    def bytes_by_start(recording: Recording, model: nn.Module, starts: Sequence[int]) -> tuple[list[int], list[int]]:
+        facts = [*recording.facts.values()]
+        return [0] * len(starts), [kept.get(facts[start].scope.split(".")[0], 1) for start in starts]
+
+    monkeypatch.setattr(decision, "bytes_by_start", bytes_by_start)
 
     def first(limit: int) -> set[str]:
-        with pipeline(Towers(), (X, Y), balance=sized, memory_limit=limit, **OPTIONS) as pipe:
+        with pipeline(Towers(), (X, Y), balance=times, memory_limit=limit, **OPTIONS) as pipe:
             return stages_of(pipe)[0]
 
     assert first(800) == {"left.0", "right.0"}  # two microbatches of 400
