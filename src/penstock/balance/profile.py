@@ -148,6 +148,7 @@ class Profile:
         rows: of the microbatch, along whatever dimension the batch has them; 0: it does not say.
         others: the same units with microbatches of other sizes.
         links: between ranks, if they were measured too.
+        action_seconds: what the runtime adds to each forward and each backward of a stage; None: not measured.
 
     Raises:
         ArgumentError: there are no units, or two of one name; a time is not a number of 0 or more; two sizes are the
@@ -169,11 +170,13 @@ class Profile:
     rows: int = 0
     others: tuple[OtherSize, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
+    action_seconds: float | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         if not names or len({*names}) < len(names):
             raise ArgumentError(f"units: expected at least one, each of another name, not {shortened(names)}")
+        check_numbers("the profile", self)
         for unit in (*self.units, *(unit for other in self.others for unit in other.units)):
             check_numbers(f"unit {unit.name!r}", unit)
         for link in self.links:
