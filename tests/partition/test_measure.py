@@ -355,6 +355,23 @@ def test_a_memory_limit_is_held_to_this_batch_whatever_the_profile_was_made_with
     assert notes(many, sizes) == ()
 
 
+def test_buffers_count_as_what_a_stage_holds() -> None:
+    def buffered() -> nn.Sequential:
+        model = waiting([0])
+        for layer in model:
+            layer.register_buffer("table", torch.zeros(1000))
+        return model
+
+    bare, found = profile_of(waiting([0]), X), profile_of(buffered(), X)
+    assert [u.held_bytes - v.held_bytes for u, v in zip(found.units, bare.units, strict=True)] == [4000] * len(
+        bare.units
+    )
+    room = Room(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
+    Partitioner(waiting([0]), 2, streams=Silent(), balance=bare, room=room)((X,))
+    with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
+        Partitioner(buffered(), 2, streams=Silent(), balance=found, room=room)((X,))
+
+
 def test_a_profile_of_modules_in_another_order_is_refused() -> None:
     class Reversed(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

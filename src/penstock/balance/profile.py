@@ -51,7 +51,7 @@ class UnitCost:
         input_gradient_seconds: I, the gradient of its inputs.
         weight_gradient_seconds: W, the gradient of its parameters: what the whole backward takes besides I.
         activation_bytes: what the forward keeps for the backward, besides parameters and buffers.
-        parameter_bytes, gradient_bytes: of its parameters, and of those among them that are trained.
+        parameter_bytes, gradient_bytes: of its parameters and buffers, and of those among them that are trained.
         optimizer_bytes: what an optimizer with two values for each trained one (Adam) keeps.
         boundary_bytes: what a forward sends from earlier units to this one and later ones.
         boundary_gradient_bytes: what a backward sends back.
@@ -90,7 +90,7 @@ class UnitCost:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes all the time: parameters, gradients, and the optimizer's state."""
+        """What it takes all the time: parameters, buffers, gradients, and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import penstock
 from penstock import PartitionError, Profile, pipeline, verify
@@ -133,7 +135,7 @@ def test_memory_counts_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first(799) == {"left.0"}  # nothing better fits
 
 
-@pytest.mark.parametrize("kind", ["hook", "numpy", "counter"])
+@pytest.mark.parametrize("kind", ["hook", "global hook", "numpy", "counter"])
 def test_the_order_stays_where_it_might_matter(kind: str) -> None:
     class Drawing(Towers):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -153,7 +155,8 @@ def test_the_order_stays_where_it_might_matter(kind: str) -> None:
     times = with_times(model, UNEVEN)
     if kind == "hook":
         model.left[0].register_forward_hook(lambda *_: None)
-    with pipeline(model, (X, Y), balance=times, **OPTIONS) as pipe:
+    everywhere = register_module_forward_hook(lambda *_: None) if kind == "global hook" else nullcontext()
+    with everywhere, pipeline(model, (X, Y), balance=times, **OPTIONS) as pipe:
         assert stages_of(pipe)[0] == {"left.0"}
         assert any("would make the slowest stage 20% faster, but theirs stays" in note for note in pipe.notes)
 
