@@ -59,6 +59,24 @@ def test_json_has_all_choices(profile: str) -> None:
     assert found["nearest"] is None
 
 
+def test_the_runtimes_time_for_each_action_counts(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    replace(PROFILE, action_seconds=5e-4).save(file)
+
+    def planned(*options: str) -> list[float]:
+        found = as_json(*JOB, "--profile", str(file), *options)["plans"]
+        return [one["step_seconds"] for one in found]
+
+    def expected(seconds: float) -> list[float]:
+        cluster = Cluster(4, link=LinkCost(5e-6, 12.5e9), action_seconds=seconds)
+        return [one.step_seconds for one in make_plans(Sizes({1: PROFILE}), cluster, 16).best]
+
+    assert planned() == expected(5e-4)
+    assert planned("--action-seconds", "1e-3") == expected(1e-3)
+    assert planned("--action-seconds", "0") == expected(0.0)
+    assert expected(0.0)[0] < expected(5e-4)[0] < expected(1e-3)[0]
+
+
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     job = (*JOB, "--profile", profile, "--schedule", "1f1b,gpipe")
     done = penstock(*job, "--memory", "200mib", columns=400)

@@ -77,7 +77,7 @@ def plan(
         known, profiles = paper.cluster(), paper.profiles()
     else:
         known, profiles = cluster.specified.read(), _profiles(target, profile or [], cluster)
-        known = cluster.specified.read(_measured_link(profiles))
+        known = cluster.specified.read(_measured_link(profiles), _action_seconds(profiles))
     sizes = Sizes.of(profiles)
     names = _names(schedule or (None if paper is None else USUAL_ON_PAPER))
     found = make_plans(sizes, known, global_batch, names, search_seconds=search)
@@ -125,6 +125,11 @@ def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
     from penstock.plan.stage_costs import slowest_link
 
     return next((link for profile in profiles if (link := slowest_link(profile)) is not None), None)
+
+
+def _action_seconds(profiles: Sequence[Profile]) -> float | None:
+    """That of the first profile that measured it; None if none did."""
+    return next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:

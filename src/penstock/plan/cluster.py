@@ -115,6 +115,10 @@ class Cluster:
             return 0.0
         return 2 * (members - 1) * self.between(crosses=crosses).seconds(size_bytes / members)
 
+    def least_ring_seconds(self, size_bytes: float, members: int) -> float:
+        """The same, wherever the members are."""
+        return min(self.ring_seconds(size_bytes, members, crosses=crosses) for crosses in (False, True))
+
     def between(self, *, crosses: bool) -> LinkCost:
         """The link between two devices, of different hosts or of one."""
         return self.between_hosts if crosses and self.between_hosts is not None else self.link

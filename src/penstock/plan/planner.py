@@ -6,11 +6,12 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.balance import UnitCost
+from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
 from penstock.plan.choice import Choice, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, cut, cut_within, least_seconds, least_seconds_anyhow, order_of, planned, predict
+from penstock.plan.predict import Cut, cut, cut_within, order_of, planned, predict, shape_of
 from penstock.plan.searched import searched
 from penstock.plan.sizes import Sizes
 from penstock.schedule import Op
@@ -20,6 +21,9 @@ BEST = 5
 
 EQUAL = 1.005
 """Times that differ by less are taken as equal: no profile tells them apart. The simplest such plan comes first."""
+
+ROUNDING = 1e-9
+"""So much lower is a bound, relatively: sums in another order differ."""
 
 FINALISTS = 3
 """For so many of the best plans, of different sizes, better orders of work are searched for."""
@@ -143,15 +147,23 @@ def open_candidates(
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, schedules):
-        units, schedule = sizes.at(choice.rows), order_of(choice)
-        placement = schedule.placement
+        units, shape = sizes.at(choice.rows), shape_of(choice)
+        placement = shape.placement
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             key = (choice.rows, placement if len(cluster.kinds) > 1 else choice.stages, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
-            least = least_seconds(schedule, list(where.costs) * placement.pipelines)
-            if cluster.has_limit:  # then other cuts may be taken
-                least = min(least, least_seconds_anyhow(schedule, units, cluster, kinds))
-            yield Candidate(choice, units, where, least)
+            yield Candidate(choice, units, where, _at_least(choice, shape, units, where, cluster))
+
+
+def _at_least(choice: Choice, shape: Shape, units: Sequence[UnitCost], where: Cut, cluster: Cluster) -> float:
+    """What no plan with this choice is below: with these cuts, and, if memory is limited, with others, too."""
+    pipelines = shape.placement.pipelines
+    sums = [cluster.least_ring_seconds(cost.gradient_bytes, choice.replicas) for cost in where.costs]
+    least = least_seconds(shape, [*where.costs] * pipelines, sums * pipelines)
+    if cluster.has_limit:
+        speeds = [min(cluster.kinds[kind].speed for kind in column) for column in where.kinds.T.tolist()]
+        least = min(least, least_seconds_anyhow(shape, units, speeds))
+    return least * (1 - ROUNDING)
 
 
 def _finer(
@@ -209,9 +221,12 @@ def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
 
 def _complexity(plan: Plan) -> tuple[float, ...]:
     """Copies of the model, an order without a name, chunks, a split backward, stages that do not keep, ranks."""
-    schedule = order_of(plan.choice) if not plan.order else plan.schedule
-    assert not isinstance(schedule, str)
-    splits = any(Op.W.code in row.op for row in schedule.rows)
+    found = plan.schedule
+    if isinstance(found, str):
+        shape = shape_of(plan.choice)
+        pipelines, splits = shape.placement.pipelines, shape.splits
+    else:
+        pipelines, splits = found.placement.pipelines, any(Op.W.code in row.op for row in found.rows)
     more = len(plan.recompute) + len(plan.offload)
-    numbers = (schedule.placement.pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
+    numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from penstock.balance import Problem, UnitCost, best_starts
 from penstock.errors import ArgumentError
+from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
@@ -18,7 +18,8 @@ from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_be
 from penstock.plan.plan import Plan
 from penstock.plan.stage_costs import stage_cost
 from penstock.plan.sums import sums_end
-from penstock.schedule import Op, Placement, Row, Schedule, generate, in_flight_by_stage
+from penstock.schedule import Placement, Schedule, generate, generator, in_flight_by_stage
+from penstock.schedule.generators import Numbers
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, memory, simulate
 
@@ -96,29 +97,6 @@ def _cut_at(
     added = [cluster.action_seconds] * placement.depth
     speeds = _speeds(placement, cluster, kinds)
     return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
-
-
-def least_seconds(schedule: Schedule, costs: Sequence[StageCost]) -> float:
-    """No order of these actions is faster: a rank does its work, and begins after the stages before its first one.
-
-    Args:
-        schedule: whatever its order is.
-        costs: of each stage, copies included.
-    """
-    before = [0.0, *accumulate(cost.forward_seconds for cost in costs)]
-    placement = schedule.placement
-    seconds = []
-    for rank, row in enumerate(schedule.rows):
-        work = sum(_seconds(costs[stage]).get(op, 0.0) * count for (op, stage), count in _counts(row).items())
-        starts = [before[stage] - before[stage - stage % placement.depth] for stage in placement.stages_on(rank)]
-        seconds.append(work + min(starts, default=0.0))
-    return max(seconds)
-
-
-def least_seconds_anyhow(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, kinds: Grid) -> float:
-    """No order of any cut's actions is faster: some rank has at least its share of the work."""
-    speeds: list[float] = [min(cluster.kinds[kind].speed for kind in column) for column in kinds.T.tolist()]
-    return schedule.microbatches * sum(unit.seconds for unit in units) / sum(speeds)
 
 
 def predict(choice: Choice, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
@@ -215,16 +193,8 @@ def order_of(choice: Choice) -> Schedule:
     return generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
 
 
-def _counts(row: Row) -> Counter[tuple[int, int]]:
-    """How often a rank runs which op (by code) of which stage."""
-    return Counter(zip(row.op, row.stage, strict=True))
-
-
-def _seconds(cost: StageCost) -> dict[int, float]:
-    """What each op takes, by its code."""
-    return {
-        Op.F.code: cost.forward_seconds,
-        Op.B.code: cost.backward_seconds,
-        Op.I.code: cost.backward_input_seconds,
-        Op.W.code: cost.backward_weight_seconds,
-    }
+def shape_of(choice: Choice) -> Shape:
+    """What is known of that order before it is made."""
+    entry = generator(choice.schedule)
+    numbers = Numbers(choice.ranks, choice.microbatches, choice.chunks)
+    return Shape(entry.placed(numbers), choice.microbatches, entry.splits)

@@ -23,6 +23,7 @@ from penstock.schedule.generators.sequence import seq1f1b
 from penstock.schedule.generators.v_shape import one_f_one_b_v, v_half, v_min
 from penstock.schedule.generators.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.generators.zero_bubble_v import zb_v
+from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 
 __all__ = [
@@ -123,6 +124,18 @@ class Generator:
     def broken(self, numbers: Numbers) -> Rule | None:
         """The first rule that the numbers break."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
+
+    def placed(self, numbers: Numbers) -> Placement:
+        """Where the stages of the schedule for these numbers are; it need not be made for that."""
+        return _PLACEMENTS[self.placement](numbers)
+
+
+_PLACEMENTS: dict[str, Callable[[Numbers], Placement]] = {
+    "loop": lambda n: Placement.loop(n.ranks, n.chunks),
+    "V": lambda n: Placement.v(n.ranks),
+    "wave": lambda n: Placement.wave(n.ranks, n.chunks // 2),
+    "bidirectional": lambda n: Placement.bidirectional(n.ranks),
+}
 
 
 _on_a_v = partial(Generator, rules=(_TWO_CHUNKS,), chunks=2, placement="V")
