@@ -138,7 +138,7 @@ def _range(event: Mapping[str, Any]) -> _Range | None:
     start = event["ts"] / 1e6
     on_device = event.get("cat") == _ON_DEVICE
     lasted = event.get("dur")
-    if not _is_time(lasted) or lasted < 0:
+    if lasted is None or not _is_time(lasted) or lasted < 0:
         raise ArgumentError(
             f"the trace's event {event.get('name')!r} at ts {event['ts']} has the duration {lasted}; expected "
             "microseconds of 0 or more"
