@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
+from penstock.cli._outcome import format_of, print_unbroken, table
 from penstock.simulate import Cause
 from penstock.words import counted, in_ranges, sized
 
@@ -41,27 +41,28 @@ def show(found: Planned, console: Console) -> None:
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in found.best)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
     console.print(
-        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        f"the ranks' time that is lost, and why. Memory: of the fullest rank.{tie}",
+        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of the "
+        f"ranks' time that is lost.{_idle(best)} Sums: of replicas' gradients, beyond the pipeline. "
+        f"Memory: of the fullest rank.{tie}",
         style="dim",
     )
     console.print("\n[bold]Ranks of the first[/]")
     print_unbroken(console, _ranks(best))
-    if found.lost:
+    if reasons := [*_reasons(found)]:
         console.print("\n[bold]Why not[/]")
-        for head, lines in _reasons(found):
+        for head, lines in reasons:
             console.print(f"{head}")
             others = table("", "", left=2)
             others.show_header = False
+            others.columns[0].no_wrap = True
             for line in lines:
                 others.add_row(*line)
-            print_unbroken(console, others)
+            console.print(others)
 
 
 def _plans(plans: Sequence[Plan]) -> Table:
-    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= 5e-4 for plan in plans)]
     sums = any(plan.reduce_seconds for plan in plans)
-    heads = ("step s", "rows/s", "idle", *(HEADS[cause] for cause in causes), *(("sum\ns",) if sums else ()))
+    heads = ("step s", "rows/s", "idle", *(("sums s",) if sums else ()))
     made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "memory")
     steps = format_of([plan.step_seconds for plan in plans])
     rates = format_of([plan.rows_per_second for plan in plans], most=2)
@@ -74,11 +75,17 @@ def _plans(plans: Sequence[Plan]) -> Table:
             steps(plan.step_seconds),
             rates(plan.rows_per_second),
             f"{plan.bubble:.1%}",
-            *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes),
             *((f"{plan.reduce_seconds:.2g}",) if sums else ()),
             sized(max(plan.memory_bytes)),
         )
     return made
+
+
+def _idle(plan: Plan) -> str:
+    """Why the ranks of a plan are idle."""
+    shares = [(cause.value, plan.idle.get(cause.value, 0.0)) for cause in Cause]
+    why = ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 5e-4)
+    return f" The first's: {why}." if why else ""
 
 
 def _ranks(plan: Plan) -> Table:
@@ -96,7 +103,7 @@ def _ranks(plan: Plan) -> Table:
         held = plan.held_bytes[rank] if plan.held_bytes else 0.0
         made.add_row(
             str(rank),
-            ", ".join(in_ranges([str(row[rank]) for row in plan.grid][:4])),
+            _devices(plan, rank),
             _short([names[stage] for stage in own[rank]]),
             shown(seconds[rank]),
             f"{seconds[rank] / mean:.2f}" if mean else "-",
@@ -106,6 +113,13 @@ def _ranks(plan: Plan) -> Table:
             *((_ways(plan, own[rank]),) if changed else ()),
         )
     return made
+
+
+def _devices(plan: Plan, rank: int) -> str:
+    """Those that run a rank, one for each replica."""
+    devices = [str(row[rank]) for row in plan.grid]
+    found = ", ".join(in_ranges(devices[:4]))
+    return found if len(devices) <= 4 else f"{found}, ... ({len(devices)})"
 
 
 def _order(plan: Plan) -> Schedule:
@@ -198,8 +212,8 @@ def _why(lost: Lost, best: Plan) -> str:
     return f"{_slower(lost, best)}: {', '.join(why)}" if why else _slower(lost, best)
 
 
-def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console) -> None:
-    """Prints what is missing, where, and what would fit."""
+def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console, group: int = 1) -> None:
+    """Prints what is missing, where, and what would fit. `group`: how many devices the cluster counts as one."""
     nearest = found.nearest
     assert nearest is not None  # there is a choice, or else the planner has refused the numbers
     rank = nearest.fullest
@@ -213,12 +227,12 @@ def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console:
     if told:
         console.print("\nEach of these would fit, as tried:")
         for one in told:
-            console.print(f"  {_change(one, cluster)}: {_named(one.plan.choice)}")
+            console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
 
 
-def _change(remedy: Remedy, cluster: Cluster) -> str:
+def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
     if remedy.devices:
-        return f"--devices {remedy.devices}"
+        return f"--devices {remedy.devices * group}"
     if remedy.offload:
         return "--host-link RATE, to offload activations to the host's memory"
     sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]
