@@ -43,12 +43,38 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert f"plan={str(file)!r}" in text
 
 
+def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
+    for size, said in ((4, True), (1, False)):
+        file = str(tmp_path / f"{size}.json")
+        replace(PROFILE, rows=size).save(file)
+        text = output("plan", "--devices", "4", "--global-batch", "4", "--profile", file, "--search", "0", columns=400)
+        assert ("the profile knows those of 4: its times are extended from there" in text) is said
+
+
 def test_json_has_all_choices(profile: str) -> None:
     found = as_json(*JOB, "--profile", profile)
     planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(5e-6, 12.5e9)), 16)
     assert [one["step_seconds"] for one in found["plans"]] == [one.step_seconds for one in planned.best]
     assert len(found["lost"]) == len(planned.lost)
     assert found["nearest"] is None
+
+
+def test_the_runtimes_time_for_each_action_counts(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    replace(PROFILE, action_seconds=5e-4).save(file)
+
+    def planned(*options: str) -> list[float]:
+        found = as_json(*JOB, "--profile", str(file), *options)["plans"]
+        return [one["step_seconds"] for one in found]
+
+    def expected(seconds: float) -> list[float]:
+        cluster = Cluster(4, link=LinkCost(5e-6, 12.5e9), action_seconds=seconds)
+        return [one.step_seconds for one in make_plans(Sizes({1: PROFILE}), cluster, 16).best]
+
+    assert planned() == expected(5e-4)
+    assert planned("--action-seconds", "1e-3") == expected(1e-3)
+    assert planned("--action-seconds", "0") == expected(0.0)
+    assert expected(0.0)[0] < expected(5e-4)[0] < expected(1e-3)[0]
 
 
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:

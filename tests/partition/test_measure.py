@@ -337,6 +337,53 @@ def test_a_memory_limit_holds_for_measured_times_and_profiles(measures_all: None
         assert partitioner.cuts == ("2",)  # where time is least (at "1"), the last stage would hold five
 
 
+def test_a_memory_limit_is_held_to_this_batch_whatever_the_profile_was_made_with() -> None:
+    many = torch.randn(64 * len(X), *X.shape[1:])
+    found = profile_of(waiting([0]), X)
+    room = Room(limit_bytes=sum(unit.held_bytes + 10 * unit.activation_bytes for unit in found.units))
+
+    def notes(x: Tensor, balance: Profile, **room: Room) -> tuple[str, ...]:
+        made = Partitioner(waiting([0]), 2, streams=Silent(), balance=balance, **room)((x,))
+        return tuple(note for note in made.notes if "other microbatches" in note)
+
+    assert notes(X, found, room=room) == ()
+    with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
+        notes(many, found, room=room)
+    (note,) = notes(many, found)
+    assert str(list(many.shape)) in note
+    sizes = replace(found, rows=1).with_others([replace(profile_of(waiting([0]), many), rows=2)])
+    assert notes(many, sizes) == ()
+
+
+def test_buffers_count_as_what_a_stage_holds() -> None:
+    def buffered() -> nn.Sequential:
+        model = waiting([0])
+        for layer in model:
+            layer.register_buffer("table", torch.zeros(1000))
+        return model
+
+    bare, found = profile_of(waiting([0]), X), profile_of(buffered(), X)
+    assert [u.held_bytes - v.held_bytes for u, v in zip(found.units, bare.units, strict=True)] == [4000] * len(
+        bare.units
+    )
+    room = Room(limit_bytes=sum(unit.held_bytes + unit.activation_bytes for unit in bare.units))
+    Partitioner(waiting([0]), 2, streams=Silent(), balance=bare, room=room)((X,))
+    with pytest.raises(ArgumentError, match="no cut into 2 stages fits"):
+        Partitioner(buffered(), 2, streams=Silent(), balance=found, room=room)((X,))
+
+
+def test_a_profile_of_modules_in_another_order_is_refused() -> None:
+    class Reversed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    found = profile_of(waiting([0]), X)
+    with pytest.raises(ArgumentError, match=r"not of this model: there .* runs before .*, and here after"):
+        Partitioner(Reversed(*waiting([0])), 2, streams=Silent(), balance=found)((X,))
+
+
 # -- whatever chose the cuts ------------------------------------------------------------------------------------------
 
 

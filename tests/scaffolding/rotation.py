@@ -47,6 +47,7 @@ CPU_SECONDS = {
     "tests/distributed/test_restart.py": 20,
     "tests/fabric/test_emulation.py": 20,
     "tests/distributed/test_explained_ranks.py": 20,
+    "tests/explain/test_whole_steps.py": 20,
     "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/partition/run/test_sideways.py": 20,
     "tests/partition/stages/test_exact.py": 20,

@@ -51,7 +51,7 @@ class UnitCost:
         input_gradient_seconds: I, the gradient of its inputs.
         weight_gradient_seconds: W, the gradient of its parameters: what the whole backward takes besides I.
         activation_bytes: what the forward keeps for the backward, besides parameters and buffers.
-        parameter_bytes, gradient_bytes: of its parameters, and of those among them that are trained.
+        parameter_bytes, gradient_bytes: of its parameters and buffers, and of those among them that are trained.
         optimizer_bytes: what an optimizer with two values for each trained one (Adam) keeps.
         boundary_bytes: what a forward sends from earlier units to this one and later ones.
         boundary_gradient_bytes: what a backward sends back.
@@ -90,7 +90,7 @@ class UnitCost:
 
     @property
     def held_bytes(self) -> int:
-        """What it takes all the time: parameters, gradients, and the optimizer's state."""
+        """What it takes all the time: parameters, buffers, gradients, and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
@@ -148,6 +148,7 @@ class Profile:
         rows: of the microbatch, along whatever dimension the batch has them; 0: it does not say.
         others: the same units with microbatches of other sizes.
         links: between ranks, if they were measured too.
+        action_seconds: what the runtime adds to each forward and each backward of a stage; None: not measured.
 
     Raises:
         ArgumentError: there are no units, or two of one name; a time is not a number of 0 or more; two sizes are the
@@ -169,11 +170,13 @@ class Profile:
     rows: int = 0
     others: tuple[OtherSize, ...] = ()
     links: tuple[MeasuredLink, ...] = ()
+    action_seconds: float | None = None
 
     def __post_init__(self) -> None:
         names = [unit.name for unit in self.units]
         if not names or len({*names}) < len(names):
             raise ArgumentError(f"units: expected at least one, each of another name, not {shortened(names)}")
+        check_numbers("the profile", self)
         for unit in (*self.units, *(unit for other in self.others for unit in other.units)):
             check_numbers(f"unit {unit.name!r}", unit)
         for link in self.links:

@@ -53,6 +53,13 @@ class ClusterOptions:
     host_link: Annotated[
         str | None, _option("To the host's memory and back; if given, stages may offload activations.")
     ] = None
+    action_seconds: Annotated[
+        float | None,
+        _option(
+            "What the runtime adds to each forward and backward of a stage; by default what a profile measured (on "
+            "CPUs), or 0."
+        ),
+    ] = None
     device: Annotated[
         str | None,
         _option(
@@ -88,8 +95,13 @@ class ClusterOptions:
         given = self.specified
         return [] if self.kind is None else [_described(self.kind, given)]
 
-    def read(self, measured: LinkCost | None = None) -> Cluster:
-        """The cluster. Raises ArgumentError if an option is wrong. `measured`: the link, unless --link says it."""
+    def read(self, measured: LinkCost | None = None, action_seconds: float | None = None) -> Cluster:
+        """The cluster. Raises ArgumentError if an option is wrong.
+
+        Args:
+            measured: the link, unless --link says it.
+            action_seconds: unless --action-seconds says it.
+        """
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
 
@@ -101,6 +113,7 @@ class ClusterOptions:
             between_hosts=link_of(self.between_hosts),
             kinds=self._kinds(),
             host_link=link_of(self.host_link),
+            action_seconds=(action_seconds or 0.0) if self.action_seconds is None else self.action_seconds,
         )
 
     def _kinds(self) -> tuple[Kind, ...]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _MOST_LINES = 6
 """For each way to lose."""
 
+_SEEN = 5e-4
+"""The least share of the time that is not rounded to 0.0%."""
+
 _MOST_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
 
@@ -38,19 +41,22 @@ def show(found: Planned, console: Console) -> None:
         )
     console.print()
     print_unbroken(console, _plans(found.best))
+    if any(plan.bubble >= _SEEN for plan in found.best):
+        console.print("\nWhy their ranks are idle, in % of the ranks' time")
+        print_unbroken(console, _idle(found.best))
+    console.print()
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in found.best)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
     console.print(
-        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of the "
-        f"ranks' time that is lost.{_idle(best)} Sums: of replicas' gradients, beyond the pipeline. "
-        f"Memory: of the fullest rank.{tie}",
+        "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
+        f"the ranks' time that is lost. Memory: of the fullest rank.{tie}",
         style="dim",
     )
     console.print("\n[bold]Ranks of the first[/]")
     print_unbroken(console, _ranks(best))
-    if reasons := [*_reasons(found)]:
+    if found.lost:
         console.print("\n[bold]Why not[/]")
-        for head, lines in reasons:
+        for head, lines in _reasons(found):
             console.print(f"{head}")
             others = table("", "", left=2)
             others.show_header = False
@@ -81,11 +87,12 @@ def _plans(plans: Sequence[Plan]) -> Table:
     return made
 
 
-def _idle(plan: Plan) -> str:
-    """Why the ranks of a plan are idle."""
-    shares = [(cause.value, plan.idle.get(cause.value, 0.0)) for cause in Cause]
-    why = ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 5e-4)
-    return f" The first's: {why}." if why else ""
+def _idle(plans: Sequence[Plan]) -> Table:
+    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= _SEEN for plan in plans)]
+    made = table("schedule", *(cause.value.replace(" for ", "\nfor ") for cause in causes))
+    for plan in plans:
+        made.add_row(plan.choice.schedule, *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes))
+    return made
 
 
 def _ranks(plan: Plan) -> Table:
@@ -103,8 +110,8 @@ def _ranks(plan: Plan) -> Table:
         held = plan.held_bytes[rank] if plan.held_bytes else 0.0
         made.add_row(
             str(rank),
-            _devices(plan, rank),
-            _short([names[stage] for stage in own[rank]]),
+            _few(in_ranges([str(row[rank]) for row in plan.grid])),
+            _few([names[stage] for stage in own[rank]]),
             shown(seconds[rank]),
             f"{seconds[rank] / mean:.2f}" if mean else "-",
             sized(plan.memory_bytes[rank] - held),
@@ -113,13 +120,6 @@ def _ranks(plan: Plan) -> Table:
             *((_ways(plan, own[rank]),) if changed else ()),
         )
     return made
-
-
-def _devices(plan: Plan, rank: int) -> str:
-    """Those that run a rank, one for each replica."""
-    devices = [str(row[rank]) for row in plan.grid]
-    found = ", ".join(in_ranges(devices[:4]))
-    return found if len(devices) <= 4 else f"{found}, ... ({len(devices)})"
 
 
 def _order(plan: Plan) -> Schedule:
@@ -136,7 +136,7 @@ def _shown_ranks(plan: Plan) -> list[int]:
     return sorted({*range(_MOST_RANKS // 2), plan.fullest, *range(ranks - _MOST_RANKS // 2 + 1, ranks)})
 
 
-def _short(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
 
 
@@ -213,7 +213,7 @@ def _why(lost: Lost, best: Plan) -> str:
 
 
 def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console, group: int = 1) -> None:
-    """Prints what is missing, where, and what would fit. `group`: how many devices the cluster counts as one."""
+    """Prints what is missing, where, and what would fit. `group`: how many devices one of the cluster stands for."""
     nearest = found.nearest
     assert nearest is not None  # there is a choice, or else the planner has refused the numbers
     rank = nearest.fullest

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -44,7 +44,9 @@ def explain(
             "one for each, or a folder of them; .gz too.",
         ),
     ],
-    step: Annotated[int | None, typer.Option(help="Which step; by default the one whose time is the median.")] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Which step, or all for a table; by default the one whose time is the median.")
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What `penstock profile` wrote: compare, and find a better cut.")
     ] = None,
@@ -74,9 +76,15 @@ def explain(
     from penstock.explain import read_run, run_of
 
     known = run_of(read_run(run))
-    found = explained(known, step=step, predicted=_predicted(known, profile, cuts, plan), what_ifs=what_if or ())
+    every = step == "all"
+    if step is not None and not every and not step.isdigit():
+        raise ArgumentError(f"--step {step}: expected the number of a step, or all")
+    number = None if step is None or every else int(step)
+    found = explained(known, step=number, predicted=_predicted(known, profile, cuts, plan), what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
+    elif every:
+        show_steps(found, Console(highlight=False))
     else:
         show(found, Console(highlight=False))
 
@@ -104,27 +112,78 @@ def show(found: Explanation, console: Console) -> None:
     """Prints what the step is, what to change first, and where the time went."""
     step = found.step
     unit, name = (1.0, "s") if step.seconds >= 1 else (1e-3, "ms")
-    seconds = format_of([step.seconds / unit], most=3 if step.seconds / unit < 100 else 1)
-
-    def written(value: float) -> str:
-        return f"{seconds(value / unit)} {name}"
-
+    written = _written(step.seconds)
     _show_head(found, console, written)
     console.print("\n[bold]What to change first[/], and by how much that changes a step")
     if mended := [one for one in found.changes if one.mends]:
-        console.print(_changes(mended[:_MOST_CHANGES], found.error))
+        console.print(_changes(mended[:_MOST_CHANGES], found.change_error))
     else:
-        least = max(found.error, 0.005)
+        least = max(found.change_error, 0.005)
         console.print(f"nothing: stages, ranks and microbatches are alike, as far as {least:.1%} of a step goes")
     if others := [one for one in found.changes if not one.mends]:
         console.print("\n[bold]Other ways[/]")
-        console.print(_changes(others[:_MOST_CHANGES], found.error))
+        console.print(_changes(others[:_MOST_CHANGES], found.change_error))
     if found.what_ifs:
         console.print("\n[bold]What if[/]")
-        console.print(_changes(found.what_ifs, found.error))
+        console.print(_changes(found.what_ifs, found.change_error))
     console.print(f"\n[bold]Where the time went[/], in {name}{_which(found)}")
     print_unbroken(console, _ranks(found, unit))
     _show_why(found, console, written)
+
+
+def _written(largest: float) -> Written:
+    """Seconds as text, to as many digits as the largest needs."""
+    unit, name = (1.0, "s") if largest >= 1 else (1e-3, "ms")
+    seconds = format_of([largest / unit], most=3 if largest / unit < 100 else 1)
+    return lambda value: f"{seconds(value / unit)} {name}"
+
+
+def show_steps(found: Explanation, console: Console) -> None:
+    """Prints a line for each step: how long it took, which rank was slow, and which stage heavy."""
+    written = _written(max(one.seconds for one in found.steps))
+    made = table("step", "took", "of the\nmedian", "slowest rank", "heaviest stage", "longest\nmicrobatch", left=1)
+    for one in found.steps:
+        slow = "-" if one.slowest is None else f"{one.slowest.who} ({one.slowest.times:.2f}x)"
+        stage = f"{one.stage} ({one.of_mean:.2f}x)"
+        made.add_row(str(one.number), written(one.seconds), f"{one.of_median:.2f}", slow, stage, f"{one.longest:.2f}x")
+    print_unbroken(console, made)
+    for text in in_words(found):
+        console.print(text)
+
+
+def in_words(found: Explanation) -> list[str]:
+    """How the steps of the run differ; nothing if there is but one."""
+    from penstock.explain.stragglers import in_words as said
+
+    if len(found.steps) < 2:
+        return []
+    times = [one.seconds for one in found.steps]
+    written = _written(max(times))
+    return [f"{len(times)} steps take {written(min(times))} to {written(max(times))}", *said(found.steps)]
+
+
+def _stragglers(found: Explanation) -> str:
+    """What uneven durations cost, and whose; empty if they cost nothing."""
+    known = found.slowdowns
+    if known is None or known.step < 1.01:
+        return ""
+    parts = [
+        ", ".join(f"{what} {name} {value:.2f}x" for name, value in _worst(pairs))
+        for what, pairs in (
+            ("rank", dict(enumerate(known.by_rank))),
+            ("replica", dict(enumerate(known.by_replica)) if len(known.by_replica) > 1 else {}),
+            ("", known.by_op),
+        )
+    ]
+    only = "; ".join(part.replace("  ", " ").strip() for part in parts if part)
+    return f"{known.step:.2f} times the step in which each op takes its usual time on all ranks" + (
+        f"; with only its own times: {only}" if only else ""
+    )
+
+
+def _worst(slower: Mapping[Any, float]) -> list[tuple[Any, float]]:
+    """The two that cost most, if they cost anything."""
+    return sorted(((k, v) for k, v in slower.items() if v >= 1.01), key=lambda pair: -pair[1])[:2]
 
 
 def _show_head(found: Explanation, console: Console, written: Written) -> None:
@@ -144,9 +203,14 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
         if abs(value) >= 0.002 * step.seconds
     ]
     console.print(f"of the pipeline's {written(step.pipeline_seconds)}: {', '.join(parts)}")
+    whole = f"; of whole steps: {found.whole_error:.2%}" if found.whole_error else ""
     console.print(
-        f"replayed from its own durations: {found.replay_error:+.2%} of the step (worst {found.worst_error:.2%})"
+        f"replayed from its own durations: {found.replay_error:+.2%} of the step (worst {found.worst_error:.2%}{whole})"
     )
+    if said := _stragglers(found):
+        console.print(said)
+    for text in in_words(found):
+        console.print(text)
     if found.predicted_seconds is not None:
         wrong = max(found.stages, key=lambda one: abs(one.seconds / (one.predicted_seconds or 1e-30) - 1))
         console.print(

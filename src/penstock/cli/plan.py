@@ -16,12 +16,13 @@ from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._plans import show, show_lack
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import loaded
-from penstock.cli._transformer import Paper, TransformerOptions
+from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.plan import Cluster, Planned, Sizes
+    from penstock.plan import Planned, Sizes
     from penstock.simulate import LinkCost
 
 EPILOG = """\
@@ -67,6 +68,7 @@ def plan(
     """
     from penstock.balance import Profile
     from penstock.plan import Sizes, make_plans
+    from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import usual_link
 
     paper, profiles, unsaid = None, list[Profile](), ""
@@ -79,7 +81,7 @@ def plan(
         cluster.specified.read()  # raises before anything is measured
         profiles = _profiles(target, profile or [], cluster)
         sizes, measured = Sizes.of(profiles), _measured_link(profiles)
-        known = cluster.specified.read(measured or usual_link(profiles[0].device))
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), _action_seconds(profiles))
         if cluster.specified.link is None and measured is None and known.devices > 1:
             unsaid = _taken(known.link)
     names = _names(schedule)
@@ -92,34 +94,37 @@ def plan(
         console = Console(highlight=False)
         for note in () if paper is not None else (*cluster.said, *cautions(profiles)):
             console.print(Text(f"note: {note}"), soft_wrap=True)
-        _print(found, sizes, known, global_batch, names, console, paper)
+        if found.best and (note := _beyond(sizes, found.best[0].choice.rows)):
+            console.print(Text(f"note: {note}"), soft_wrap=True)
+        group = 1 if paper is None else numbers.tensor_parallel
+        if found.best:
+            show(found, console)
+        elif found.nearest is not None:
+            told = remedies(sizes, known, global_batch, names, found.nearest)
+            show_lack(found, known, [*told], console, group)
         if unsaid:
             console.print(f"\n{unsaid}")
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
-            print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
+            mesh = f", {found.best[0].mesh}" if found.best[0].choice.replicas > 1 else ""
+            print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r}{mesh})")
     if not found.best:
         raise typer.Exit(1)
 
 
-def _print(
-    found: Planned,
-    sizes: Sizes,
-    cluster: Cluster,
-    global_batch: int,
-    schedules: Sequence[str] | None,
-    console: Console,
-    paper: Paper | None,
-) -> None:
-    """The plans; or what is missing, and what would fit."""
-    from penstock.plan.remedies import remedies
-
-    if found.best:
-        show(found, console)
-    elif found.nearest is not None:
-        told = remedies(sizes, cluster, global_batch, schedules, found.nearest)
-        show_lack(found, cluster, [*told], console, 1 if paper is None else paper.job.tensor_parallel)
+def _beyond(sizes: Sizes, rows: int) -> str:
+    """What to say of microbatches of a size beyond those in the profiles; empty if it is among them."""
+    known = sorted(sizes.profiles)
+    if known[0] <= rows <= known[-1]:
+        return ""
+    seen = f"{known[0]} to {known[-1]}" if len(known) > 1 else str(known[0])
+    sure = ",".join(map(str, sorted({rows, *known})))
+    return (
+        f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
+        f"are extended from there, and small microbatches usually take longer; add --microbatch-sizes {sure} to "
+        "`penstock profile` to be sure"
+    )
 
 
 def _taken(link: LinkCost) -> str:
@@ -134,6 +139,11 @@ def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
     from penstock.plan.stage_costs import slowest_link
 
     return next((link for profile in profiles if (link := slowest_link(profile)) is not None), None)
+
+
+def _action_seconds(profiles: Sequence[Profile]) -> float | None:
+    """That of the first profile that measured it; None if none did."""
+    return next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:

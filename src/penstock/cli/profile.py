@@ -106,7 +106,10 @@ def show(found: Profile, console: Console) -> None:
     backward and held as parameters; and what the row's first unit gets."""
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
-    console.print(Text(f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}, {runs}", "bold"))
+    if found.action_seconds is not None:
+        runs += f"; the runtime adds {1e6 * found.action_seconds:.0f} us to each forward and backward of a stage"
+    of = f"{counted(len(found.units), 'unit')} on {found.device_name or found.device}"
+    console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     print_unbroken(console, _units(found))
     if len(rows_of(found.units)) < len(_alike(found.units)):

@@ -11,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.explain.measured import Replica, Step
+from penstock.explain.traced import Around, around
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from penstock.simulate.columns import COMPUTE, Columns, Floats, column
+from penstock.simulate.job import done
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 PLACE = {op.code: place for place, op in enumerate(COMPUTE)}
@@ -33,6 +35,7 @@ class Case:
         seconds: what each action takes, [R, O, S, M] as in `Factors`.
         host: what its rank does after an action before it can begin another, in seconds, [O, S].
         latency: what a message takes beyond that, in seconds, by (source, target) rank.
+        around: what ranks do before and after; None if that is not known, and so stays as it is.
     """
 
     schedules: tuple[Schedule, ...]
@@ -40,6 +43,7 @@ class Case:
     seconds: Floats
     host: Floats
     latency: Mapping[tuple[int, int], float]
+    around: Around | None = None
 
     def with_seconds(self, seconds: Floats) -> Case:
         return replace(self, seconds=seconds)
@@ -66,6 +70,21 @@ class Case:
         ends = [begin + end for begin, end in zip(self.begins, self.spans(), strict=True)]
         return max(ends) - min(self.begins)
 
+    @property
+    def step_seconds(self) -> float:
+        """With what ranks do before and after their pipelines, as far as it is known."""
+        if self.around is None:
+            return self.pipeline_seconds
+        shape = len(self.schedules), self.schedules[0].ranks
+        begin = np.repeat(np.array(self.begins)[:, None], shape[1], axis=1)
+        if self.around.before:
+            begin = done(self.around.before, self.around.durations, np.zeros(shape))
+        ends = []
+        for schedule, seconds, begins in zip(self.schedules, self.seconds, begin, strict=True):
+            timeline = simulate(schedule, _costs(seconds, self.host), self._links(shape[1]), begin=begins.tolist())
+            ends.append(self._ends(timeline))
+        return float(done(self.around.after, self.around.durations, np.array(ends)).max())
+
     def spans(self) -> list[float]:
         """Of each replica, from its first start to its last end."""
         found: dict[tuple[Schedule, bytes], float] = {}
@@ -73,7 +92,7 @@ class Case:
         for schedule, seconds in zip(self.schedules, self.seconds, strict=True):
             key = schedule, seconds.tobytes()
             if key not in found:
-                found[key] = self._span(self.timeline(schedule, seconds))
+                found[key] = max(self._ends(self.timeline(schedule, seconds)))
             spans.append(found[key])
         return spans
 
@@ -81,14 +100,13 @@ class Case:
         """One replica's, with what the host does as a part of the action before."""
         return simulate(schedule, _costs(seconds, self.host), self._links(schedule.ranks))
 
-    def _span(self, timeline: Timeline) -> float:
-        """Without what the host does after the last action of each rank."""
-        ends = []
-        for track in timeline.tracks:
-            if len(track):
-                last = track.actions[len(track) - 1]
-                ends.append(track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage]))
-        return max(ends)
+    def _ends(self, timeline: Timeline) -> list[float]:
+        """Of each rank, without what the host does after its last action."""
+        lasts = [track.actions[len(track) - 1] for track in timeline.tracks]
+        return [
+            track.end[-1] - float(self.host[COMPUTE.index(last.op), last.stage])
+            for track, last in zip(timeline.tracks, lasts, strict=True)
+        ]
 
     def _links(self, ranks: int) -> dict[tuple[int, int], LinkCost]:
         usual = median(self.latency.values()) if self.latency else 0.0
@@ -139,7 +157,15 @@ def case_of(step: Step, seconds: Floats) -> Case:
         seconds,
         host,
         latency,
+        around_of(step),
     )
+
+
+def around_of(step: Step) -> Around | None:
+    """What ranks did around the pipelines of a step; None if they did nothing, or nobody knows with whom."""
+    if not step.others or step.unknown:
+        return None
+    return around((len(step.replicas), step.slowest.schedule.ranks), step.numbered)
 
 
 def _host(samples: Sequence[tuple[int, int, float]], stages: int) -> Floats:

@@ -10,10 +10,11 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.explain.case import Case
-from penstock.explain.factors import SLOW, Factors
+from penstock.explain.factors import Factors
 from penstock.explain.measured import Replica, Step
 from penstock.explain.predicted import Predicted
 from penstock.explain.schedules import another, best_schedules, twice_the_microbatches
+from penstock.explain.stragglers import slow_ranks
 from penstock.simulate.columns import COMPUTE, Floats
 from penstock.words import counted
 
@@ -67,7 +68,7 @@ class Trial:
         return self.step.slowest
 
     def change(self, kind: str, text: str, case: Case, note: str = "") -> Change:
-        less = self.replay_seconds - case.pipeline_seconds
+        less = self.replay_seconds - case.step_seconds
         return Change(
             kind, text, self.step.seconds - less, less / self.step.seconds if self.step.seconds else 0.0, note
         )
@@ -135,28 +136,18 @@ def _even(trial: Trial, case: Case) -> Case:
 
 def _ranks(trial: Trial) -> Iterator[Change]:
     """The slow ranks by what they lose, the worst few."""
-    factors, placement = trial.factors, trial.slowest.schedule.placement
-    lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
-    found = []
-    for place, replica in enumerate(trial.step.replicas):
-        for rank, stages in enumerate(placement.by_rank):
-            slow = np.zeros_like(factors.typical, bool)
-            slow[:, list(stages)] = factors.rank[place][:, list(stages)] >= SLOW
-            if slow.any():
-                found.append((float(lost[place][slow].sum()), place, replica.number, rank, slow))
-    for _, place, number, rank, slow in sorted(found, key=lambda one: -one[0])[:_MOST_RANKS]:
-        seconds = trial.replay.seconds.copy()
-        seconds[place] /= np.where(slow, factors.rank[place], 1.0)[..., None]
+    factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
+    for one in slow_ranks(trial.step, factors)[:_MOST_RANKS]:
+        seconds, place = trial.replay.seconds.copy(), numbers.index(one.replica)
+        seconds[place] /= np.where(one.slow, factors.rank[place], 1.0)[..., None]
         ops = ", ".join(
-            f"{_WORDS[op.value]} {factors.rank[place][row][slow[row]].max():.1f}x"
+            f"{_WORDS[op.value]} {factors.rank[place][row][one.slow[row]].max():.1f}x"
             for row, op in enumerate(COMPUTE)
-            if slow[row].any()
+            if one.slow[row].any()
         )
-        alone = len(trial.step.replicas) == 1
-        of = "" if alone else f" of replica {number}"
-        than = "the other stages'" if alone else "its replicas'"
-        text = f"rank {rank}{of} is slow ({ops} {than}): mend or replace it"
-        note = "no replica tells; its other ops are not slow" if alone else ""
+        than = "the other stages'" if one.alone else "its replicas'"
+        text = f"{one.who} is slow ({ops} {than}): mend or replace it"
+        note = "no replica tells; its other ops are not slow" if one.alone else ""
         yield trial.change("rank", text, trial.replay.with_seconds(seconds), note)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,11 @@ from penstock.explain.event import Recording
 from penstock.explain.factors import factors_of, seconds_of
 from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
+from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Where, bubble_of, where_of
+from penstock.simulate.job import Slowdowns
+
+_UNKNOWN = "nobody knows which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class Explanation:
         bubble: the longest wait of the slowest replica.
         changes: what would bring something: what mends before other ways, and of each what brings most first.
         what_ifs: what was asked for.
+        whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
+            pipelines; 0 if they do nothing, or nobody knows with whom.
+        slowdowns: what stragglers cost; None where that cannot be told.
+        steps: each step of the run in short.
     """
 
     run: Run
@@ -62,11 +70,19 @@ class Explanation:
     bubble: Bubble | None
     changes: tuple[Change, ...]
     what_ifs: tuple[Change, ...]
+    whole_error: float
+    slowdowns: Slowdowns | None
+    steps: tuple[StepSummary, ...]
 
     @property
     def error(self) -> float:
-        """By how much of the step a predicted gain may be wrong: the worst that the replay was."""
+        """The worst that the replay of a pipeline was, as a share of the step."""
         return max(abs(self.replay_error), self.worst_error)
+
+    @property
+    def change_error(self) -> float:
+        """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
+        return max(self.error, self.whole_error)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -94,10 +110,20 @@ class Explanation:
                 for one in self.where.ranks
             ],
             "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
-            "changes": [asdict(one) | {"error": self.error} for one in self.changes],
-            "what_ifs": [asdict(one) | {"error": self.error} for one in self.what_ifs],
+            "changes": [asdict(one) | {"error": self.change_error} for one in self.changes],
+            "what_ifs": [asdict(one) | {"error": self.change_error} for one in self.what_ifs],
+            "whole_replay_error": self.whole_error,
+            "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
+            "steps_in_words": list(in_words(self.steps)),
+            "each_step": [_step(one) for one in self.steps],
             "notes": list(self.run.notes),
         }
+
+
+def _step(one: StepSummary) -> dict[str, Any]:
+    slow = one.slowest
+    who = None if slow is None else {"replica": slow.replica, "rank": slow.rank, "times": slow.times}
+    return asdict(replace(one, slowest=None)) | {"slowest": who}
 
 
 def _named(seconds: Mapping[Any, float]) -> dict[str, float]:
@@ -136,11 +162,14 @@ def explain(
         )
     factors = factors_of(chosen.replicas)
     replay = case_of(chosen, factors.seconds)
-    replay_seconds = replay.pipeline_seconds
+    replay_seconds = replay.step_seconds
     even = factors.even[chosen.replicas.index(chosen.slowest)]
     trial = Trial(chosen, factors, replay, replay_seconds, predicted)
-    replay_error = (replay_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
+    replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     worst = max(map(_worst_error, run.steps))
+    outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
+    if chosen.unknown:
+        run = replace(run, notes=(*run.notes, _UNKNOWN.format(chosen.unknown[0])))
     return Explanation(
         run,
         chosen,
@@ -150,8 +179,11 @@ def explain(
         _predicted_seconds(trial),
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, replay.free.timeline(chosen.slowest.schedule, even)),
-        suggestions(trial, max(abs(replay_error), worst)),
+        suggestions(trial, max(abs(replay_error), worst, outside)),
         tuple(what_if(trial, text) for text in what_ifs),
+        outside,
+        slowdowns_of(run, chosen),
+        summaries(run),
     )
 
 

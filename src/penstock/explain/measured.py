@@ -12,6 +12,7 @@ import numpy as np
 from penstock.errors import ArgumentError
 from penstock.explain.clocks import Messages, shifts, tolerance_of
 from penstock.explain.event import Event, Recording
+from penstock.explain.traced import KNOWN
 from penstock.schedule import Placement, Row, Schedule, check, generate, names, summary
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate.columns import Columns, Floats
@@ -75,6 +76,17 @@ class Step:
         return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
     @property
+    def unknown(self) -> tuple[str, ...]:
+        """What ranks did of which the trace does not tell who waited for whom."""
+        return tuple(name for name in self.others if name not in KNOWN)
+
+    @property
+    def numbered(self) -> list[Event]:
+        """The events, with a replica's place among the complete ones as its number."""
+        place = {one.number: place for place, one in enumerate(self.replicas)}
+        return [replace(event, replica=place[event.replica or 0]) for event in self.events]
+
+    @property
     def pipeline_seconds(self) -> float:
         """From the first action's start to the last one's end."""
         return max(one.begin_seconds + one.span_seconds for one in self.replicas) - min(
@@ -126,7 +138,7 @@ def run_of(recording: Recording) -> Run:
             else:
                 lacking.append((number, replica, wrong or str(found)))
         if made:
-            steps.append(_step(number, made, every[number]))
+            steps.append(_step(number, made, () if recording.with_waits else every[number]))
     if not steps:
         raise ArgumentError(f"the trace has no complete step: {lacking[0][2]}")
     if lacking:

@@ -7,7 +7,7 @@ when the last of them has begun: the rest is somebody else's slowness.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,10 @@ GAP = "before "
 """Before the name of an op: the time between what its rank did before, and the op."""
 
 
+START = "start"
+"""By how much later than the first a rank begins its step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traced:
     """A traced step: what it consists of, what each part took, and how long all of it lasted.
@@ -45,6 +49,35 @@ class Traced:
     durations: Mapping[str, Floats]
     seconds: float
     spans: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What each rank does before and after its pipeline's actions, in order, and how long that takes, [R, P]."""
+
+    before: tuple[Joint, ...]
+    after: tuple[Joint, ...]
+    durations: Mapping[str, Floats]
+
+
+def around(shape: tuple[int, int], events: Iterable[Event], among: Mapping[str, Among] = KNOWN) -> Around:
+    """What ranks did around their pipelines in a step, with the time that each lost before it.
+
+    Args:
+        shape: how many replicas and ranks.
+        events, among: as for `traced`.
+
+    Raises:
+        ArgumentError: an op is unknown.
+    """
+    work, joint = _by_op(events)
+    extent = _extent(shape, [times for op, times in work.items() if op.is_compute])
+    before, after, durations = _around(joint, extent, among, _own)
+    if before:
+        start, _ = _once(shape, joint[before[0].name])
+        durations[START] = np.nan_to_num(start - np.nanmin(start))
+        before = (Joint(START), *before)
+    return Around(before, after, durations)
 
 
 def traced(
@@ -73,11 +106,14 @@ def traced(
         FORWARD_MESSAGE: _messages(shape, work, Op.SEND_F, Op.RECV_F, 1),
         BACKWARD_MESSAGE: _messages(shape, work, Op.SEND_B, Op.RECV_B, -1),
     }
-    opening, closing, more = _around(joint, (first, last), among, gaps=gaps)
+    opening, closing, more = _around(joint, (first, last), among, _least if gaps else None)
     seconds = max(event.end_seconds for event in events) - min(event.start_seconds for event in events)
     spans = ended.max(axis=1) - begun.min(axis=1)
     return Traced(Job(schedule, opening, closing), durations | more, seconds, spans)
 
+
+_Gap = Callable[[Floats, Floats], Floats]
+"""What counts as a part of the step, of the gaps between when ranks had done what came before, and an op's starts."""
 
 _Times = dict[tuple[int, int, int | None], tuple[float, float]]
 """When an op started and ended, by replica, rank and microbatch."""
@@ -131,7 +167,7 @@ def _messages(shape: tuple[int, int, int], ops: Mapping[Op, _Times], send: Op, r
 
 
 def _around(
-    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], *, gaps: bool
+    joint: Mapping[str, _Times], pipeline: tuple[Floats, Floats], among: Mapping[str, Among], gap: _Gap | None
 ) -> tuple[tuple[Joint, ...], tuple[Joint, ...], dict[str, Floats]]:
     """What ranks did before and after their pipelines' actions, whose first start and last end are given."""
     if unknown := joint.keys() - among.keys():
@@ -142,11 +178,11 @@ def _around(
     before = [name for name in order if np.nanmax(times[name][0] - first) <= 0]
     after = [name for name in order if name not in before]
     durations: dict[str, Floats] = {}
-    opening, now = _joints(before, times, among, None, durations, gaps=gaps)
-    if gaps and now is not None:
-        durations[GAP + FORWARD] = _least(first - now)
+    opening, now = _joints(before, times, among, None, durations, gap)
+    if gap is not None and now is not None:
+        durations[GAP + FORWARD] = _least(first, now)  # later ranks wait for the first one's output
         opening = (*opening, Joint(GAP + FORWARD))
-    closing, _ = _joints(after, times, among, last, durations, gaps=gaps)
+    closing, _ = _joints(after, times, among, last, durations, gap)
     return opening, closing, durations
 
 
@@ -165,14 +201,21 @@ def _in_order(times: Mapping[str, tuple[Floats, Floats]]) -> list[str]:
     return sorted(times, key=before.__getitem__)
 
 
-def _least(gaps: Floats) -> Floats:
+def _least(start: Floats, now: Floats) -> Floats:
     """The least gap, wherever there is one: longer ones may be waits for what a trace does not show."""
-    return np.where(np.isnan(gaps), np.nan, max(float(np.nanmin(gaps)), 0.0))
+    return np.where(np.isnan(start - now), np.nan, max(float(np.nanmin(start - now)), 0.0))
+
+
+def _own(start: Floats, now: Floats) -> Floats:
+    """Each rank's own gap, but no longer than that of the rank that comes last, as only that waits for nobody."""
+    gaps: Floats = np.maximum(start - now, 0.0)
+    last = gaps.ravel()[np.argmax(np.where(np.isnan(gaps), -np.inf, now))]
+    return np.asarray(np.minimum(gaps, last))
 
 
 def _joints(
     names: Sequence[str], times: Mapping[str, tuple[Floats, Floats]], among: Mapping[str, Among], now: Floats | None,
-    durations: dict[str, Floats], *, gaps: bool,
+    durations: dict[str, Floats], gap: _Gap | None,
 ) -> tuple[tuple[Joint, ...], Floats | None]:  # fmt: skip
     """What ranks did one after the other, with durations added to `durations`; and when each had done all.
 
@@ -181,8 +224,8 @@ def _joints(
     joints = []
     for name in names:
         start, end = times[name]
-        if gaps and now is not None:
-            durations[GAP + name] = _least(start - now)
+        if gap is not None and now is not None:
+            durations[GAP + name] = gap(start, now)
             joints.append(Joint(GAP + name))
         durations[name] = np.maximum(end - together(among[name], start), 0.0)
         joints.append(Joint(name, among[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -274,7 +275,8 @@ def _by_profile(
     """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
     mine = identity(model)
     profile.check_for(mine.parameters, recording.device.type, mine.dtype)
-    here = {unit.name for unit in (candidates(recording, model, "flops") if units is None else units)}
+    here = {unit.name: unit.position for unit in (candidates(recording, model, "flops") if units is None else units)}
+    profile, notes = _of_size(profile, recording)
     pieces: list[list[UnitCost]] = []
     for unit in profile.units:
         if unit.name in here or not pieces:
@@ -285,16 +287,31 @@ def _by_profile(
         raise ArgumentError(
             f"stages={stages}: the profile has only {len(names)} units of this model at which it can be cut"
         )
-    problem = Problem(
-        [sum(unit.seconds for unit in units) for units in pieces],
-        [room.crossing_seconds(units[0], profile) for units in pieces],
-        [sum(unit.held_bytes for unit in units) for units in pieces],
-        [sum(unit.activation_bytes for unit in units) for units in pieces],
-        in_flight=room.in_flight,
-        limit_bytes=room.limit_bytes / room.stages,
-    )
+    positions = [here.get(name, 0) for name in names]
+    for (before, one), (after, other) in pairwise(zip(names, positions, strict=True)):
+        if one > other:
+            raise ArgumentError(
+                f"balance: the profile is not of this model: there {before!r} runs before {after!r}, and here after "
+                "it. Make one with penstock.profile(...) or `penstock profile`, or use balance='time'"
+            )
+    problem = _problem(recording, model, [sum(unit.seconds for unit in units) for units in pieces], positions, room)
+    problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
     starts = _best(problem, stages, room)
-    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
+    found = _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
+    return replace(found, notes=(*notes, *found.notes))
+
+
+def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:
+    """The profile for microbatches like the recorded one; or as it is, with a note, if it has none."""
+    metas = (recording.facts[node].meta for node in recording.inputs)
+    here = Counter(f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}" for meta in metas if meta)
+    for each in profile.each_size:
+        if not Counter(each.inputs.values()) - here:
+            return each, ()
+    made = ", ".join(f"{name} {text}" for name, text in profile.inputs.items())
+    return profile, (
+        f"stages are cut by times of other microbatches: the profile is of {made}, and this one is {', '.join(here)}",
+    )
 
 
 def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> list[Candidate]:

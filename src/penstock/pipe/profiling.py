@@ -18,6 +18,7 @@ from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
+from penstock.pipe.action_time import action_seconds
 from penstock.pipe.build import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
@@ -89,7 +90,10 @@ def profile(
     def units() -> Profile:
         partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
         found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there)
-        return found if kind is None else estimated(found, kind, _efficiency(calibrate, kind))
+        if kind is not None:
+            return estimated(found, kind, _efficiency(calibrate, kind))
+        # other devices compute while the runtime goes on
+        return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
     return _with_links(units, there or _device_of(example, model)) if links else units()
 

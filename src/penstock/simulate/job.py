@@ -67,13 +67,17 @@ class Job:
         """
         self._check(durations)
         replicas, ranks, _ = durations[FORWARD].shape
-        now = np.zeros((replicas, ranks))
-        for joint in self.before:
-            now = _done(joint, durations[joint.name], now)
-        now = np.array([self._ends(durations, replica, begin) for replica, begin in enumerate(now)])
-        for joint in self.after:
-            now = _done(joint, durations[joint.name], now)
-        return float(now.max())
+        begin = done(self.before, durations, np.zeros((replicas, ranks)))
+        ends: dict[bytes, Floats] = {}
+        now = []
+        for replica in range(replicas):
+            alike = b"".join(
+                each.tobytes() for each in (begin[replica], *(durations[name][replica] for name in PIPELINE))
+            )
+            if alike not in ends:
+                ends[alike] = self._ends(durations, replica, begin[replica])
+            now.append(ends[alike])
+        return float(done(self.after, durations, np.array(now)).max())
 
     def spans(self, durations: Durations) -> Floats:
         """How long each replica's pipeline takes, from its first action to its last, if all ranks begin at once."""
@@ -121,10 +125,13 @@ def together(among: Among, reached: Floats) -> Floats:
     return np.where(np.isnan(reached), np.nan, latest)
 
 
-def _done(joint: Joint, seconds: Floats, now: Floats) -> Floats:
-    """When each rank has done a joint that it reaches `now`; by replica and rank, as `seconds`."""
-    begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
-    return np.where(np.isnan(begun), now, begun + seconds)
+def done(joints: Sequence[Joint], durations: Durations, now: Floats) -> Floats:
+    """When each rank has done one joint after the other, the first of which it reaches `now`; by replica and rank."""
+    for joint in joints:
+        seconds = durations[joint.name]
+        begun = together(joint.among, np.where(np.isnan(seconds), np.nan, now))
+        now = np.where(np.isnan(begun), now, begun + seconds)
+    return now
 
 
 def mixed(

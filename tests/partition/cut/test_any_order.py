@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import penstock
 from penstock import PartitionError, Profile, pipeline, verify
@@ -115,22 +117,25 @@ def test_even_towers_stay_as_they_are() -> None:
         assert pipe.notes == ()
 
 
-def test_memory_counts_by_position() -> None:
+def test_memory_counts_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     times = with_times(Towers(), UNEVEN)
     kept = {"left": 300, "right": 100}
-    units = [replace(u, activation_bytes=kept.get(u.name.split(".")[0], 1), parameter_bytes=0) for u in times.units]
-    units = [replace(unit, gradient_bytes=0, optimizer_bytes=0) for unit in units]
-    sized = replace(times, units=tuple(units))
+
+    def bytes_by_start(recording: Recording, model: nn.Module, starts: Sequence[int]) -> tuple[list[int], list[int]]:
+        facts = [*recording.facts.values()]
+        return [0] * len(starts), [kept.get(facts[start].scope.split(".")[0], 1) for start in starts]
+
+    monkeypatch.setattr(decision, "bytes_by_start", bytes_by_start)
 
     def first(limit: int) -> set[str]:
-        with pipeline(Towers(), (X, Y), balance=sized, memory_limit=limit, **OPTIONS) as pipe:
+        with pipeline(Towers(), (X, Y), balance=times, memory_limit=limit, **OPTIONS) as pipe:
             return stages_of(pipe)[0]
 
     assert first(800) == {"left.0", "right.0"}  # two microbatches of 400
     assert first(799) == {"left.0"}  # nothing better fits
 
 
-@pytest.mark.parametrize("kind", ["hook", "numpy", "counter"])
+@pytest.mark.parametrize("kind", ["hook", "global hook", "numpy", "counter"])
 def test_the_order_stays_where_it_might_matter(kind: str) -> None:
     class Drawing(Towers):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -150,7 +155,8 @@ def test_the_order_stays_where_it_might_matter(kind: str) -> None:
     times = with_times(model, UNEVEN)
     if kind == "hook":
         model.left[0].register_forward_hook(lambda *_: None)
-    with pipeline(model, (X, Y), balance=times, **OPTIONS) as pipe:
+    everywhere = register_module_forward_hook(lambda *_: None) if kind == "global hook" else nullcontext()
+    with everywhere, pipeline(model, (X, Y), balance=times, **OPTIONS) as pipe:
         assert stages_of(pipe)[0] == {"left.0"}
         assert any("would make the slowest stage 20% faster, but theirs stays" in note for note in pipe.notes)
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from torch import fx, nn
 
+from penstock.compat import has_global_forward_hooks
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import cut_positions
 from penstock.partition.recording.recording import Recording
@@ -52,7 +53,7 @@ def why_fixed(recording: Recording, model: nn.Module) -> str:
         "it updates memory unseen by autograd": any(fact.unseen for fact in facts),
         "it takes parameters through other tensors": any(recording.borrowed.values()),
         "it changes autocast": any(fact.modes.autocast is not None for fact in facts),
-        "modules in it have hooks": any(map(_has_hooks, model.modules())),
+        "modules in it have hooks": has_global_forward_hooks() or any(map(_has_hooks, model.modules())),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

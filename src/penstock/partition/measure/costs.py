@@ -120,9 +120,9 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
             assert not isinstance(run, Like)
         times = run.times()
         names = {name for node in plan.run for name in split.held_by(node)}
-        parameters = [t for name in names if isinstance(t := recording.held[name], nn.Parameter)]
-        size = sum(t.numel() * t.element_size() for t in parameters)
-        trained = sum(t.numel() * t.element_size() for t in parameters if t.requires_grad)
+        held = [recording.held[name] for name in names]
+        size = sum(t.numel() * t.element_size() for t in held)
+        trained = sum(t.numel() * t.element_size() for t in held if t.requires_grad)
         sent, back = crossing[index]
         found.append(
             UnitCost(

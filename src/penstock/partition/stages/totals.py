@@ -30,24 +30,25 @@ def work_of_stages(recording: Recording, split: CutRecording) -> tuple[int, ...]
 
 
 def bytes_by_start(recording: Recording, model: nn.Module, starts: Sequence[int]) -> tuple[list[int], list[int]]:
-    """For the calls from each of these nodes to the next: the bytes that they hold all the time (parameters, gradients,
-    and an optimizer's values), and those that a microbatch's forward keeps for its backward."""
-    parameters: list[set[str]] = [set() for _ in starts]
+    """For the calls from each of these nodes to the next: the bytes that they hold all the time (parameters, buffers,
+    gradients, and an optimizer's values), and those that a microbatch's forward keeps for its backward."""
+    held: list[set[str]] = [set() for _ in starts]
     saved: list[dict[int, int]] = [{} for _ in starts]
-    names = {id(tensor): name for name, tensor in recording.held.items() if isinstance(tensor, nn.Parameter)}
+    names = {id(tensor): name for name, tensor in recording.held.items()}
     for node, fact in recording.facts.items():
         place = max(bisect_right(starts, fact.index) - 1, 0)
         saved[place] |= {s: size for s, size in fact.saved_sizes.items() if s not in recording.memory}
-        if fact.kind == "parameter":
-            parameters[place].add(str(node.target))
+        if fact.kind in ("parameter", "buffer"):
+            held[place].add(str(node.target))
         for unit in fact.units:
-            parameters[place].update(names[id(p)] for p in model.get_submodule(unit).parameters())
-    return [sum(_held(recording.held[name]) for name in each) for each in parameters], [sum(s.values()) for s in saved]
+            module = model.get_submodule(unit)
+            held[place].update(names[id(t)] for t in (*module.parameters(), *module.buffers()) if id(t) in names)
+    return [sum(_held(recording.held[name]) for name in each) for each in held], [sum(s.values()) for s in saved]
 
 
-def _held(parameter: Tensor) -> int:
-    size = parameter.numel() * parameter.element_size()
-    return size * (2 + OPTIMIZER_VALUES) if parameter.requires_grad else size
+def _held(tensor: Tensor) -> int:
+    size = tensor.numel() * tensor.element_size()
+    return size * (2 + OPTIMIZER_VALUES) if tensor.requires_grad else size
 
 
 def draw_offsets(recording: Recording, starts: Sequence[int]) -> tuple[dict[str, int], ...]:

@@ -281,6 +281,7 @@ class Reach:
                 text = f"{name}, a variable around {function.__qualname__}"
                 self._add(text, cell)
                 self._visit(contents(cell), text, depth - 1)
+        self._visit_defaults(function, depth)
         known = function.__globals__
         module = str(known.get("__name__", ""))
         if id(known) not in self._seen and not is_of_others(module):
@@ -291,9 +292,16 @@ class Reach:
             for key, item in list(known.items()):
                 if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
                     self._add_class(item)
+                elif isinstance(item, FunctionType) and not is_of_others(item.__module__):
+                    self._visit_defaults(item, min(depth, 2))
                 elif not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
+
+    def _visit_defaults(self, function: FunctionType, depth: int) -> None:
+        """Default arguments are made once, and kept from call to call."""
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._visit(value, f"a default argument of {function.__qualname__}", depth)
 
 
 def in_context() -> list[Holder]:

@@ -1,0 +1,169 @@
+"""Who slows steps down: what each rank's, replica's and op's slowness costs, and whether it is always the same."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ArgumentError
+from penstock.explain.factors import SLOW, Factors, factors_of
+from penstock.explain.measured import Run, Step
+from penstock.explain.traced import Traced, traced
+from penstock.schedule import Op
+from penstock.simulate.job import Slowdowns, balanced, slowdowns, usual
+from penstock.words import counted
+
+_MOST_SIMULATED = 5_000_000
+"""Actions that are simulated to tell slowdowns, at most."""
+
+
+def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
+    """What slowness costs a step, if every op usually takes what it does in all steps of the run.
+
+    None where that cannot be told: several stages a rank, split backwards, clocks or waits that had to be set right.
+    """
+    schedule, replicas = step.slowest.schedule, len(step.replicas)
+    plain = schedule.placement.stages == schedule.ranks
+    split = any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
+    simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
+    if not plain or split or step.unknown or simulated > _MOST_SIMULATED:
+        return None
+    own = _traced(step)
+    if own is None:
+        return None
+    others = [found for one in run.steps if (found := _traced(one)) is not None and found.job == own.job]
+    even = usual([one.durations for one in others], own.job)
+    return slowdowns(own.job, own.durations, balanced(own.durations, even))
+
+
+def _traced(step: Step) -> Traced | None:
+    if not step.events:
+        return None
+    try:
+        return traced(step.slowest.schedule, step.numbered)
+    except ArgumentError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRank:
+    """A rank that is slow in a step.
+
+    Attributes:
+        times: by how much its slowest op is slower than is typical of the stage.
+        lost_seconds: what its actions take longer for that.
+        slow: which ops of which stages, [O, S].
+        alone: whether there is but one replica.
+    """
+
+    replica: int
+    rank: int
+    times: float
+    lost_seconds: float
+    slow: NDArray[np.bool_]
+    alone: bool
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}" + ("" if self.alone else f" of replica {self.replica}")
+
+
+def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
+    """The ranks that are slow in a step, by what they lose."""
+    lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
+    found, alone = [], len(step.replicas) == 1
+    for place, replica in enumerate(step.replicas):
+        for rank, stages in enumerate(replica.schedule.placement.by_rank):
+            slow = np.zeros_like(factors.typical, bool)
+            slow[:, list(stages)] = factors.rank[place][:, list(stages)] >= SLOW
+            if slow.any():
+                times = float(factors.rank[place][slow].max())
+                seconds = float(lost[place][slow].sum())
+                found.append(SlowRank(replica.number, rank, times, seconds, slow, alone))
+    return sorted(found, key=lambda one: -one.lost_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One step in a line.
+
+    Attributes:
+        of_median: its time over the median of all steps.
+        slowest: the rank that loses most, if any is slow.
+        stage, of_mean: the heaviest stage, and how many times the mean of all stages it takes.
+        longest: how many times the mean the longest microbatch takes.
+    """
+
+    number: int
+    seconds: float
+    of_median: float
+    slowest: SlowRank | None
+    stage: int
+    of_mean: float
+    longest: float
+
+
+def summaries(run: Run) -> tuple[StepSummary, ...]:
+    """All steps of a run."""
+    median = run.typical.seconds or 1.0
+    found = []
+    for step in run.steps:
+        factors = factors_of(step.replicas)
+        totals = np.nansum(factors.typical, axis=0)
+        stage = int(np.argmax(totals))
+        slow = slow_ranks(step, factors)
+        of_mean = float(totals[stage] / totals.mean()) if totals.mean() else 1.0
+        found.append(
+            StepSummary(
+                step.number, step.seconds, step.seconds / median, slow[0] if slow else None, stage, of_mean,
+                float(factors.microbatch.max()),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+_OFTEN = 0.8
+"""Who is slow in such a share of the steps is slow always."""
+_HEAVY = 1.05
+"""A stage that takes so many times the mean is worth a word."""
+_ODD = 1.1
+"""A step that takes so many times the median is told apart."""
+
+
+def in_words(found: Sequence[StepSummary]) -> tuple[str, ...]:
+    """Whether it is always the same rank, and which steps are unlike the others; a sentence each."""
+    slow: defaultdict[str, list[StepSummary]] = defaultdict(list)
+    for one in found:
+        if one.slowest is not None:
+            slow[one.slowest.who].append(one)
+    said = []
+    for who, steps in sorted(slow.items(), key=lambda item: -len(item[1]))[:1]:
+        times = sorted(one.slowest.times for one in steps if one.slowest is not None)
+        spread = f"{times[0]:.1f}x" if times[-1] - times[0] < 0.1 else f"{times[0]:.1f} to {times[-1]:.1f}x"
+        if len(steps) >= _OFTEN * len(found):
+            said.append(f"steady: {who} is the slowest in {_often(steps, found)} ({spread})")
+        elif len(steps) > 1:
+            said.append(f"not steady: {who} is the slowest most often, in {_often(steps, found)} ({spread})")
+        else:
+            said.append(f"not steady: no rank is the slowest twice; {who} is in step {steps[0].number} ({spread})")
+    stage, count = Counter(one.stage for one in found).most_common(1)[0]
+    heavy = [one for one in found if one.stage == stage and one.of_mean >= _HEAVY]
+    if count >= _OFTEN * len(found) and len(heavy) == count:
+        said.append(
+            f"stage {stage} is the heaviest in {_often(heavy, found)} ({max(one.of_mean for one in heavy):.2f}x)"
+        )
+    odd = [one for one in found if one.of_median >= _ODD]
+    if odd:
+        worst = max(odd, key=lambda one: one.of_median)
+        why = f", where {worst.slowest.who} is slow ({worst.slowest.times:.1f}x)" if worst.slowest else ""
+        most = f"step {worst.number} most ({worst.of_median:.2f}x{why})"
+        said.append(f"{len(odd)} of {counted(len(found), 'step')} over {_ODD} times the median, {most}")
+    return tuple(said)
+
+
+def _often(some: Sequence[StepSummary], found: Sequence[StepSummary]) -> str:
+    return "every step" if len(some) == len(found) else f"{len(some)} of {counted(len(found), 'step')}"

@@ -1,0 +1,39 @@
+"""A profile says what the runtime adds to each action."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.balance import read_profile
+from penstock.errors import ArgumentError
+from penstock.pipe import action_time
+
+
+def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {action_time.FEW: 1.0, action_time.MANY: 1.0 + 2 * 0.25 * (action_time.MANY - action_time.FEW) * 4}
+    monkeypatch.setattr(action_time, "_step_seconds", seconds.__getitem__)
+    monkeypatch.setattr(action_time, "_least", lambda _: 0.0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    drawn = torch.get_rng_state()
+    found = penstock.profile(layers, (torch.randn(2, 8, generator=torch.Generator()),), budget_seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert found.action_seconds == 0.25
+    found.save(tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == found
+
+
+def test_a_pipeline_with_nothing_to_do_runs() -> None:
+    assert 0 <= action_time.action_seconds() < 1
+
+
+def test_files_without_it_are_read_and_odd_ones_refused() -> None:
+    given = penstock.Profile((penstock.balance.UnitCost("a", 1.0, 1.0, 1.0),), "cpu", "float32", {}).to_dict()
+    given = json.loads(json.dumps(given))
+    del given["action_seconds"]
+    assert penstock.Profile.from_dict(given).action_seconds is None
+    with pytest.raises(ArgumentError, match="action_seconds=-1"):
+        penstock.Profile.from_dict({**given, "action_seconds": -1})
