@@ -30,7 +30,7 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert read_plan(file) == best[0]
     lines = text.splitlines()
     assert lines[0].endswith(f"{best[0].step_seconds:.4g} s a step")
-    first = lines[4].split()
+    first = lines[3].split()
     choice = best[0].choice
     numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
     assert first[:6] == [choice.schedule, *map(str, numbers)]
@@ -41,6 +41,14 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert "1f1b, dp 4 x pp 1, " in why.partition("Do not fit:")[2]
     assert "% slower: idle" in why.partition("Slower:")[2]
     assert f"plan={str(file)!r}" in text
+
+
+def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
+    for size, said in ((4, True), (1, False)):
+        file = str(tmp_path / f"{size}.json")
+        replace(PROFILE, rows=size).save(file)
+        text = output("plan", "--devices", "4", "--global-batch", "4", "--profile", file, "--search", "0", columns=400)
+        assert ("the profile knows those of 4: its times are extended from there" in text) is said
 
 
 def test_json_has_all_choices(profile: str) -> None:

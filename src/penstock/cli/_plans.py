@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli._outcome import HEADS, format_of, print_unbroken, table
+from penstock.cli._outcome import format_of, print_unbroken, table
 from penstock.simulate import Cause
 from penstock.words import counted, in_ranges, sized
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _MOST_LINES = 6
 """For each way to lose."""
+
+_SEEN = 5e-4
+"""The least share of the time that is not rounded to 0.0%."""
 
 _MOST_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
@@ -38,11 +41,15 @@ def show(found: Planned, console: Console) -> None:
         )
     console.print()
     print_unbroken(console, _plans(found.best))
+    if any(plan.bubble >= _SEEN for plan in found.best):
+        console.print("\nWhy their ranks are idle, in % of the ranks' time")
+        print_unbroken(console, _idle(found.best))
+    console.print()
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in found.best)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
     console.print(
         "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        f"the ranks' time that is lost, and why. Memory: of the fullest rank.{tie}",
+        f"the ranks' time that is lost. Memory: of the fullest rank.{tie}",
         style="dim",
     )
     console.print("\n[bold]Ranks of the first[/]")
@@ -59,9 +66,8 @@ def show(found: Planned, console: Console) -> None:
 
 
 def _plans(plans: Sequence[Plan]) -> Table:
-    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= 5e-4 for plan in plans)]
     sums = any(plan.reduce_seconds for plan in plans)
-    heads = ("step s", "rows/s", "idle", *(HEADS[cause] for cause in causes), *(("sum\ns",) if sums else ()))
+    heads = ("step s", "rows/s", "idle", *(("sums s",) if sums else ()))
     made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "memory")
     steps = format_of([plan.step_seconds for plan in plans])
     rates = format_of([plan.rows_per_second for plan in plans], most=2)
@@ -74,10 +80,17 @@ def _plans(plans: Sequence[Plan]) -> Table:
             steps(plan.step_seconds),
             rates(plan.rows_per_second),
             f"{plan.bubble:.1%}",
-            *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes),
             *((f"{plan.reduce_seconds:.2g}",) if sums else ()),
             sized(max(plan.memory_bytes)),
         )
+    return made
+
+
+def _idle(plans: Sequence[Plan]) -> Table:
+    causes = [cause for cause in Cause if any(plan.idle.get(cause.value, 0.0) >= _SEEN for plan in plans)]
+    made = table("schedule", *(cause.value.replace(" for ", "\nfor ") for cause in causes))
+    for plan in plans:
+        made.add_row(plan.choice.schedule, *(f"{100 * plan.idle.get(cause.value, 0.0):.1f}" for cause in causes))
     return made
 
 
@@ -96,8 +109,8 @@ def _ranks(plan: Plan) -> Table:
         held = plan.held_bytes[rank] if plan.held_bytes else 0.0
         made.add_row(
             str(rank),
-            ", ".join(in_ranges([str(row[rank]) for row in plan.grid][:4])),
-            _short([names[stage] for stage in own[rank]]),
+            _few(in_ranges([str(row[rank]) for row in plan.grid])),
+            _few([names[stage] for stage in own[rank]]),
             shown(seconds[rank]),
             f"{seconds[rank] / mean:.2f}" if mean else "-",
             sized(plan.memory_bytes[rank] - held),
@@ -122,7 +135,7 @@ def _shown_ranks(plan: Plan) -> list[int]:
     return sorted({*range(_MOST_RANKS // 2), plan.fullest, *range(ranks - _MOST_RANKS // 2 + 1, ranks)})
 
 
-def _short(names: Sequence[str]) -> str:
+def _few(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
 
 
@@ -198,8 +211,8 @@ def _why(lost: Lost, best: Plan) -> str:
     return f"{_slower(lost, best)}: {', '.join(why)}" if why else _slower(lost, best)
 
 
-def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console) -> None:
-    """Prints what is missing, where, and what would fit."""
+def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console: Console, group: int = 1) -> None:
+    """Prints what is missing, where, and what would fit. `group`: how many devices one of the cluster stands for."""
     nearest = found.nearest
     assert nearest is not None  # there is a choice, or else the planner has refused the numbers
     rank = nearest.fullest
@@ -213,12 +226,12 @@ def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console:
     if told:
         console.print("\nEach of these would fit, as tried:")
         for one in told:
-            console.print(f"  {_change(one, cluster)}: {_named(one.plan.choice)}")
+            console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
 
 
-def _change(remedy: Remedy, cluster: Cluster) -> str:
+def _change(remedy: Remedy, cluster: Cluster, group: int) -> str:
     if remedy.devices:
-        return f"--devices {remedy.devices}"
+        return f"--devices {remedy.devices * group}"
     if remedy.offload:
         return "--host-link RATE, to offload activations to the host's memory"
     sizes = [f"{size / 2**20:.0f}MiB" if size < math.inf else "" for size in remedy.memory_bytes]

@@ -18,10 +18,11 @@ from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import loaded
 from penstock.cli._transformer import USUAL_ON_PAPER, TransformerOptions
 from penstock.errors import ArgumentError
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.plan import Cluster, Planned, Sizes
+    from penstock.plan import Planned, Sizes
     from penstock.simulate import LinkCost
 
 EPILOG = """\
@@ -66,6 +67,7 @@ def plan(
     is only numbers yet, give --transformer.
     """
     from penstock.plan import Sizes, make_plans
+    from penstock.plan.remedies import remedies
 
     paper = None
     if numbers.transformer is not None:
@@ -87,26 +89,35 @@ def plan(
         console = Console(highlight=False)
         for note in () if paper is not None else (*cluster.said, *cautions(profiles)):
             console.print(Text(f"note: {note}"), soft_wrap=True)
-        _print(found, sizes, known, global_batch, names, console)
+        if found.best and (note := _beyond(sizes, found.best[0].choice.rows)):
+            console.print(Text(f"note: {note}"), soft_wrap=True)
+        group = 1 if paper is None else numbers.tensor_parallel
+        if found.best:
+            show(found, console)
+        elif found.nearest is not None:
+            told = remedies(sizes, known, global_batch, names, found.nearest)
+            show_lack(found, known, [*told], console, group)
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
-            print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r})")
+            mesh = f", {found.best[0].mesh}" if found.best[0].choice.replicas > 1 else ""
+            print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r}{mesh})")
     if not found.best:
         raise typer.Exit(1)
 
 
-def _print(
-    found: Planned, sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, console: Console
-) -> None:
-    """The plans; or what is missing, and what would fit."""
-    from penstock.plan.remedies import remedies
-
-    if found.best:
-        show(found, console)
-    elif found.nearest is not None:
-        told = remedies(sizes, cluster, global_batch, schedules, found.nearest)
-        show_lack(found, cluster, [*told], console)
+def _beyond(sizes: Sizes, rows: int) -> str:
+    """What to say of microbatches of a size beyond those in the profiles; empty if it is among them."""
+    known = sorted(sizes.profiles)
+    if known[0] <= rows <= known[-1]:
+        return ""
+    seen = f"{known[0]} to {known[-1]}" if len(known) > 1 else str(known[0])
+    sure = ",".join(map(str, sorted({rows, *known})))
+    return (
+        f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
+        f"are extended from there, and small microbatches usually take longer; add --microbatch-sizes {sure} to "
+        "`penstock profile` to be sure"
+    )
 
 
 def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:

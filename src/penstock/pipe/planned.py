@@ -84,21 +84,18 @@ class Followed:
         choice = self.plan.choice
         if self.plan.made_for is not None:
             _check_model(self.plan.made_for, model, device_type)
-        names = 'mesh_dim_names=("dp", "pp"))'
-        mesh = (
-            f"mesh=DeviceMesh(type, {self.plan.grid}, {names}"
-            if self.plan.devices
-            else f"mesh=init_device_mesh(type, {choice.replicas, choice.ranks}, {names}"
-        )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             alone = f"start {choice.ranks} processes, or one that runs all ranks"
-            remedy = f"start {choice.devices} processes and give {mesh}" if choice.replicas > 1 else alone
+            remedy = f"start {choice.devices} processes and give {self.plan.mesh}" if choice.replicas > 1 else alone
             raise ArgumentError(
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
             )
         if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
-            warn(f"the processes are not arranged as in the plan, so that it may be slower than predicted: give {mesh}")
+            warn(
+                "the processes are not arranged as in the plan, so that it may be slower than predicted: give "
+                f"{self.plan.mesh}"
+            )
 
 
 def _check_model(made_for: MadeFor, model: nn.Module | Sequence[nn.Module], device_type: str) -> None:

@@ -97,6 +97,14 @@ class Plan:
             raise ArgumentError(f"devices={given}: expected each of 0 to {choice.devices - 1} once")
 
     @property
+    def mesh(self) -> str:
+        """The argument of `penstock.pipeline` that arranges processes as planned; `type` stands for that of devices."""
+        names = 'mesh_dim_names=("dp", "pp"))'
+        if self.devices:
+            return f"mesh=DeviceMesh(type, {self.grid}, {names}"
+        return f"mesh=init_device_mesh(type, {self.choice.replicas, self.choice.ranks}, {names}"
+
+    @property
     def schedule(self) -> Schedule | str:
         """The order of work: a schedule's name, or the actions."""
         return Schedule.parse(self.order) if self.order else self.choice.schedule
