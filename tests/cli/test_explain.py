@@ -220,6 +220,17 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
 
 
+def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
+    """By its own units, the profile would cut the model where it was not."""
+    (file,) = a_timeline(tmp_path)
+    likely = as_json("explain", str(file), "--profile", profile(tmp_path, [0.01] * 4))
+    assert any("taken to be the profile's own best (layers.1, layers.2, layers.3)" in n for n in likely["notes"])
+    assert not any("probably others" in note for note in likely["notes"])
+    doubted = as_json("explain", str(file), "--profile", profile(tmp_path, [0.04, 0.005, 0.005, 0.005]))
+    assert any("They were probably others: stages take" in note for note in doubted["notes"])
+    assert not any("instead of layers" in change["text"] for change in doubted["changes"])
+
+
 # -- what cannot be explained -----------------------------------------------------------------------------------------
 
 
@@ -273,3 +284,20 @@ def test_cuts_need_a_profile(tmp_path: Path) -> None:
     assert "needs --profile" in refusal("explain", str(file), "--cuts", "a")
     text = refusal("explain", str(file), "--profile", profile(tmp_path, [1.0] * 9), "--cuts", "a,b,c")
     assert "is no unit" in text
+
+
+def test_a_missing_rank_is_told_by_who_waits_for_it(tmp_path: Path) -> None:
+    """Our own traces have no messages, but waits."""
+    events = to_perfetto(measured())["traceEvents"]
+    last = max(event["pid"] for event in events)
+    kept = [event for event in events if event["pid"] != last]
+    file = write(tmp_path / "few.json", {"traceEvents": kept})
+    assert f"no rank has stage {last}" in refusal("explain", str(file))
+    first = [event for event in kept if event["pid"] == 0]
+    assert "no rank has stage 1" in refusal("explain", str(write(tmp_path / "one.json", {"traceEvents": first})))
+
+
+@pytest.mark.parametrize("wrong", [-5.0, None, float("nan")])
+def test_durations_that_are_none_are_refused(wrong: float | None, tmp_path: Path) -> None:
+    events = [{**event, "dur": wrong} for event in named(measured(), "{a}")]
+    assert "expected microseconds of 0 or more" in refusal("explain", str(write(tmp_path / "t.json", events)))

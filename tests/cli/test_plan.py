@@ -158,7 +158,7 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TARGET)
     target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
     text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
-    assert text.splitlines()[4].split()[1:3] in (["1", "2"], ["2", "1"])
+    assert text.splitlines()[3].split()[1:3] in (["1", "2"], ["2", "1"])
     found = read_plan(file)
     names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
     assert set(found.cuts) <= names.keys()
@@ -167,9 +167,23 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
     assert rows >= {1, 2, 4, 8}
 
 
-def test_either_a_target_or_profiles(profile: str) -> None:
-    assert "give either a TARGET to measure, or --profile" in refusal(*JOB)
-    assert "give either a TARGET to measure, or --profile" in refusal(*JOB, "model.py:make", "--profile", profile)
+def test_a_target_or_profiles_of_it(profile: str, tmp_path: Path) -> None:
+    assert "give a TARGET to measure, or --profile" in refusal(*JOB)
+    (tmp_path / "model.py").write_text(TARGET)
+    target = f"{tmp_path / 'model.py'}:make"
+    assert "profile.json" in refusal(*JOB, target, "--profile", profile)  # of another model
+    shapes = {f"{n}.0.{name}": shape for n in range(4) for name, shape in (("weight", (64, 64)), ("bias", (64,)))}
+    replace(PROFILE, parameters=shapes).save(tmp_path / "own.json")
+    assert as_json(*JOB, target, "--profile", str(tmp_path / "own.json"))["plans"]
+
+
+def test_links_that_nobody_measured_are_told(profile: str) -> None:
+    job = ("plan", "--devices", "4", "--global-batch", "16", "--profile", profile, "--search", "0")
+    told = "Nobody measured links: a message is taken to cost 30 us and 5 GB/s"
+    assert told in output(*job, columns=200)
+    assert "Nobody measured links" not in output(*job, "--link", "100gbit", columns=200)
+    planned = make_plans(Sizes({1: PROFILE}), Cluster(4, link=LinkCost(30e-6, 5e9)), 16)
+    assert [one["step_seconds"] for one in as_json(*job)["plans"]] == [one.step_seconds for one in planned.best]
 
 
 def test_two_profiles_of_one_size_are_refused(profile: str) -> None:

@@ -1,7 +1,7 @@
 """`penstock plan --transformer`: a plan from a model's numbers and a device's specifications."""
 
 import pytest
-from command_line import as_json, output, refusal
+from command_line import as_json, output, penstock, refusal
 
 from penstock.transformer import transformer
 
@@ -40,6 +40,31 @@ def test_the_estimate_says_what_it_rests_on() -> None:
 )
 def test_what_does_not_go_together_is_refused(words: tuple[str, ...], said: str) -> None:
     assert said in refusal(*JOB, *words)
+
+
+def test_a_device_is_named() -> None:
+    words = ("plan", "--transformer", "llama3-70b", "--devices", "16", "--global-batch", "128")
+    assert "--transformer needs --device" in refusal(*words)
+
+
+def test_what_would_fit_counts_devices_not_groups() -> None:
+    job = ("plan", "--transformer", "llama3-70b", "--device", "h100", "--global-batch", "128", "--schedule", "1f1b")
+    done = penstock(*job, "--devices", "16", "--tensor-parallel", "8", columns=400)
+    assert done.exit_code == 1
+    devices = int(done.stdout.partition("--devices ")[2].partition(":")[0])
+    assert not devices % 8
+
+
+def test_as_many_share_the_optimizer_as_there_are_replicas() -> None:
+    """A plan with so many replicas needs what it needs if that number is given."""
+    job = (*GROUPS[:-4], "--schedule", "1f1b", "--memory", "800GB")
+    best = as_json(*job, "--optimizer-shards", "dp")["plans"][0]
+    replicas = best["choice"]["replicas"]
+    assert replicas > 1
+    fixed = as_json(*job, "--optimizer-shards", str(replicas))["plans"]
+    same = next(plan for plan in fixed if plan["choice"] == best["choice"])
+    assert same["memory_bytes"] == pytest.approx(best["memory_bytes"], rel=1e-6)
+    assert "'many': expected a number, or dp" in refusal(*job, "--optimizer-shards", "many")
 
 
 def test_more_shards_than_replicas_are_told() -> None:

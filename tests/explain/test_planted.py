@@ -151,6 +151,22 @@ def test_one_message_that_seems_early_is_no_other_clock() -> None:
     assert not found.run.notes
 
 
+def test_clocks_are_set_by_the_fastest_messages() -> None:
+    """Most of rank 1's forwards begin late, whatever the messages take."""
+    from dataclasses import replace
+
+    given_ = recorded(timeline(even, twice, ranks=2))
+    late = {f"1F{k}" for k in range(1, 8)}
+    events = [replace(e, start_seconds=e.start_seconds + 0.3 * (e.name in late)) for e in given_.events]
+    ahead = [
+        replace(e, start_seconds=e.start_seconds + 50 * e.rank, end_seconds=e.end_seconds + 50 * e.rank)
+        for e in events
+        if e.rank is not None
+    ]
+    (note,) = explain(replace(given_, events=tuple(ahead))).run.notes
+    assert "rank 1's is 50 s ahead of rank 0's" in note
+
+
 def test_clocks_that_disagree_are_reported() -> None:
     (note,) = explain(recorded(timeline(even, twice), ahead={2: 100.0})).run.notes
     assert "rank 2's is 100 s ahead of rank 0's" in note

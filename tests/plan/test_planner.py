@@ -205,6 +205,17 @@ def test_stages_are_recomputed_only_where_memory_lacks() -> None:
     assert planned(9).lacking_bytes > 0
 
 
+def test_recomputing_takes_what_was_measured() -> None:
+    """The forward again is shorter than the first: what only the output needs is left out."""
+    choice, cluster = Choice(1, 4, 1, "1f1b", 8, 1), Cluster(4, 12.5 * MB)
+    again = tuple(replace(unit, recompute_seconds=0.25) for unit in ALIKE.at(1))
+    whole = predict(choice, ALIKE.at(1), cluster, _cut(choice, cluster))
+    shorter = Sizes({1: replace(ALIKE.profiles[1], units=again)})
+    short = predict(choice, again, cluster, _cut(choice, cluster, shorter))
+    assert short.recompute == whole.recompute == (0, 1)
+    assert short.pipeline_seconds < whole.pipeline_seconds
+
+
 def test_what_waits_for_w_is_held_until_then() -> None:
     """Under zb-h1 the last of 4 ranks has 4 microbatches between I and W; each still needs its activations."""
     units = ALIKE.at(1)

@@ -43,7 +43,7 @@ class ClusterOptions:
         str | None,
         _option(
             'Between two devices: "900gbit delay 3us", a rate and a latency as for tc; by default what a profile '
-            "measured (its --links), or messages are free."
+            "measured (its --links), or as usual for the device."
         ),
     ] = None
     per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None

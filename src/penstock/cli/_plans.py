@@ -60,9 +60,10 @@ def show(found: Planned, console: Console) -> None:
             console.print(f"{head}")
             others = table("", "", left=2)
             others.show_header = False
+            others.columns[0].no_wrap = True
             for line in lines:
                 others.add_row(*line)
-            print_unbroken(console, others)
+            console.print(others)
 
 
 def _plans(plans: Sequence[Plan]) -> Table:

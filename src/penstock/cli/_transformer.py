@@ -11,13 +11,12 @@ from penstock.errors import ArgumentError
 from penstock.words import counted
 
 if TYPE_CHECKING:
-    from penstock.balance import Profile
     from penstock.hardware import Device
-    from penstock.plan import Cluster, Plan
+    from penstock.plan import Cluster, Plan, Sizes
     from penstock.transformer import Job, Machine
 
-USUAL_ON_PAPER = "1f1b,interleaved-1f1b,zb-h1"
-"""The schedules to choose from unless others are asked for: to try all, for thousands of devices, takes minutes."""
+WITH_REPLICAS = "dp"
+"""For --optimizer-shards: as many as a plan has replicas."""
 
 ROWS = (1, 2, 4, 8)
 """Of microbatches. Estimates cost nothing, so each size has its own."""
@@ -40,31 +39,42 @@ class TransformerOptions:
     ] = None
     sequence: Annotated[int, _option("Tokens of a row.")] = 4096
     tensor_parallel: Annotated[int, _option("Devices that share every layer, and their norms by tokens.")] = 1
-    optimizer_shards: Annotated[int, _option("Replicas that share the optimizer's state, as with ZeRO-1.")] = 1
+    optimizer_shards: Annotated[
+        str, _option("Replicas that share the optimizer's state, as with ZeRO-1; dp: all that a plan has.")
+    ] = "1"
 
     def read(self, cluster: Cluster, per_host: int | None, kind: Device | None) -> Paper:
-        """The job, on these devices; `kind`: whose specifications to estimate with, by default an H100's.
+        """The job, on these devices; `kind`: whose specifications to estimate with.
 
         Raises:
-            ArgumentError: an option is wrong, or links are given, which the device's specifications state.
+            ArgumentError: an option is wrong, no device is named, or links are given, which its specifications
+                state.
         """
-        from penstock.hardware import device
         from penstock.transformer import Job, Machine, transformer
 
         if cluster.link.bytes_per_second != float("inf") or cluster.between_hosts is not None:
             raise ArgumentError("--link and --between-hosts are not for --transformer: the --device states its links")
         model, shared = transformer(str(self.transformer)), self.tensor_parallel
-        known = kind or device("h100")
-        job = Job(
-            model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=self.optimizer_shards
-        )
+        if kind is None:
+            raise ArgumentError("--transformer needs --device: what to estimate for, as in --device h100")
+        known = kind
+        job = Job(model, self.sequence, shared, shared > 1, fused_attention=True, optimizer_shards=self._shards())
         hosts = per_host or (known.link.devices if known.link else 1) or 1
         if cluster.devices % shared:
             raise ArgumentError(
                 f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: give "
                 f"{max(1, cluster.devices // shared) * shared}"
             )
-        return Paper(job, Machine(known, devices_per_host=hosts), cluster.devices, cluster.memory_bytes)
+        shares = self.optimizer_shards == WITH_REPLICAS
+        return Paper(job, Machine(known, devices_per_host=hosts), cluster.devices, cluster.memory_bytes, shares)
+
+    def _shards(self) -> int:
+        """The fixed number; 1 if plans decide."""
+        if self.optimizer_shards == WITH_REPLICAS:
+            return 1
+        if not self.optimizer_shards.isdecimal():
+            raise ArgumentError(f"--optimizer-shards {self.optimizer_shards!r}: expected a number, or {WITH_REPLICAS}")
+        return int(self.optimizer_shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +85,14 @@ class Paper:
     machine: Machine
     devices: int
     memory_bytes: float
+    shares_optimizer: bool = False
 
-    def profiles(self) -> list[Profile]:
+    def sizes(self) -> Sizes:
         """What its layers cost, by the rows of a microbatch."""
+        from penstock.plan import Sizes
         from penstock.transformer import profile_of
 
-        return [profile_of(self.job, self.machine, rows) for rows in ROWS]
+        return Sizes({rows: profile_of(self.job, self.machine, rows) for rows in ROWS}, self.shares_optimizer)
 
     def cluster(self) -> Cluster:
         """Groups of devices that share every layer, each as one device."""
@@ -107,7 +119,6 @@ class Paper:
         share = flops / self.machine.device.peak(job.dtype)
         origin = profile_of(job, self.machine, 1).notes[0]
         said: tuple[str, ...] = (
-            f"Of {USUAL_ON_PAPER} unless --schedule names others.",
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
             f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",

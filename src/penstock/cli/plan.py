@@ -16,7 +16,7 @@ from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._plans import show, show_lack
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import loaded
-from penstock.cli._transformer import USUAL_ON_PAPER, TransformerOptions
+from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -44,7 +44,7 @@ def plan(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Instead of TARGET: what `penstock profile` wrote; repeat it for microbatches of other sizes.",
+            help="What `penstock profile` wrote, instead of measuring; repeat it for other sizes of microbatches.",
         ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
@@ -66,20 +66,25 @@ def plan(
     the files, or name it (--device h100) for an estimate. For a transformer that
     is only numbers yet, give --transformer.
     """
+    from penstock.balance import Profile
     from penstock.plan import Sizes, make_plans
     from penstock.plan.remedies import remedies
+    from penstock.plan.stage_costs import usual_link
 
-    paper = None
+    paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
         if target is not None or profile:
             raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
         paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
-        known, profiles = paper.cluster(), paper.profiles()
+        known, sizes = paper.cluster(), paper.sizes()
     else:
-        known, profiles = cluster.specified.read(), _profiles(target, profile or [], cluster)
-        known = cluster.specified.read(_measured_link(profiles), _action_seconds(profiles))
-    sizes = Sizes.of(profiles)
-    names = _names(schedule or (None if paper is None else USUAL_ON_PAPER))
+        cluster.specified.read()  # raises before anything is measured
+        profiles = _profiles(target, profile or [], cluster)
+        sizes, measured = Sizes.of(profiles), _measured_link(profiles)
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), _action_seconds(profiles))
+        if cluster.specified.link is None and measured is None and known.devices > 1:
+            unsaid = _taken(known.link)
+    names = _names(schedule)
     found = make_plans(sizes, known, global_batch, names, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
@@ -97,6 +102,8 @@ def plan(
         elif found.nearest is not None:
             told = remedies(sizes, known, global_batch, names, found.nearest)
             show_lack(found, known, [*told], console, group)
+        if unsaid:
+            console.print(f"\n{unsaid}")
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
@@ -120,6 +127,13 @@ def _beyond(sizes: Sizes, rows: int) -> str:
     )
 
 
+def _taken(link: LinkCost) -> str:
+    return (
+        f"Nobody measured links: a message is taken to cost {1e6 * link.latency_seconds:.4g} us and "
+        f"{link.bytes_per_second / 1e9:.4g} GB/s, sums likewise. Give --link, or a profile made with --links."
+    )
+
+
 def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
     """The slowest link of the first profile that measured any; None if none did."""
     from penstock.plan.stage_costs import slowest_link
@@ -136,13 +150,16 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     """Those in the files, or measured, or estimated for the device that was named."""
     from penstock.balance import read_profile
 
-    if (target is None) != bool(files):
-        raise ArgumentError("give either a TARGET to measure, or --profile with what was measured")
-    if target is None:
+    if target is None and not files:
+        raise ArgumentError("give a TARGET to measure, or --profile with what was measured")
+    if files:
         found = [read_profile(path) for path in files]
         if cluster.kind is not None:
             check_of(found, cluster.kind)
+        if target is not None:
+            _check(target, found, files)
         return found
+    assert target is not None
     from penstock.plan.sizes import rows_of
 
     with loaded(target, "the model") as given:
@@ -157,6 +174,15 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         if pieces == 1:
             return [whole]
         return [whole, measured(*example, microbatches=pieces, budget_seconds=1.0, **cutting)]
+
+
+def _check(target: str, found: Sequence[Profile], files: Sequence[Path]) -> None:
+    """Refuses profiles of another model than TARGET."""
+    with loaded(target, "the model") as given:
+        from penstock.pipe.profiling import check_profile
+
+        for profile, file in zip(found, files, strict=True):
+            check_profile(profile, given.model, given.args, given.kwargs, f"--profile {file}")
 
 
 def _names(text: str | None) -> list[str] | None:

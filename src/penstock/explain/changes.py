@@ -110,8 +110,9 @@ def _cut(trial: Trial) -> Iterator[Change]:
     rank = placement.rank_of[stage]
     is_so = f"stage {stage} takes {totals[stage] / mean:.2f} times the mean (rank {rank})"
     known = trial.predicted
-    if known is None or not known.units:
-        note = "if stages were even; a profile (--profile) tells which cuts there are"
+    if known is None or not known.units or known.unlikely(list(totals)):
+        needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
+        note = f"if stages were even; {needed} which cuts there are"
         yield trial.change("cut", f"{is_so}: move work off it", _even(trial, trial.replay), note)
         return
     starts, new = known.recut([float(total) for total in totals])

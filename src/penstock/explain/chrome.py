@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.errors import ScheduleError
-from penstock.explain.event import Event, Recording
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.explain.event import Event, Recording, stages_by_waits
 from penstock.schedule import Action, Op
 
 _RUN = re.compile(r"(?:penstock )?([0-9]{1,9}[FBIW][0-9]{1,9})")
@@ -72,7 +72,21 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
 def _stages(events: Sequence[Mapping[str, Any]]) -> int:
     """How many stages there are at least: a stage that sends its output is not the last."""
     found = (_SENT.search(text) for event in events for text in _texts(event))
-    return max((int(sent[1]) + 2 for sent in found if sent), default=0)
+    waits = ((event["args"]["for"], event["dur"]) for event in events if _is_wait(event))
+    ran = ((event["args"]["action"], event["dur"]) for event in events if _is_ours(event))
+    sent = max((int(sent[1]) + 2 for sent in found if sent), default=0)
+    return max(sent, stages_by_waits(waits, ran))
+
+
+def _is_wait(event: Mapping[str, Any]) -> bool:
+    """Whether it is a wait in our own form."""
+    args = event.get("args")
+    return event.get("cat") == "wait" and isinstance(args, dict) and isinstance(args.get("for"), str) and "dur" in event
+
+
+def _is_ours(event: Mapping[str, Any]) -> bool:
+    args = event.get("args")
+    return isinstance(args, dict) and isinstance(args.get("action"), str) and "dur" in event
 
 
 def _texts(event: Mapping[str, Any]) -> list[str]:
@@ -95,7 +109,7 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
     begun: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
     for event in sorted((e for e in events if isinstance(e, dict) and _is_time(e.get("ts"))), key=_at):
         lane = event.get("pid"), event.get("tid")
-        if event.get("ph") == "X" and _is_time(event.get("dur", 0)):
+        if event.get("ph") == "X":
             found.append(event)
         elif event.get("ph") == "B":
             begun[lane].append(event)
@@ -123,7 +137,13 @@ def _range(event: Mapping[str, Any]) -> _Range | None:
     op, stage, microbatch, waits = named
     start = event["ts"] / 1e6
     on_device = event.get("cat") == _ON_DEVICE
-    end = start + max(0.0, event.get("dur", 0)) / 1e6
+    lasted = event.get("dur")
+    if lasted is None or not _is_time(lasted) or lasted < 0:
+        raise ArgumentError(
+            f"the trace's event {event.get('name')!r} at ts {event['ts']} has the duration {lasted}; expected "
+            "microseconds of 0 or more"
+        )
+    end = start + lasted / 1e6
     return _Range(event.get("pid", 0), op, stage, microbatch, start, end, on_device, waits and not on_device)
 
 

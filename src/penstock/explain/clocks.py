@@ -53,7 +53,7 @@ def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
     Single ones may not: a rank may be held up between its message and the end of the action that made it.
     """
     usual = dict(_usual(messages))
-    if all(seconds >= -tolerance for seconds, _ in usual.values()):
+    if all(one.seconds >= -tolerance for one in usual.values()):
         return [0.0] * ranks
     neighbours = defaultdict(set)
     for one, two in usual:
@@ -69,29 +69,41 @@ def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
     return [found.get(rank, 0.0) for rank in range(ranks)]
 
 
-def _usual(messages: Messages) -> Iterator[tuple[tuple[int, int], tuple[float, bool]]]:
-    """For each pair of ranks how long a message takes, and whether that is known: only those that were waited for
-    tell. Otherwise it takes at most as long as the fastest.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How long messages take from one rank to another.
+
+    Attributes:
+        seconds: usually.
+        fastest: those that took least, whose receiver had nothing else to do: clocks are set by them, as by NTP.
+        known: whether any was waited for. Otherwise messages take at most as long as the fastest.
     """
+
+    seconds: float
+    fastest: float
+    known: bool
+
+
+def _usual(messages: Messages) -> Iterator[tuple[tuple[int, int], _Way]]:
+    """For each pair of ranks how long a message takes; only those that were waited for tell."""
     pairs = sorted(set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)))
     for one, two in pairs:
         chosen = (messages.source == one) & (messages.target == two)
         waited = chosen & messages.waited
         known = bool(waited.any())
-        yield (
-            (one, two),
-            (float(np.median(messages.seconds[waited]) if known else messages.seconds[chosen].min()), known),
-        )
+        seconds = messages.seconds[waited if known else chosen]
+        fastest = float(seconds.min())
+        yield (one, two), _Way(float(np.median(seconds)) if known else fastest, fastest, known)
 
 
-def _ahead(usual: dict[tuple[int, int], tuple[float, bool]], rank: int, other: int) -> float:
+def _ahead(usual: dict[tuple[int, int], _Way], rank: int, other: int) -> float:
     """What to add to the other's clock so that it agrees with this one's."""
     there, back = usual.get((rank, other)), usual.get((other, rank))
     if there is None or back is None:
-        return -there[0] if there else back[0] if back else 0.0
-    if there[1] == back[1]:
-        return (back[0] - there[0]) / 2
-    return -there[0] if there[1] else back[0]
+        return -there.fastest if there else back.fastest if back else 0.0
+    if there.known == back.known:
+        return (back.fastest - there.fastest) / 2
+    return -there.fastest if there.known else back.fastest
 
 
 def tolerance_of(starts: Floats, ends: Floats) -> float:

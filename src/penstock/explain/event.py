@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.schedule import Action
@@ -50,3 +53,24 @@ class Recording:
     with_waits: bool = False
     notes: tuple[str, ...] = ()
     stages: int = 0
+
+
+_BACKWARD = re.compile(r"([0-9]{1,9})[BI][0-9]+")
+_WAITS = 0.05
+"""A stage whose backwards wait for such a share of what they take waits for another stage."""
+
+
+def stages_by_waits(waits: Iterable[tuple[str, float]], ran: Iterable[tuple[str, float]]) -> int:
+    """How many stages there are at least, since only the last one's backwards wait for nobody.
+
+    Args:
+        waits: the text of the action that was waited for, and how long.
+        ran: the text of each action, and how long it took.
+    """
+    waited: defaultdict[int, float] = defaultdict(float)
+    took: defaultdict[int, float] = defaultdict(float)
+    for totals, given in ((waited, waits), (took, ran)):
+        for text, seconds in given:
+            if named := _BACKWARD.fullmatch(text):
+                totals[int(named[1])] += seconds
+    return max((stage + 2 for stage, seconds in waited.items() if seconds > _WAITS * took[stage]), default=0)

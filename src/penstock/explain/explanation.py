@@ -168,6 +168,8 @@ def explain(
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     worst = max(map(_worst_error, run.steps))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
+    if predicted is not None and predicted.guessed:
+        run = replace(run, notes=(*run.notes, _guess(predicted, trial)))
     if chosen.unknown:
         run = replace(run, notes=(*run.notes, _UNKNOWN.format(chosen.unknown[0])))
     return Explanation(
@@ -185,6 +187,18 @@ def explain(
         slowdowns_of(run, chosen),
         summaries(run),
     )
+
+
+def _guess(predicted: Predicted, trial: Trial) -> str:
+    """What was taken for the run's cuts, and whether that can be."""
+    names = ", ".join(predicted.units[start] for start in predicted.starts[1:])
+    taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
+    measured = [float(total) for total in trial.totals]
+    if not predicted.unlikely(measured):
+        return taken
+    ratios = [took / was for took, was in zip(measured, predicted.stage_seconds, strict=False) if was]
+    wrong = f"{min(ratios):.2f} to {max(ratios):.2f} times what was predicted"
+    return f"{taken}. They were probably others: stages take {wrong}, so the prediction below is not of this run"
 
 
 def _chosen(run: Run, number: int | None) -> Step:

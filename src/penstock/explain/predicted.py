@@ -9,6 +9,9 @@ from itertools import pairwise
 from penstock.balance import Problem, Profile, best_starts
 from penstock.errors import ArgumentError
 
+_ALIKE = 1.5
+"""By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
@@ -19,12 +22,14 @@ class Predicted:
         units: the model's units by name, in order; empty if only stages are known.
         unit_seconds: F + I + W of each unit.
         starts: the unit with which each stage begins, by its place.
+        guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
     """
 
     stage_seconds: tuple[float, ...]
     units: tuple[str, ...] = ()
     unit_seconds: tuple[float, ...] = ()
     starts: tuple[int, ...] = ()
+    guessed: bool = False
 
     @classmethod
     def of_profile(cls, profile: Profile, stages: int, cuts: Sequence[str] | None = None) -> Predicted:
@@ -50,7 +55,12 @@ class Predicted:
                 raise ArgumentError(
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
-        return cls(_totals(seconds, starts), tuple(names), tuple(seconds), tuple(starts))
+        return cls(_totals(seconds, starts), tuple(names), tuple(seconds), tuple(starts), cuts is None)
+
+    def unlikely(self, measured: Sequence[float]) -> bool:
+        """Whether the starts are guessed, and what stages took says that they were others."""
+        ratios = [took / was for took, was in zip(measured, self.stage_seconds, strict=False) if was]
+        return self.guessed and bool(ratios) and max(ratios) > _ALIKE * min(ratios)
 
     def recut(self, measured: Sequence[float]) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The best starts, and what each stage then takes, if each unit takes as many times what was predicted as the

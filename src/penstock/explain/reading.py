@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.chrome import read_chrome
-from penstock.explain.event import Event, Recording
+from penstock.explain.event import Event, Recording, stages_by_waits
 from penstock.schedule import Action, Op
 from penstock.schedule.timeline import Timeline
 
@@ -107,7 +107,9 @@ def recording_of(timelines: Sequence[Timeline], file: str = "") -> Recording:
         if s.action.op.is_compute
     )
     stages = max((2 + s.action.stage for s in spans if s.action.op is Op.SEND_F), default=0)
-    return Recording(tuple(events), stages=stages)
+    waits = ((str(s.action), s.waited_seconds) for s in spans)
+    ran = ((str(s.action), s.end_seconds - s.start_seconds) for s in spans)
+    return Recording(tuple(events), stages=max(stages, stages_by_waits(waits, ran)))
 
 
 # -- columns ----------------------------------------------------------------------------------------------------------

@@ -45,12 +45,14 @@ class Demand:
         input_bytes: what each receives for a microbatch: all that a recomputed one keeps.
         host: to the host's memory and back; None: nothing is offloaded.
         limits: what each rank has.
+        again_seconds: what each takes to run its forward again, if it is recomputed; empty: as long as the first time.
     """
 
     costs: Sequence[StageCost]
     input_bytes: Sequence[float]
     host: LinkCost | None
     limits: Sequence[float]
+    again_seconds: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -106,14 +108,15 @@ class OfRank:
                     hold(backward + 1, end, late)
         return np.cumsum(change)[: len(self.work)]
 
-    def cost(self, way: Way, cost: StageCost, seconds: Floats, host: LinkCost | None) -> OfStage:
+    def cost(self, way: Way, cost: StageCost, again: float, seconds: Floats, host: LinkCost | None) -> OfStage:
         """The stage's cost; one for each microbatch (copies count on) if they differ.
 
         Args:
+            again: the seconds that its forward takes when it runs again.
             seconds: of each of the rank's actions, if nothing is recomputed or offloaded.
         """
         if way is Way.RECOMPUTES:
-            once_more = replace(cost, backward_input_seconds=cost.backward_input_seconds + cost.forward_seconds)
+            once_more = replace(cost, backward_input_seconds=cost.backward_input_seconds + again)
             return [once_more if number in self.again else cost for number in self._numbers()]
         if way is Way.OFFLOADS and host is not None:
             trip = host.seconds(cost.activation_bytes)
@@ -217,7 +220,12 @@ class _Group:
     def cost(self, part: OfRank, way: Way) -> OfStage:
         """What a stage costs."""
         rank = next(rank for rank, stages in self.on_rank.items() if part.stage in stages)
-        return part.cost(way, self._plain(part.stage), self.seconds[rank], self.demand.host)
+        return self._cost(part, way, rank)
+
+    def _cost(self, part: OfRank, way: Way, rank: int) -> OfStage:
+        cost, again = self._plain(part.stage), self.demand.again_seconds
+        once_more = again[part.stage % len(again)] if again else cost.forward_seconds
+        return part.cost(way, cost, once_more, self.seconds[rank], self.demand.host)
 
     def _plain(self, stage: int) -> StageCost:
         return self.demand.costs[stage % len(self.demand.costs)]
@@ -234,7 +242,7 @@ class _Group:
     def _extra(self, rank: int, stage: int, ways: Mapping[int, Way]) -> float:
         """The seconds that a way adds to a rank's work."""
         part, cost, way = self.parts[stage], self._plain(stage), ways[stage % len(self.demand.costs)]
-        each = part.cost(way, cost, self.seconds[rank], self.demand.host)
+        each = self._cost(part, way, rank)
         own = [] if isinstance(each, StageCost) else [each[number] for number in part.places]
         return sum(
             one.forward_seconds - cost.forward_seconds + one.backward_seconds - cost.backward_seconds for one in own

@@ -57,7 +57,7 @@ class Planned:
     """What was found.
 
     Attributes:
-        best: the plans that fit, the fastest first; of those that are as good as equal, the simplest first.
+        best: the plans that fit, the fastest first; of those as good as equal to it, the simplest first.
         lost: the other choices, the fastest first.
         nearest: if nothing fits, the plan that lacks least.
     """
@@ -147,7 +147,7 @@ def open_candidates(
     """Every choice, for every order of the devices' kinds."""
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, schedules):
-        units, shape = sizes.at(choice.rows), shape_of(choice)
+        units, shape = sizes.shared_by(choice.replicas).at(choice.rows), shape_of(choice)
         placement = shape.placement
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
             key = (choice.rows, placement if len(cluster.kinds) > 1 else choice.stages, kinds.shape, kinds.tobytes())
@@ -210,13 +210,10 @@ def _order(plan: Plan) -> tuple[float, float]:
 
 
 def simplest_first(plans: Sequence[Plan]) -> list[Plan]:
-    """The fastest first; of those as good as equal to the fastest left, the simplest."""
-    left, ranked = sorted(plans, key=_seconds), list[Plan]()
-    while left:
-        equal = [plan for plan in left if plan.step_seconds <= EQUAL * left[0].step_seconds]
-        ranked += sorted(equal, key=_complexity)
-        left = left[len(equal) :]
-    return ranked
+    """The fastest first; of those as good as equal to the fastest, the simplest."""
+    ranked = sorted(plans, key=_seconds)
+    equal = [plan for plan in ranked if plan.step_seconds <= EQUAL * ranked[0].step_seconds]
+    return [*sorted(equal, key=_complexity), *ranked[len(equal) :]]
 
 
 def _complexity(plan: Plan) -> tuple[float, ...]:

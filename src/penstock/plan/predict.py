@@ -31,11 +31,13 @@ class Cut:
     Attributes:
         starts: the index of the unit with which each stage begins.
         costs: of each stage, on its device, if nothing is recomputed.
+        again_seconds: what the forward of each takes when it runs again.
         kinds: of the device of each rank of each replica.
     """
 
     starts: tuple[int, ...]
     costs: tuple[StageCost, ...]
+    again_seconds: tuple[float, ...]
     kinds: Grid
 
 
@@ -96,7 +98,9 @@ def _cut_at(
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
     added = [cluster.action_seconds] * placement.depth
     speeds = _speeds(placement, cluster, kinds)
-    return Cut(tuple(starts), tuple(map(stage_cost, pieces, sent, speeds, added)), kinds)
+    again = [sum(unit.again_seconds for unit in piece) / speed for piece, speed in zip(pieces, speeds, strict=True)]
+    costs = tuple(map(stage_cost, pieces, sent, speeds, added))
+    return Cut(tuple(starts), costs, tuple(again), kinds)
 
 
 def predict(choice: Choice, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Plan:
@@ -114,7 +118,11 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     timeline = simulate(schedule, plain, links)
     inputs = [units[start].boundary_bytes for start in where.starts]
     held = memory(schedule, plain, timeline)
-    keeping = best_keeping(schedule, Demand(where.costs, inputs, cluster.host_link, limits), [one.peak for one in held])
+    keeping = best_keeping(
+        schedule,
+        Demand(where.costs, inputs, cluster.host_link, limits, where.again_seconds),
+        [one.peak for one in held],
+    )
     by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
     if len(by_way[Way.KEEPS]) < depth:
         timeline = simulate(schedule, keeping.costs, links)

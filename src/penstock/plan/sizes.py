@@ -35,11 +35,16 @@ class Sizes:
     smallest never under its proportion, and above the largest never under its costs. A single profile gives costs in
     proportion to the rows.
 
+    Attributes:
+        profiles: by the number of rows.
+        shares_optimizer: whether the replicas of a stage share the state of its optimizer, as with ZeRO-1.
+
     Raises:
         ArgumentError: there is no profile, a size is less than 1, or profiles are not of the same units of one model.
     """
 
     profiles: Mapping[int, Profile]
+    shares_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not self.profiles or min(self.profiles) < 1:
@@ -77,6 +82,12 @@ class Sizes:
         """The most rows for which costs are predicted."""
         return FARTHEST * max(self.profiles)
 
+    def shared_by(self, replicas: int) -> Sizes:
+        """What each of so many replicas has of the costs."""
+        if not self.shares_optimizer or replicas == 1:
+            return self
+        return Sizes({rows: _shared(profile, replicas) for rows, profile in self.profiles.items()})
+
     def at(self, rows: int) -> tuple[UnitCost, ...]:
         """What each unit costs with microbatches of that many rows."""
         if rows in self.profiles:
@@ -95,6 +106,11 @@ class Sizes:
             parts = (_scaled(unit, rows / low) for unit in self.profiles[low].units)
             return tuple(map(_at_least, found, parts))
         return tuple(found)
+
+
+def _shared(profile: Profile, replicas: int) -> Profile:
+    units = tuple(replace(unit, optimizer_bytes=-(-unit.optimizer_bytes // replicas)) for unit in profile.units)
+    return replace(profile, units=units)
 
 
 def rows_of(profile: Profile) -> int:

@@ -271,3 +271,32 @@ def test_any_order_that_is_allowed_changes_no_bit(seed: int, monkeypatch: pytest
         found, held = pipe.cuts, [{*stage.parameters} for stage in pipe.stages]
     with pipeline(make(), (X, Y), cuts=found, **{**OPTIONS, **options}) as again:
         assert [{*stage.parameters} for stage in again.stages] == held
+
+
+@pytest.mark.long  # towers show the same
+def test_an_encoder_beside_the_decoders_embedding() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**shape, decoder_start_token_id=0)
+    ids = torch.randint(3, 50, (4, 6), generator=torch.Generator().manual_seed(1))
+    given: dict[str, Any] = {"kwargs": {"input_ids": ids, "labels": ids}, "loss_fn": lambda output: output.loss}
+    given |= {"ranks": 2, "microbatches": 2}
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model: nn.Module = transformers.T5ForConditionalGeneration(config)
+        return model
+
+    found = penstock.profile(make(), kwargs=given["kwargs"], microbatches=2, budget_seconds=0)
+    none = {"input_gradient_seconds": 0.0, "weight_gradient_seconds": 0.0}
+    none |= {"boundary_bytes": 0, "boundary_gradient_bytes": 0}
+    seconds = {"encoder": 3.0, "decoder": 1.0}
+    units = (replace(u, forward_seconds=seconds.get(u.name.split(".")[0], 0.1), **none) for u in found.units)
+    times = replace(found, units=tuple(units))
+    with pipeline(make(), balance=times, **given) as pipe:
+        cuts, held = pipe.cuts, [{*stage.parameters} for stage in pipe.stages]
+    assert cuts == ("encoder.block.0+decoder.block.0",)
+    with pipeline(make(), cuts=cuts, **given) as again:
+        assert [{*stage.parameters} for stage in again.stages] == held
+    report = verify(make, balance=times, exact=True, **given)
+    assert report.ok, str(report)
