@@ -54,9 +54,9 @@ def show(found: Planned, console: Console) -> None:
     )
     console.print("\n[bold]Ranks of the first[/]")
     print_unbroken(console, _ranks(best))
-    if found.lost:
+    if reasons := [*_reasons(found)]:
         console.print("\n[bold]Why not[/]")
-        for head, lines in _reasons(found):
+        for head, lines in reasons:
             console.print(f"{head}")
             others = table("", "", left=2)
             others.show_header = False
