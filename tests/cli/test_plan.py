@@ -43,6 +43,14 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert f"plan={str(file)!r}" in text
 
 
+@pytest.mark.parametrize(("rows", "said"), [(1, True), (16, False)])
+def test_a_batch_too_small_for_its_devices(profile: str, rows: int, said: bool) -> None:
+    text = output(
+        "plan", "--devices", "4", "--global-batch", str(rows), "--profile", profile, "--search", "0", columns=400
+    )
+    assert ("the batch is small for 4 devices, and fewer may be as fast" in text) is said
+
+
 def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
     for size, said in ((4, True), (1, False)):
         file = str(tmp_path / f"{size}.json")
