@@ -315,20 +315,24 @@ def _clocks() -> tuple[float, float, float, float]:
 def first_on_its_core(rank: int) -> Iterator[None]:
     """Keeps this process, with all its threads, on one core, before all other processes; neighbours have different
     cores. The kernel gives a twentieth of each second to the others in any case: `Took.delayed` shows it.
+
+    Threads that carry messages go before the one that computes. With the same priority, a message would leave only
+    once that one waits.
     """
     cores = sorted(os.sched_getaffinity(0))
-    _schedule({cores[rank % len(cores)]}, os.SCHED_FIFO, 1)
+    _schedule({cores[rank % len(cores)]}, os.SCHED_FIFO, (1, 2))
     try:
         yield
     finally:
-        _schedule(cores, os.SCHED_OTHER, 0)
+        _schedule(cores, os.SCHED_OTHER, (0, 0))
 
 
-def _schedule(cores: Collection[int], policy: int, priority: int) -> None:
+def _schedule(cores: Collection[int], policy: int, priorities: tuple[int, int]) -> None:
+    """For all threads; `priorities`: the main one's, the others'."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(thread, cores)
-            os.sched_setscheduler(thread, policy, os.sched_param(priority))
+            os.sched_setscheduler(thread, policy, os.sched_param(priorities[thread != os.getpid()]))
 
 
 def _gathered(value: Any, ranks: int) -> list[Any]:

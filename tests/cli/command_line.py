@@ -14,14 +14,17 @@ from penstock.cli import app
 
 def stay(deaf: int) -> str:
     """A script whose ranks tell their ids and those of processes that they start, and stay; SIGINT does not end `deaf`;
-    told to die, rank 1 kills itself."""
+    told to die, rank 1 kills itself once rank 0 has told."""
     return f"""
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 if os.environ["RANK"] == "{deaf}":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a rank that waits in gloo
 helper = subprocess.Popen(["sleep", "600"])
 os.write(1, f"{{os.getpid()}} {{helper.pid}}\\n".encode())
+open(f"told.{{os.environ['RANK']}}", "w").close()
 if "die" in sys.argv and os.environ["RANK"] == "1":
+    while not os.path.exists("told.0"):
+        time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGKILL)
 signal.pause()
 """

@@ -43,6 +43,14 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert f"plan={str(file)!r}" in text
 
 
+@pytest.mark.parametrize(("rows", "said"), [(1, True), (16, False)])
+def test_a_batch_too_small_for_its_devices(profile: str, rows: int, said: bool) -> None:
+    text = output(
+        "plan", "--devices", "4", "--global-batch", str(rows), "--profile", profile, "--search", "0", columns=400
+    )
+    assert ("the batch is small for 4 devices, and fewer may be as fast" in text) is said
+
+
 def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
     for size, said in ((4, True), (1, False)):
         file = str(tmp_path / f"{size}.json")
@@ -158,7 +166,8 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(TARGET)
     target, file = f"{tmp_path / 'model.py'}:make", tmp_path / "plan.json"
     text = output("plan", target, "--devices", "2", "--global-batch", "16", "--out", str(file), columns=200)
-    assert text.splitlines()[3].split()[1:3] in (["1", "2"], ["2", "1"])
+    best = text.partition("\nschedule ")[2].splitlines()[1]
+    assert best.split()[1:3] in (["1", "2"], ["2", "1"])
     found = read_plan(file)
     names = dict(nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4))).named_modules())
     assert set(found.cuts) <= names.keys()

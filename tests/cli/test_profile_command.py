@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, Microbatch, Profile
-from penstock.balance import UnitCost, read_profile
+from penstock.balance import UnitCost, doubts, read_profile
 from penstock.cli.profile import rows_of
 from penstock.plan import Sizes
 
@@ -37,6 +37,19 @@ def meta():
 def _targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cases.py").write_text(TARGETS)
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_profile_of_a_busy_machine_says_so() -> None:
+    def sized(rows: int, seconds: float, spread: float = 0.0) -> Profile:
+        unit = UnitCost("a", seconds, 0.0, 0.0, spread=spread)
+        return Profile((unit,), "cpu", "float32", {}, rows=rows)
+
+    assert doubts(sized(4, 2.0, spread=0.2).with_others([sized(1, 1.0)])) == ()
+    (varies,) = doubts(sized(4, 2.0, spread=0.3))
+    assert "times vary by 30% from run to run" in varies
+    (shrinks,) = doubts(sized(4, 2.0).with_others([sized(2, 3.0), sized(1, 1.0)]))
+    assert "microbatches of 4 rows took less time than those of 2" in shrinks
+    assert doubts(replace(sized(4, 2.0, spread=0.3), source="estimate")) == ()
 
 
 def test_a_long_table_has_a_row_for_each_module() -> None:
@@ -62,6 +75,7 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
 
 def test_a_table_and_a_file_to_cut_by() -> None:
     lines = output("profile", "cases.py:make", "--microbatches", "2", "--json", "profile.json").splitlines()
+    lines = [line for line in lines if not line.startswith("note: ")]  # a busy machine has some
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
     *rows, blank, written = lines[4:]
@@ -132,7 +146,8 @@ def test_microbatches_of_several_sizes_in_one_file() -> None:
         "profile", "cases.py:make", "--microbatch-sizes", "1,5,2", "--json", "p.json", "--budget-seconds", "0"
     )
     assert text.splitlines()[1] == "for one microbatch: args[0] float32[5, 7]"
-    assert [line.split()[0] for line in text.splitlines()[-5:-2]] == ["1", "2", "5"]
+    sizes = text.partition("by the rows of a microbatch\n")[2].splitlines()
+    assert [line.split()[0] for line in sizes[1:4]] == ["1", "2", "5"]
     found = read_profile("p.json")
     assert [(one.rows, one.inputs["args[0]"]) for one in found.each_size] == [
         (rows, f"float32[{rows}, 7]") for rows in (1, 2, 5)

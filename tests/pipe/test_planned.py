@@ -14,7 +14,7 @@ from scaffolding.small import batch, mlp
 
 X, Y = batch()
 PLAN = Plan(
-    Choice(1, 2, 2, "interleaved-1f1b", 4, 2), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0)
+    Choice(1, 2, 2, "interleaved-1f1b", 4, 3), ("1", "3", "4"), (0, 2), (1.0,) * 4, 9.0, 0.0, {}, (1.0, 1.0), (2.0, 2.0)
 )
 
 
@@ -48,6 +48,15 @@ def test_a_plan_decides_what_its_arguments_would(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(gradients, by_hand[2], strict=True))
     with pipeline(mlp(), (X,), loss_fn=squared_error, plan=PLAN) as pipe:
         assert pipe.session.options.recompute == {0: "always", 2: "always"}
+
+
+def test_a_batch_of_another_size_is_not_the_planned_one() -> None:
+    larger = torch.cat([X, X])
+    with (
+        pytest.warns(UserWarning, match="for microbatches of 3 rows, and the example's have 6"),
+        pipeline(mlp(), (larger,), loss_fn=squared_error, plan=PLAN) as pipe,
+    ):
+        assert pipe.cuts == PLAN.cuts
 
 
 def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

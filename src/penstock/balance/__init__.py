@@ -1,6 +1,7 @@
 """What each unit of a model costs, and where to cut so that the dearest stage costs least. Does not load torch."""
 
 from penstock.balance.cuts import Problem, best_starts, stage_bytes, stage_loads
+from penstock.balance.doubts import doubts
 from penstock.balance.estimate import estimated, fitted, with_operations
 from penstock.balance.profile import (
     OPTIMIZER_VALUES,
@@ -20,6 +21,7 @@ __all__ = [
     "Profile",
     "UnitCost",
     "best_starts",
+    "doubts",
     "estimated",
     "first_difference",
     "fitted",

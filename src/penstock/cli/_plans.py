@@ -24,6 +24,9 @@ _MOST_LINES = 6
 _SEEN = 5e-4
 """The least share of the time that is not rounded to 0.0%."""
 
+_MOSTLY = 0.5
+"""From this share of idle time on, there are probably more devices than the batch can use."""
+
 _MOST_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
 
@@ -38,6 +41,11 @@ def show(found: Planned, console: Console) -> None:
     if best.choice.devices == 1:
         console.print(
             "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
+        )
+    elif best.bubble >= _MOSTLY:
+        console.print(
+            f"Its ranks are idle {best.bubble:.0%} of the time: the batch is small for {best.choice.devices} devices, "
+            "and fewer may be as fast."
         )
     console.print()
     print_unbroken(console, _plans(found.best))

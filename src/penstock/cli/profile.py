@@ -104,6 +104,8 @@ def profile(
 def show(found: Profile, console: Console) -> None:
     """Prints the table, with the sums of each row: times, their share of all, and the bytes that are kept for the
     backward and held as parameters; and what the row's first unit gets."""
+    from penstock.balance import doubts
+
     inputs = ", ".join(f"{name} {text}" for name, text in found.inputs.items())
     runs = f"{counted(found.runs, 'run')} each" if found.source == "measured" else "an estimate"
     if found.action_seconds is not None:
@@ -120,7 +122,7 @@ def show(found: Profile, console: Console) -> None:
     if found.links:
         console.print(f"\nlinks between ranks, for messages of {sized(found.links[0].message_bytes)}")
         print_unbroken(console, _links(found))
-    for note in found.notes:
+    for note in (*found.notes, *doubts(found)):
         console.print(Text(f"note: {note}"), soft_wrap=True)
 
 

@@ -233,7 +233,9 @@ def pipeline(
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)
-    return build(model, example, world, order, options, by_default=by_default)
+    pipe = build(model, example, world, order, options, by_default=by_default)
+    followed.check_rows(pipe.session.rows)
+    return pipe
 
 
 def build(

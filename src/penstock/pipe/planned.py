@@ -16,6 +16,7 @@ from penstock.partition.units.chain import as_module
 from penstock.plan import Plan, read_plan
 from penstock.plan.plan import VARIABLE, MadeFor
 from penstock.runtime.processes.world import World
+from penstock.words import counted
 
 USUAL: Mapping[str, Any] = {
     "schedule": "1f1b",
@@ -95,6 +96,17 @@ class Followed:
             warn(
                 "the processes are not arranged as in the plan, so that it may be slower than predicted: give "
                 f"{self.plan.mesh}"
+            )
+
+    def check_rows(self, rows: int) -> None:
+        """Warns if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
+        if self.plan is None:
+            return
+        planned, found = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
+        if found != planned:
+            warn(
+                f"the plan is for microbatches of {counted(planned, 'row')}, and the example's have {found}: times and "
+                "memory will not be those of the plan; make one for this batch with `penstock plan --global-batch`"
             )
 
 

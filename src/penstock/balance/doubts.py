@@ -1,0 +1,39 @@
+"""What the numbers of a profile say against themselves: that the machine was busy while they were measured."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from penstock.balance.profile import Profile
+from penstock.words import counted
+
+BUSY = 0.25
+"""Times that spread by more than this part of their median were not measured on a quiet machine."""
+
+
+def doubts(profile: Profile) -> tuple[str, ...]:
+    """Why not to trust the times of a profile; empty if nothing speaks against them, or if none were measured."""
+    if profile.source != "measured":
+        return ()
+    found = []
+    sizes = profile.each_size
+    spread = max(map(_spread, sizes))
+    if spread > BUSY:
+        found.append(f"times vary by {spread:.0%} from run to run; measure again while the machine does nothing else")
+    for smaller, larger in pairwise(sizes):
+        if _seconds(larger) < _seconds(smaller):
+            found.append(
+                f"microbatches of {counted(larger.rows, 'row')} took less time than those of {smaller.rows}: something "
+                "else ran; measure again"
+            )
+    return tuple(found)
+
+
+def _seconds(size: Profile) -> float:
+    return sum(unit.seconds for unit in size.units)
+
+
+def _spread(size: Profile) -> float:
+    """Of its units, by the time that each takes."""
+    seconds = _seconds(size)
+    return sum(unit.seconds * unit.spread for unit in size.units) / seconds if seconds else 0.0
