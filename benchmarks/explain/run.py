@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.explain import explain
 from penstock.explain.reading import recording_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from scaffolding.sleeping import SleepingBlock
 
 MICROBATCHES, ROUNDS, SECONDS = 8, 7, 0.005
 EVEN = {"seconds": [SECONDS] * 8, "cuts": ["2", "4", "6"]}
@@ -36,35 +40,9 @@ CASES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
 """What is planted, its repair, and the what-if that says what the repair brings."""
 
 
-class Sleeps(torch.autograd.Function):
-    """The identity after a sleep; backward sleeps twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, extra: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds + extra)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(2 * ctx.seconds)
-        return grads[0] * 1.0, None, None
-
-
-class Block(nn.Module):
-    """A layer that takes as long as it is told to."""
-
-    def __init__(self, seconds: float, extra: float) -> None:
-        super().__init__()
-        self.inner, self.seconds, self.extra = nn.Linear(4, 4), seconds, extra
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Sleeps.apply(self.inner(x), self.seconds, self.extra)  # type: ignore[no-any-return]
-
-
 def pipeline(given: Mapping[str, Any], rank: int) -> penstock.Pipeline:
     extra = given.get("slow", {}).get(rank, 0.0) / 2
-    model = nn.Sequential(*(Block(seconds, extra) for seconds in given["seconds"]))
+    model = nn.Sequential(*(SleepingBlock(seconds, extra) for seconds in given["seconds"]))
     return penstock.pipeline(
         model,
         (torch.zeros(MICROBATCHES, 4),),

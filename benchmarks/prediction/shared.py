@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from penstock.schedule import Op, Schedule
+from penstock.schedule import Schedule
 from penstock.schedule.dependencies import Dependencies
 from penstock.simulate import LinkCost, StageCost
 
@@ -37,19 +37,10 @@ def step_seconds(schedule: Schedule, costs: Sequence[StageCost], link: LinkCost,
     while turn := min(turns(), default=None):
         start, _, _, rank = turn
         node = at[rank]
-        ended[node] = start + _seconds(costs[needs.actions.stage[node] % len(costs)], needs.actions[node].op)
+        ended[node] = start + costs[needs.actions.stage[node] % len(costs)].seconds(needs.actions[node].op)
         free[rank % cores], holder[rank % cores] = ended[node], rank
         at[rank] += 1
     return max(ended)
-
-
-def _seconds(cost: StageCost, op: Op) -> float:
-    return {
-        Op.F: cost.forward_seconds,
-        Op.B: cost.backward_seconds,
-        Op.I: cost.backward_input_seconds,
-        Op.W: cost.backward_weight_seconds,
-    }[op]
 
 
 def _ready(needs: Dependencies, ended: Sequence[float], node: int, costs: Sequence[StageCost], link: LinkCost) -> float:

@@ -2,45 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock.pipe.result import StepResult
+from scaffolding.sleeping import SleepingBlock
 
 MICROBATCHES = 8
-
-
-class Slow(torch.autograd.Function):
-    """The identity, after some sleep; its backward takes twice as long."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float, extra: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds + extra)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(2 * ctx.seconds)
-        return grads[0] * 1.0, None, None
-
-
-class Block(nn.Module):
-    """A layer that takes so long on any rank, and longer forwards on one of them."""
-
-    def __init__(self, seconds: float, extra: float = 0.0) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.seconds, self.extra = seconds, extra
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Slow.apply(self.inner(x), self.seconds, self.extra)  # type: ignore[no-any-return]
 
 
 def traced(
@@ -49,7 +22,7 @@ def traced(
     """The timelines of two steps of a model with such blocks, after one for warming up."""
     torch.manual_seed(0)
     here = extra if dist.get_rank() == slow_rank else 0.0
-    model = nn.Sequential(*(Block(one, here) for one in seconds))
+    model = nn.Sequential(*(SleepingBlock(one, here) for one in seconds))
     x = torch.randn(MICROBATCHES, 4)
     leaves = [str(place) for place in range(len(seconds))]
     found: list[StepResult] = []

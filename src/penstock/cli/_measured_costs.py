@@ -102,8 +102,7 @@ def profile_of(target: str | None, file: Path | None, microbatches: int | None, 
             return found
         from penstock.pipe.profiling import profile as measured
 
-        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
         example = given.model, given.args, given.kwargs
         if rows is not None:
-            return measured(*example, microbatch_sizes=[rows], **cutting)
-        return measured(*example, microbatches=microbatches, **cutting)
+            return measured(*example, microbatch_sizes=[rows], **given.dividing)
+        return measured(*example, microbatches=microbatches, **given.dividing)

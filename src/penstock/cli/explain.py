@@ -176,8 +176,8 @@ def _stragglers(found: Explanation) -> str:
         )
     ]
     only = "; ".join(part.replace("  ", " ").strip() for part in parts if part)
-    return f"{known.step:.2f} times the step in which each op takes its usual time on all ranks" + (
-        f"; with only its own times: {only}" if only else ""
+    return f"stragglers: {known.step:.2f} times as long as if every op took its usual time on all ranks" + (
+        f"; each alone: {only}" if only else ""
     )
 
 

@@ -165,7 +165,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
 
-        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
+        cutting = given.dividing
         if cluster.kind is not None:
             cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
         example = given.model, given.args, given.kwargs

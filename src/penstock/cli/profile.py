@@ -74,7 +74,6 @@ def profile(
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
 
-        cutting = {name: value for name, value in given.cutting.items() if name != "merge"}
         found = measured(
             given.model,
             given.args,
@@ -89,7 +88,7 @@ def profile(
             budget_seconds=budget_seconds,
             calibrate=calibrate or (),
             links=links,
-            **cutting,
+            **given.dividing,
         )
     if links and os.environ.get("RANK", "0") != "0":
         return

@@ -50,6 +50,11 @@ class Target:
     cutting: Mapping[str, Any]
     again: Callable[[], Target]
 
+    @property
+    def dividing(self) -> dict[str, Any]:
+        """How a batch becomes microbatches: `cutting` without `merge`, as `penstock.profile` takes it."""
+        return {name: value for name, value in self.cutting.items() if name != "merge"}
+
 
 def load(text: str) -> Target:
     """Calls the function that `text` names, from seed 0, and checks what it returns.

@@ -17,7 +17,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule import Action, Op, Schedule
+from penstock.schedule import Action, Schedule
 from penstock.schedule.kept import run_again, trips
 from penstock.simulate import StageCost
 from penstock.simulate.costs import LinkCost, OfStage
@@ -200,7 +200,7 @@ class _Group:
         works = {rank: tuple(action for action in schedule.rows[rank] if action.op.is_compute) for rank in ranks}
         parts = {stage: OfRank(stage, works[rank]) for rank, stages in on_rank.items() for stage in stages}
         seconds = {
-            rank: np.array([_seconds(demand.costs[action.stage % depth], action.op) for action in work])
+            rank: np.array([demand.costs[action.stage % depth].seconds(action.op) for action in work])
             for rank, work in works.items()
         }
         return cls(demand, tuple(sorted({stage % depth for stage in parts})), on_rank, parts, seconds)
@@ -275,16 +275,6 @@ def _ways(stages: int, can_offload: bool) -> Iterator[tuple[Way, ...]]:
     if len(open_) ** stages > MOST_WAYS:
         return iter([(way,) * stages for way in open_])
     return product(open_, repeat=stages)
-
-
-def _seconds(cost: StageCost, op: Op) -> float:
-    """What an op takes."""
-    return {
-        Op.F: cost.forward_seconds,
-        Op.B: cost.backward_seconds,
-        Op.I: cost.backward_input_seconds,
-        Op.W: cost.backward_weight_seconds,
-    }.get(op, 0.0)
 
 
 def lacking(peak_bytes: Sequence[float], limits: Sequence[float]) -> float:

@@ -7,10 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Placement, Schedule
+from penstock.schedule import Op, Placement, Schedule
 
 BOUND = 1e100
 """Costs are below this, and bandwidths above its inverse, so that sums and quotients stay finite."""
+
+
+SECONDS_OF = {
+    Op.F: "forward_seconds",
+    Op.B: "backward_seconds",
+    Op.I: "backward_input_seconds",
+    Op.W: "backward_weight_seconds",
+}
+"""What of a stage's cost says how long an op takes. Other ops take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,11 @@ class StageCost:
     def backward_seconds(self) -> float:
         """B = I + W."""
         return self.backward_input_seconds + self.backward_weight_seconds
+
+    def seconds(self, op: Op) -> float:
+        """How long one action with this op takes."""
+        name = SECONDS_OF.get(op)
+        return 0.0 if name is None else getattr(self, name)
 
 
 @dataclass(frozen=True, slots=True)

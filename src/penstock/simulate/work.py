@@ -12,7 +12,7 @@ from penstock.schedule import Op
 from penstock.schedule.action import OPS
 from penstock.schedule.dependencies import NEEDS, Where
 from penstock.simulate.columns import Columns, Floats, Ints
-from penstock.simulate.costs import LinkCost, Links, StageCost, cost_between
+from penstock.simulate.costs import SECONDS_OF, LinkCost, Links, StageCost, cost_between
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,8 @@ class Work:
         """
         width = max(map(len, costs))
         seconds = np.zeros((len(Op), columns.stages, width))
-        seconds[Op.F.code] = _by_number(costs, "forward_seconds")
-        seconds[Op.B.code] = _by_number(costs, "backward_seconds")
-        seconds[Op.I.code] = _by_number(costs, "backward_input_seconds")
-        seconds[Op.W.code] = _by_number(costs, "backward_weight_seconds")
+        for op, name in SECONDS_OF.items():
+            seconds[op.code] = _by_number(costs, name)
         latency, wire_in, pairs = _arrivals(columns, _by_number(costs, "output_bytes"), links)
         wire, link = np.zeros_like(wire_in), np.full_like(wire_in, -1, int)
         used = np.flatnonzero(columns.source >= 0)
