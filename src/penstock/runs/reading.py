@@ -109,9 +109,7 @@ class RunRead:
         what = f"prediction {str(file)!r}"
         given = read_json(file, what)
         try:
-            return Predicted(
-                str(given["source"]), float(given["step_seconds"]), Timeline.from_dict(given["timeline"])
-            )
+            return Predicted(str(given["source"]), float(given["step_seconds"]), Timeline.from_dict(given["timeline"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"{what} is damaged: {error!r}") from None
 
