@@ -204,7 +204,7 @@ def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
     """By number of each process: the replica that it belongs to, and its rank there."""
     if world.rank is None:
         return {}
-    found = {}
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
     for line in world.lines:
         for rank, member in enumerate(line):
             replicas = next((one for one in world.replica_sets if member in one), (member,))
