@@ -16,10 +16,15 @@ ALONE := tests/fabric tests/network
 # Where the environment forbids bytecode, each of the hundreds of processes would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-part test-all check format bench gpu clean
+.PHONY: demo docs test test-part test-all check format bench gpu clean
 
 demo: $(READY)
 	$(BIN)/penstock demo
+
+# build/docs/index.html opens in a browser, from disk. tests/documents/test_site.py builds it the same way.
+docs: $(READY)
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/docs
+	@echo "open build/docs/index.html"
 
 test: $(READY)
 	$(PYTEST) -m "not long and not alone" $(TOGETHER)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+_FENCED = re.compile(r"^```([^`\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"(\$ )?(sudo |penstock |torchrun |make |pip |python )")
 _SPOKEN = re.compile(r"\bpenstock(?:\.[A-Za-z_]\w*)+")
 
@@ -45,6 +45,8 @@ def blocks() -> list[Block]:
 def _of(path: Path) -> Iterator[Block]:
     text = path.read_text(encoding="utf-8")
     for found in _FENCED.finditer(text):
+        if found[1].startswith("{"):  # a directive: a figure, say, which the build of the site draws
+            continue
         yield Block(path, text[: found.start()].count("\n") + 1, found[1], found[2])
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from penstock.report.colours import LIGHT, WORDS, Kind, ink_on, shade
 from penstock.schedule import Action, Op, Schedule, grid
 from penstock.schedule.timeline import Timeline, Track
 
@@ -31,14 +32,8 @@ class Palette(Enum):
         return cls.FEW if console.color_system in ("standard", "windows") else cls.MANY
 
 
-_FEW_COLOURS = {Op.F: "blue", Op.B: "green", Op.I: "cyan", Op.W: "yellow"}
-_COLOURS = {Op.F: (58, 110, 190), Op.B: (60, 145, 70), Op.I: (24, 150, 150), Op.W: (205, 135, 30)}
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
-_LIGHTER = 0.45
-"""How far each further chunk's colour moves towards white."""
-
-_DARKER = 0.82
-"""The brightness of every other microbatch, so that neighbours can be told apart without their names."""
+_FEW_COLOURS = {Op.F: "blue", Op.B: "red", Op.I: "yellow", Op.W: "cyan"}
+"""The nearest to those of `penstock.report.colours`."""
 
 _CELL = re.compile(r"([0-9]*)(F|B|I|W)([0-9]+) *")
 _IDLE = "."
@@ -99,8 +94,8 @@ def legend(schedule: Schedule, palette: Palette, *, fills: bool = False) -> Text
     """What the letters and colours stand for. `fills`: the picture is in proportion to time."""
     codes = {code for row in schedule.rows for code in row.op}
     text = Text()
-    for op in (op for op in _COLOURS if op.code in codes):
-        text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {_NAMES[op]}  ")
+    for op in (op for op in _FEW_COLOURS if op.code in codes):
+        text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {WORDS[Kind.of(op)]}  ")
     text.append(f"{_IDLE} idle")
     if fills and palette is Palette.NONE:
         text.append("; small letters: the action continues")
@@ -115,11 +110,8 @@ def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
         return Style.null()
     if palette is Palette.FEW:
         return Style(color="black", bgcolor=f"{'bright_' if chunk else ''}{_FEW_COLOURS[op]}")
-    share = 1 - (1 - _LIGHTER) ** chunk
-    dark = _DARKER if microbatch % 2 else 1.0
-    red, green, blue = (round((value + (255 - value) * share) * dark) for value in _COLOURS[op])
-    bright = 0.3 * red + 0.59 * green + 0.11 * blue > 140
-    return Style(color="black" if bright else "bright_white", bgcolor=f"rgb({red},{green},{blue})")
+    colour = shade(LIGHT, Kind.of(op), chunk, microbatch)
+    return Style(color=ink_on(colour), bgcolor=colour)
 
 
 def _places(schedule: Schedule) -> dict[int, int]:

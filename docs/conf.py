@@ -1,0 +1,53 @@
+"""How the site is built: `make docs`. Figures, links to files and docstrings are handled by `_ext/`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import penstock
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "Penstock"
+copyright = "The Penstock authors"
+author = "The Penstock authors"
+release = penstock.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "figures",
+    "sources",
+    "public",
+]
+exclude_patterns = ["_ext", "pictures"]
+nitpick_ignore_regex = [("py:.*", r".*")]  # types in signatures: only those of this reference have a page to link to
+suppress_warnings = ["myst.header"]
+
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "fieldlist"]
+myst_heading_anchors = 4  # as GitHub makes them, so that links work there, too
+
+highlight_language = "text"  # blocks without a language are commands and what they print
+default_role = "code"  # single backticks in docstrings
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # signatures are long; Args say what each argument is
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+
+html_theme = "furo"
+html_title = "Penstock"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_sourcelink = False
+html_copy_source = False
+html_permalinks_icon = "#"
+html_theme_options = {
+    "sidebar_hide_name": False,
+    "light_css_variables": {"color-brand-primary": "#0b5fa5", "color-brand-content": "#0b5fa5"},
+    "dark_css_variables": {"color-brand-primary": "#6cb6ff", "color-brand-content": "#6cb6ff"},
+}

@@ -1,0 +1,160 @@
+"""The colours of every picture of a schedule: in the terminal, in files, in web pages and in the documentation.
+
+One colour for each kind of work, lighter on a rank's later chunks, darker for every other microbatch. The kinds can be
+told apart with any kind of colour-blindness, and by lightness alone; `tests/report/test_colours.py` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from penstock.schedule import Op
+
+
+class Kind(StrEnum):
+    """What a rank does, as far as colours are concerned. The value is its part of a CSS variable's name."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 - the field's own name for it
+    W = "W"
+    COMMUNICATION = "communication"
+    WAIT = "wait"
+
+    @classmethod
+    def of(cls, op: Op) -> Kind:
+        """The kind of an op; messages, reductions and gathers are all communication."""
+        return cls(op.value) if op.is_compute else cls.COMMUNICATION
+
+
+WORDS: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.F: "forward",
+        Kind.B: "backward",
+        Kind.I: "input gradient",
+        Kind.W: "weight gradient",
+        Kind.COMMUNICATION: "communication",
+        Kind.WAIT: "waiting",
+    }
+)
+"""What legends call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """The colours on one background, each as #rrggbb.
+
+    Attributes:
+        page, card: the background, and that of boxes on it.
+        ink, muted, rule: text, less important text, thin lines.
+        accent: what stands out: links, the critical path.
+        fills: the colour of each kind, for a rank's first chunk and even microbatches.
+    """
+
+    page: str
+    card: str
+    ink: str
+    muted: str
+    rule: str
+    accent: str
+    fills: Mapping[Kind, str]
+
+
+def _fills(*colours: str) -> Mapping[Kind, str]:
+    return MappingProxyType(dict(zip(Kind, colours, strict=True)))
+
+
+LIGHT = Theme(
+    page="#ffffff", card="#f6f7f9", ink="#1b2330", muted="#5c6573", rule="#dde1e7", accent="#c2185b",
+    fills=_fills("#3a62b4", "#c46a12", "#f8c440", "#5dbaae", "#5e1d4f", "#e1e5eb"),
+)  # fmt: skip
+DARK = Theme(
+    page="#14181f", card="#1d232c", ink="#e6e9ee", muted="#9aa4b2", rule="#333b47", accent="#ff7aa8",
+    fills=_fills("#4a72dc", "#cf7a24", "#f3d355", "#5fcabb", "#8a3a80", "#353a43"),
+)  # fmt: skip
+
+_LIGHTER = (0.0, 0.15, 0.27)
+"""How far the colour of a rank's first, second and further chunks moves towards white."""
+
+_DARKER = (1.0, 0.9)
+"""The brightness of even and odd microbatches, so that neighbours can be told apart without their names."""
+
+CHUNKS, PARITIES = len(_LIGHTER), len(_DARKER)
+
+
+def shade(theme: Theme, kind: Kind, chunk: int = 0, microbatch: int = 0) -> str:
+    """The colour of an action, as #rrggbb. Communication and waits have one colour each.
+
+    Args:
+        theme: LIGHT or DARK.
+        kind: what is done.
+        chunk: the stage's index among its rank's stages.
+        microbatch: its number.
+    """
+    if kind in (Kind.COMMUNICATION, Kind.WAIT):
+        return theme.fills[kind]
+    share, brightness = _LIGHTER[min(chunk, CHUNKS - 1)], _DARKER[microbatch % PARITIES]
+    return "#" + "".join(
+        f"{round((value + (255 - value) * share) * brightness):02x}" for value in rgb(theme.fills[kind])
+    )
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of #rrggbb, 0 to 255."""
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return red, green, blue
+
+
+def contrast(one: str, other: str) -> float:
+    """How well one colour is read on the other: WCAG's ratio, from 1 to 21."""
+    low, high = sorted(map(_luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is read better on the colour."""
+    return max("#000000", "#ffffff", key=lambda ink: contrast(ink, colour))
+
+
+def css(selector: str = ":root") -> str:
+    """A style sheet that defines the colours as variables, for a light and a dark background.
+
+    `--page`, `--card`, `--ink`, `--muted`, `--rule` and `--accent` are a page's; `--op-F` (B, I, W, communication,
+    wait) is an op's colour, `--op-F-2-1` its shade on chunk 2 (and later ones) for odd microbatches, and
+    `--ink-F-2-1` the colour of text on it. An attribute `data-theme` of `light` or `dark` overrides what the reader's
+    system asks for.
+
+    Args:
+        selector: the element that has the variables and may have the attribute.
+    """
+    return (
+        f"{selector} {{ color-scheme: light dark; {variables(LIGHT)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ {selector}:not([data-theme=light]) {{ {variables(DARK)} }} }}\n"
+        f"{selector}[data-theme=light] {{ color-scheme: light }}\n"
+        f"{selector}[data-theme=dark] {{ color-scheme: dark; {variables(DARK)} }}\n"
+    )
+
+
+def variables(theme: Theme) -> str:
+    """The declarations of `css` for one background."""
+    made = {f"--{name}": getattr(theme, name) for name in ("page", "card", "ink", "muted", "rule", "accent")}
+    for kind, fill in theme.fills.items():
+        made[f"--op-{kind}"], made[f"--ink-{kind}"] = fill, ink_on(fill)
+        if kind in (Kind.COMMUNICATION, Kind.WAIT):
+            continue
+        for chunk in range(CHUNKS):
+            for parity in range(PARITIES):
+                colour = shade(theme, kind, chunk, parity)
+                made[f"--op-{kind}-{chunk}-{parity}"] = colour
+                made[f"--ink-{kind}-{chunk}-{parity}"] = ink_on(colour)
+    return " ".join(f"{name}: {colour};" for name, colour in made.items())
+
+
+def _luminance(colour: str) -> float:
+    """WCAG's relative luminance, 0 to 1."""
+    parts = (value / 255 for value in rgb(colour))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

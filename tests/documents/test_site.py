@@ -1,0 +1,51 @@
+"""The site: it builds without a warning, loads nothing from elsewhere, and leaves out no page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from blocks import ROOT
+
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make docs` builds it: a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", str(DOCS), str(folder)]
+    done = subprocess.run(build, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def pages() -> list[Path]:
+    return sorted(DOCS.rglob("*.md"))
+
+
+def test_it_has_every_page(site: Path) -> None:
+    for page in pages():
+        assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page
+
+
+def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="([^"]+)"', page.read_text(encoding="utf-8"))
+        assert loaded
+        assert not [address for address in loaded if re.match(r"\w+:|//", address)], page
+
+
+def test_its_figures_are_drawn_from_schedules(site: Path) -> None:
+    drawn = (site / "index.html").read_text(encoding="utf-8")
+    assert drawn.count('<svg class="schedule"') == 1
+    assert "zb-h1: 27 slots" in drawn  # (m + p - 1) * 3 less what W fills: 24 + 3
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
+            assert link.startswith("http") or (ROOT / link).exists(), (document, link)
