@@ -112,9 +112,8 @@ def _predicted(
 
         planned = read_plan(plan)
     if profile is None:
-        before = None if folder is None else folder.predicted()
-        seconds = before and before.stage_seconds if planned is None else planned.stage_seconds
-        return None if seconds is None else Predicted(seconds)
+        before = planned or (None if folder is None else folder.predicted())
+        return None if before is None else Predicted(before.stage_seconds)
     from penstock.balance import read_profile
 
     stages = run.typical.slowest.schedule.placement.depth

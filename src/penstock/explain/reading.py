@@ -121,7 +121,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
             "with a process for each rank (penstock run), or simulate these times"
         )
     spans = [span for timeline in timelines for span in timeline]
-    numbers = steps or [None] * len(timelines)
+    numbers: Sequence[int | None] = steps or [None] * len(timelines)
     events = (
         Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)
         for timeline, step in zip(timelines, numbers, strict=True)
