@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,14 +90,14 @@ def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]
     Columns in which it mostly does nothing are left out.
     """
     most: list[Kind | None] = [None] * columns
-    share: Counter[Kind] = Counter()
+    share: defaultdict[Kind, float] = defaultdict(float)
     column = 0
     kinds = [Kind.of(op) for op in OPS]
 
     def close() -> None:
         if share:
-            kind, covered = share.most_common(1)[0]
-            if covered >= 1 - share.total():
+            kind = max(share, key=share.__getitem__)
+            if share[kind] >= 1 - sum(share.values()):
                 most[column] = kind
             share.clear()
 
