@@ -133,14 +133,14 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
     """Makes the folder of a run, or continues the one that is there.
 
     Args:
-        first_step: the number of its first step. If that is 0, whatever was there is set aside.
+        first_step: the number of its first step. If that is 1, whatever was there is set aside.
         earlier: the run that was in the folder, if any.
 
     Raises:
         OSError: something cannot be written.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and first_step == 0:
+    if earlier is not None and first_step == 1:
         set_aside(path, (ABOUT, PREDICTED, STEPS, TIMELINES, MEMORY, RANKS))
     elif earlier is not None:
         about = replace(about, started=earlier.started, resumed=(*earlier.resumed, about.started))
