@@ -80,7 +80,7 @@ def explain(
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = None if step is None or every else int(step)
-    found = explained(known, step=number, predicted=_predicted(known, profile, cuts, plan), what_ifs=what_if or ())
+    found = explained(known, step=number, predicted=predicted_by(known, profile, cuts, plan), what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
     elif every:
@@ -89,7 +89,8 @@ def explain(
         show(found, Console(highlight=False))
 
 
-def _predicted(run: Run, profile: Path | None, cuts: str | None, plan: Path | None) -> Predicted | None:
+def predicted_by(run: Run, profile: Path | None, cuts: str | None, plan: Path | None) -> Predicted | None:
+    """What a profile or a plan said of a run; None if there is neither."""
     from penstock.explain import Predicted
 
     if cuts is not None and profile is None:
