@@ -31,6 +31,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "plan": {},
     "explain": {},
     "report": {},
+    "top": {},
     "devices": {},
     "fabric": {},
 }

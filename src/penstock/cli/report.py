@@ -58,13 +58,13 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
-    from penstock.cli.explain import predicted_by
+    from penstock.cli.explain import folder_of, predicted_by
     from penstock.web.page import page
     from penstock.web.picture import browser, write_picture
     from penstock.web.sources import is_fabric, shown
 
     def prediction(found: Run) -> Predicted | None:
-        return predicted_by(found, profile, cuts, plan)
+        return predicted_by(found, profile, cuts, plan, folder_of(run))
 
     if png is not None:
         browser(png)  # before anything is written
