@@ -305,6 +305,8 @@ SHOWN: dict[str, Callable[[], None]] = {
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
+    # What it records: tests/pipe/test_recorder.py.
+    "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
 
