@@ -32,6 +32,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "explain": {},
     "devices": {},
     "fabric": {},
+    "studio": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
 

@@ -50,6 +50,13 @@ def simulated(question: Question, name: str) -> Figures:
     return _figures(question, schedule)
 
 
+def named(question: Question, name: str) -> Figures:
+    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
+    if name not in (one.name for one in question.entries()):
+        raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
+    return simulated(question, name)
+
+
 def _figures(question: Question, schedule: Schedule) -> Figures:
     costs = stage_costs(question, schedule.placement, schedule.slices)
     return Figures.of(schedule, costs, LinkCost(question.comm))
@@ -115,7 +122,9 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
         ArgumentError: there is too much to search, or the limit leaves no room.
     """
     if not 0 < seconds <= MOST_SECONDS:
-        raise ArgumentError(f"seconds={seconds:g}: the studio searches up to {MOST_SECONDS:g} s; `penstock search` more")
+        raise ArgumentError(
+            f"seconds={seconds:g}: the studio searches up to {MOST_SECONDS:g} s; `penstock search` more"
+        )
     chunks = 2 if where == "v" else question.chunks or 1
     actions = 3 * question.ranks * question.microbatches * chunks
     if actions > MOST_TO_SEARCH:
@@ -124,7 +133,9 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
             f"the studio searches up to {MOST_TO_SEARCH:,}; take fewer, or use `penstock search`"
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
-    costs = [cost for cost in with_activations(placement, stage_costs(question, placement)) if isinstance(cost, StageCost)]
+    costs = [
+        cost for cost in with_activations(placement, stage_costs(question, placement)) if isinstance(cost, StageCost)
+    ]
     limit = question.memory_limit
     found = search(
         placement,

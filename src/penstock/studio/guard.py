@@ -57,14 +57,20 @@ class Guard:
     @classmethod
     def of(cls, host: str, port: int, token: str | None) -> Guard:
         """For a server on this machine, which is also called by its own names unless it is bound to loopback."""
-        own = {host.lower()} if is_loopback(host) else {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        own = (
+            {host.lower()}
+            if is_loopback(host)
+            else {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        )
         return cls(host, port, token, frozenset(own))
 
     @property
     def cookie(self) -> str:
         return f"{COOKIE}-{self.port}"
 
-    def refuses(self, method: str, headers: Mapping[str, str], query: Mapping[str, str], cookies: Mapping[str, str]) -> Refusal | None:
+    def refuses(
+        self, method: str, headers: Mapping[str, str], query: Mapping[str, str], cookies: Mapping[str, str]
+    ) -> Refusal | None:
         """Why a request is refused; None: it is not.
 
         Args:
@@ -74,14 +80,17 @@ class Guard:
         host = headers.get("host", "")
         if not self._is_own(host):
             return Refusal(
-                421, f"Host {host[:80]!r} is not this server; open it by its address, or as the name that was given to --host"
+                421,
+                f"Host {host[:80]!r} is not this server; open it by its address, or as the name that was given to --host",
             )
         if method not in ("GET", "HEAD"):
             return Refusal(405, f"{method[:20]}: the studio only reads; use GET")
         origin = headers.get("origin")
         if origin is not None and not _same(origin, host):
             return Refusal(403, f"requests from pages of {origin[:80]!r} are refused")
-        navigates = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "document") == "document"
+        navigates = (
+            headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "document") == "document"
+        )
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not navigates:
             return Refusal(403, "requests from pages of other sites are refused")
         if self.token is not None and not self._has_token(headers, query, cookies):

@@ -83,7 +83,9 @@ class Library:
         """
         parts = name.split("/")
         if not name or "\0" in name or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
-            raise ArgumentError(f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'")
+            raise ArgumentError(
+                f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
+            )
         try:
             path = self.root.joinpath(*parts).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):

@@ -206,4 +206,3 @@ def in_words(state: RankState, *, alive: bool = True) -> str:
     if state.waits_for:
         return f"waits for a message of rank {' and '.join(map(str, state.waits_for))}, to run {state.action}"
     return f"runs {state.action}" if state.action else "between steps"
-
