@@ -40,7 +40,7 @@ def studio(
         print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
         if not runs.is_dir():
             print(
-                f"penstock: {runs}: no such folder yet; runs are recorded there by penstock.pipeline(run='{runs}/NAME')",
+                f"penstock: {runs}: no such folder yet; penstock.pipeline(run='{runs}/NAME') records a run there",
                 file=sys.stderr,
             )
         if browser:

@@ -96,7 +96,7 @@ def _band(question: Question, one: Figures) -> dict[str, Any]:
         for cost, unit in zip(costs, _unit_of_each(placement, units_of_memory(placement, costs, slices)), strict=True)
     ]
     curves = [
-        curve(held, question.memory_limit, unit="microbatches", label="activations")
+        curve(held, question.memory_limit, unit="", label="activations")
         for held in memory(one.schedule, scaled, one.timeline)
     ]
     note = f"span {one.timeline.span_seconds:.4g}, bubble {one.timeline.bubble_rate:.1%}"

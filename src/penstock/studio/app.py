@@ -27,20 +27,19 @@ from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
-_FOLDERS = ("penstock.web", "penstock.studio")
 _LONGEST = 4000
 """Characters of an address's question."""
 
 
 @cache
 def assets() -> Mapping[str, tuple[str, str]]:
-    """The scripts and styles of the page, with their types, by name. Nothing else is served from the package."""
-    found = {"base.css": ("text/css", base_style())}
-    for folder in _FOLDERS:
-        for file in files(folder).joinpath("static").iterdir():
+    """The scripts and styles of the page, with their types, by folder and name. Nothing else is served from here."""
+    found = {"studio/base.css": ("text/css", base_style())}
+    for folder in ("web", "studio"):
+        for file in files(f"penstock.{folder}").joinpath("static").iterdir():
             kind = _TYPES.get(file.name[file.name.rfind(".") :])
             if kind is not None:
-                found[file.name] = (kind, file.read_text(encoding="utf-8"))
+                found[f"{folder}/{file.name}"] = (kind, file.read_text(encoding="utf-8"))
     return found
 
 
@@ -70,7 +69,7 @@ class Studio:
     def app(self) -> ASGIApp:
         routes = [
             Route("/", self.page),
-            Route("/static/{name}", self.static),
+            Route("/static/{folder}/{name}", self.static),
             Route("/api/catalogue", self._answering(lambda given: answers.catalogue())),
             Route("/api/simulate", self._answering(lambda given: answers.simulate(Question.of(given)))),
             Route("/api/walk", self._answering(lambda given: answers.walk(Question.of(given)))),
@@ -88,10 +87,10 @@ class Studio:
             moved = RedirectResponse("/" + (f"?{urlencode(rest)}" if rest else ""), status_code=303)
             moved.set_cookie(self.guard.cookie, self.guard.token or "", httponly=True, samesite="lax")
             return moved
-        return _asset("index.html")
+        return _asset("studio/index.html")
 
     async def static(self, request: Request) -> Response:
-        return _asset(request.path_params["name"])
+        return _asset("{folder}/{name}".format(**request.path_params))
 
     async def export(self, request: Request) -> Response:
         def made() -> Response:
@@ -187,8 +186,10 @@ def _refuse(given: Mapping[str, str]) -> None:
 
 
 def _where(text: str) -> answers.PlacementName:
-    if text == "loop" or text == "v":
-        return text
+    if text == "loop":
+        return "loop"
+    if text == "v":
+        return "v"
     raise ArgumentError(f"placement={text[:20]!r}: expected loop or v")
 
 

@@ -81,7 +81,7 @@ class Guard:
         if not self._is_own(host):
             return Refusal(
                 421,
-                f"Host {host[:80]!r} is not this server; open it by its address, or as the name that was given to --host",
+                f"Host {host[:80]!r} is not this server: open it by its address, or by the name given to --host",
             )
         if method not in ("GET", "HEAD"):
             return Refusal(405, f"{method[:20]}: the studio only reads; use GET")
@@ -104,8 +104,7 @@ class Guard:
     def _has_token(self, headers: Mapping[str, str], query: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = (query.get("token", ""), cookies.get(self.cookie, ""), bearer if scheme.lower() == "bearer" else "")
-        # All are compared, so that the time says nothing of where the token was.
-        return any([_equal(one, self.token or "") for one in given])
+        return any(_equal(one, self.token or "") for one in given)
 
     def _is_own(self, host: str) -> bool:
         try:

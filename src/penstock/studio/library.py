@@ -1,4 +1,4 @@
-"""The runs folder: what is in it, and which path in it a name from an address stands for. Nothing outside is reached."""
+"""The runs folder: what is in it, and the path that a name from an address stands for. Nothing outside is reached."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 from penstock.explain.reading import SUFFIXES
 from penstock.runs import is_run
+from penstock.runs.folder import ABOUT
 
 _MOST_ENTRIES = 500
 _DEEPEST = 4
@@ -57,7 +58,7 @@ class Library:
             seen += 1 + len(files)
             if seen > _MOST_SEEN or depth >= _DEEPEST:
                 folders.clear()
-            if is_run(folder):
+            if self._is_run(folder):
                 yield self._entry(folder, "run")
                 folders.clear()
                 continue
@@ -67,9 +68,13 @@ class Library:
                 if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
             )
 
+    def _is_run(self, folder: Path) -> bool:
+        about = (folder / ABOUT).resolve()
+        return about.is_relative_to(self._real_root) and about.is_file() and is_run(folder)
+
     def _entry(self, path: Path, kind: str) -> Entry:
         try:
-            modified = (path / "run.json" if kind == "run" else path).stat().st_mtime
+            modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
         except OSError:
             modified = 0.0
         return Entry(path.relative_to(self._real_root).as_posix(), kind, modified)

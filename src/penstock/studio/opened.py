@@ -1,4 +1,4 @@
-"""What the page shows of a run, a plan, a trace or a schedule that was recorded, and the what-ifs that are tried on it."""
+"""What the page shows of a run, a plan, a trace or a schedule in a file, and the what-ifs that are tried on it."""
 
 from __future__ import annotations
 

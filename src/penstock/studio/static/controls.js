@@ -27,7 +27,7 @@ const SLIDERS = [
 export function controls(panel, catalogue, changed) {
   const sliders = SLIDERS.map((each) => slider(each, changed));
   panel.append(
-    make("details", { open: true, className: "numbers" }, make("summary", {}, "Numbers"), ...sliders.map((one) => one.row)),
+    make("details", { open: true }, make("summary", {}, "Numbers"), make("div", { className: "numbers" }, ...sliders.map((one) => one.row))),
     chosen(catalogue, changed),
   );
   return { refresh: () => sliders.forEach((one) => one.refresh()) };

@@ -3,7 +3,8 @@
 import { ask, make, newestOnly, tell } from "./dom.js";
 import { change, question, state } from "./state.js";
 
-const AROUND = 12; // slots that are shown before and after the current one
+const CELL = 29; // pixels of a slot, and of the names left of them
+const NAMES = 62;
 
 export function walk(panel, catalogue) {
   const sides = ["left", "right"].map((side) => sideOf(side, catalogue, () => update()));
@@ -93,8 +94,9 @@ function swatch(cell) {
 
 /** The slots around the current one. What an action or a waiting rank needs is marked. */
 function grid(table, walk, slot) {
-  const from = Math.max(0, Math.min(slot - AROUND, walk.slots - 1 - 2 * AROUND));
-  const to = Math.min(walk.slots, from + 2 * AROUND + 1);
+  const room = Math.max(5, Math.floor((table.parentElement.clientWidth - NAMES) / CELL));
+  const from = Math.max(0, Math.min(slot - (room >> 1), walk.slots - room));
+  const to = Math.min(walk.slots, from + room);
   const needed = new Set(slot < walk.slots ? walk.ranks.flatMap((cells) => cells[slot].needs.map(([rank, at]) => `${rank} ${at}`)) : []);
   const numbers = Array.from({ length: to - from }, (_, place) => from + place);
   table.replaceChildren(
