@@ -35,15 +35,10 @@ def studio(
     if not 0 <= port <= 65535:
         raise ArgumentError(f"--port {port}: expected a number from 0 to 65535")
     server = bind(host, port, runs, with_token=token)
-
-    def ready() -> None:
-        print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
-        if not runs.is_dir():
-            print(
-                f"penstock: {runs}: no such folder yet; penstock.pipeline(run='{runs}/NAME') records a run there",
-                file=sys.stderr,
-            )
-        if browser:
-            webbrowser.open(server.link)
-
-    server.run(ready)
+    print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
+    if not runs.is_dir():
+        hint = f"penstock.pipeline(run='{runs}/NAME') records a run there"
+        print(f"penstock: {runs}: no such folder yet; {hint}", file=sys.stderr)
+    if browser:
+        webbrowser.open(server.link)
+    server.run()

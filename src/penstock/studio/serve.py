@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +31,8 @@ class Server:
     link: str
     library: Library
 
-    def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Serves until SIGINT or SIGTERM. `ready` is called once it answers."""
+    def made(self) -> uvicorn.Server:
+        """What serves, to be run with `sockets=[self.socket]`."""
         config = uvicorn.Config(
             Studio(self.library, self.guard).app(),
             log_level="warning",
@@ -43,9 +42,12 @@ class Server:
             h11_max_incomplete_event_size=16 << 10,
             timeout_graceful_shutdown=1,
         )
-        ready()
+        return uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serves until SIGINT or SIGTERM. The socket takes connections from the beginning."""
         try:
-            uvicorn.Server(config).run(sockets=[self.socket])
+            self.made().run(sockets=[self.socket])
         except KeyboardInterrupt:
             pass  # uvicorn has ended everything, and then raises what it caught
         finally:

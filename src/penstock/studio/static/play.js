@@ -77,7 +77,7 @@ function fill(table, rows, best) {
 function title(one, best) {
   if (one.name !== "search") return one.chunks > 1 ? `${one.name}, ${one.chunks} chunks` : one.name;
   const gap = best.gap <= 1e-6 ? "proven best" : `at most ${percent(best.gap)} above the best`;
-  return `search: ${best.is_named ? `as ${best.is_named}` : gap}`;
+  return `search: ${best.is_named ? `as ${best.is_named}, ` : ""}${gap}`;
 }
 
 function classes(name, one, shortest) {
