@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -153,6 +154,16 @@ def test_files_open_again(open_page: Any, studio: Start, tmp_path: Path) -> None
     assert download.value.suggested_filename == "search-p3-m5.csv"
     download.value.save_as(tmp_path / "search.csv")
     assert read_csv(io.StringIO((tmp_path / "search.csv").read_text())).microbatches == 5
+    with page.expect_download() as download:
+        page.click("[data-files=zb-h1] [data-kind=svg]")
+    drawn = ElementTree.fromstring(Path(download.value.path()).read_text())
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    with page.expect_download() as download:
+        page.click("[data-files=zb-h1] [data-kind=png]")
+    assert download.value.suggested_filename == "zb-h1-p3-m5.png"
+    picture = Path(download.value.path()).read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(picture[16:20], "big") == pytest.approx(2 * float(drawn.attrib["width"]), abs=2)
     with page.expect_download() as download:
         page.click("[data-files=zb-h1] [data-kind=perfetto]")
     file = tmp_path / download.value.suggested_filename

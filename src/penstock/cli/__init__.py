@@ -30,6 +30,8 @@ VERBS: dict[str, dict[str, Any]] = {
     "show": {},
     "plan": {},
     "explain": {},
+    "report": {},
+    "top": {},
     "devices": {},
     "fabric": {},
     "studio": {},

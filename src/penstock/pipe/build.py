@@ -134,8 +134,9 @@ def pipeline(
             path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
             `balance(name, module)`, what a module costs.
         memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
-            each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
-            (as if nothing were recomputed or offloaded). Cuts that need more are left out.
+            each trained one, for the activations of as many microbatches as the schedule keeps in flight there (as if
+            nothing were recomputed or offloaded), for the batch's inputs, a loss like cross entropy, and what a unit
+            takes while it runs. Cuts that need more are left out.
         link: a `penstock.simulate.LinkCost`: what a message between two ranks costs, which counts with the time of both
             stages. None: like shared memory on CPUs, and PCIe between other devices.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")

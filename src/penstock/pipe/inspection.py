@@ -228,7 +228,9 @@ def inspect(
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
             targets = sum(leaf.nbytes for leaf in flatten(target).leaves if isinstance(leaf, Tensor))
-            ranks = memory_of_ranks(partition, order, asked, targets, runs_again=recompute == "always")
+            ranks = memory_of_ranks(
+                partition, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
+            )
         return replace(found, notes=(*found.notes, *notes), memory=ranks)
 
 

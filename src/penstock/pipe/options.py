@@ -93,7 +93,8 @@ class Options:
             return Room(link=self.link)
         limit = math.inf if self.memory_limit is None else self.memory_limit
         most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
-        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link)
+        through = len(order.placement.microbatches_of(0, order.microbatches))
+        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link, through, counts=True)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)

@@ -77,12 +77,15 @@ class Recorder:
         weakref.finalize(owner, self._writer.end)
 
     def begin(self, step: int) -> bool:
-        """Called before each training step. Returns whether its timeline is to be recorded, alike on all ranks."""
+        """Called before each training step, with its number, counted from 1.
+
+        Returns whether its timeline is to be recorded, alike on all ranks.
+        """
         if self._steps == 0:
             self._start(step)
         self._present.step = step
         self._began_seconds = time.perf_counter()
-        return self._asked.times(step, self._steps)
+        return self._asked.times(step, self._steps + 1)
 
     def end(self, step: int, result: StepResult) -> None:
         """Called after each training step, with what it gives back."""
@@ -91,7 +94,7 @@ class Recorder:
             return
         now = time.perf_counter()
         timeline, bubble = result.timeline, None
-        if timeline is not None and self._asked.times(step, self._steps - 1):
+        if timeline is not None and self._asked.times(step, self._steps):
             bubble = None if timeline.in_turns else timeline.bubble_rate
             self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
         noted, self._noted = self._noted, None
@@ -117,7 +120,7 @@ class Recorder:
         now = time.perf_counter()
         self._start_seconds = now
         if self._about is not None:
-            if step and self._earlier is not None:
+            if step > 1 and self._earlier is not None:
                 self._start_seconds = now - self._about.seconds_since(self._earlier)
             try:
                 begin(self._writer.path, self._about, step, self._earlier)

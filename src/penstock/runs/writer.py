@@ -78,7 +78,7 @@ class Writer:
 
     def end(self) -> None:
         """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says."""
-        if self._ended or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
             return
         self._ended = True
         self._woken.set()
@@ -133,14 +133,14 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
     """Makes the folder of a run, or continues the one that is there.
 
     Args:
-        first_step: the number of its first step. If that is 0, whatever was there is set aside.
+        first_step: the number of its first step. If that is 1, whatever was there is set aside.
         earlier: the run that was in the folder, if any.
 
     Raises:
         OSError: something cannot be written.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and first_step == 0:
+    if earlier is not None and first_step == 1:
         set_aside(path, (ABOUT, PREDICTED, STEPS, TIMELINES, MEMORY, RANKS))
     elif earlier is not None:
         about = replace(about, started=earlier.started, resumed=(*earlier.resumed, about.started))

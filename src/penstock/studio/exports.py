@@ -1,4 +1,4 @@
-"""A simulated schedule as a file: CSV for torch, SVG, PNG, and a trace for Perfetto."""
+"""A simulated schedule as a file: CSV for torch, SVG (of which the page makes a PNG), and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
-from penstock.report import to_perfetto
+from penstock.report import schedule_svg, to_perfetto
 from penstock.schedule import to_csv
 from penstock.simulate.figures import Figures
 
@@ -27,7 +27,6 @@ def export(figures: Figures, kind: str) -> File:
     Raises:
         ArgumentError: there is no such kind.
         ScheduleError: a CSV cannot say what the schedule has.
-        MissingExtraError: a PNG needs matplotlib, which is not there.
     """
     made = _KINDS.get(kind)
     if made is None:
@@ -42,11 +41,16 @@ def _csv(figures: Figures) -> bytes:
     return to_csv(figures.schedule).encode()
 
 
+def _svg(figures: Figures) -> bytes:
+    return schedule_svg(figures.schedule, figures.timeline, unit="units").encode()
+
+
 def _perfetto(figures: Figures) -> bytes:
     return json.dumps(to_perfetto(figures.timeline)).encode()
 
 
 _KINDS: Mapping[str, tuple[str, str, Callable[[Figures], bytes]]] = {
     "csv": ("csv", "text/csv", _csv),
+    "svg": ("svg", "image/svg+xml", _svg),
     "perfetto": ("perfetto.json", "application/json", _perfetto),
 }

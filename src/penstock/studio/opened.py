@@ -12,7 +12,6 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
-from penstock.explain.reading import recording_of
 from penstock.json_files import read_json
 from penstock.plan import Plan
 from penstock.runs import RankState, is_run, read_run
@@ -61,13 +60,7 @@ def _stamp(path: Path) -> float:
 
 @lru_cache(maxsize=4)
 def _steps(path: Path, stamp: float) -> Run:
-    if not path.is_dir():
-        return run_of(read_trace([path]))
-    run = read_run(path)
-    known = run.timeline_steps()[-20:]
-    if not known:
-        raise ArgumentError(f"run {path.name!r} has no timeline yet: it records one after its first steps")
-    return run_of(recording_of([run.timeline(number) for number in known]))
+    return run_of(read_trace([path]))
 
 
 @lru_cache(maxsize=32)

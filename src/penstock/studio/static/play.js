@@ -89,7 +89,33 @@ function links(name) {
   const given = { ...question(), schedule: name };
   if (name === "search") Object.assign(given, { placement: state.placement, seconds: state.searched });
   return make("p", { data: { files: name } }, make("b", {}, `${name} `),
-    ...Object.entries(KINDS).flatMap(([kind, text]) => [make("a", { href: `export/${kind}?${asked(given)}`, download: "", data: { kind } }, text), " "]));
+    ...Object.entries(KINDS).flatMap(([kind, text]) => {
+      const href = `export/${kind === "png" ? "svg" : kind}?${asked(given)}`;
+      const link = make("a", { href, download: "", data: { kind } }, text);
+      if (kind === "png") link.addEventListener("click", (event) => { event.preventDefault(); savePng(href); });
+      return [link, " "];
+    }));
+}
+
+/** Draws the SVG at an address into a PNG, twice as large, and saves it. */
+async function savePng(address) {
+  try {
+    const response = await fetch(address);
+    if (!response.ok) throw new Error((await response.json()).error);
+    const name = /filename="(.*)\.svg"/.exec(response.headers.get("Content-Disposition"))?.[1] ?? "schedule";
+    const image = new Image();
+    const drawing = URL.createObjectURL(await response.blob());
+    image.src = drawing;
+    await image.decode();
+    const canvas = make("canvas", { width: 2 * image.naturalWidth, height: 2 * image.naturalHeight });
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    URL.revokeObjectURL(drawing);
+    const picture = URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/png")));
+    make("a", { href: picture, download: `${name}.png` }).click();
+    setTimeout(() => URL.revokeObjectURL(picture), 10_000);
+  } catch (error) {
+    tell(error.message);
+  }
 }
 
 /** The button that searches, and its answer for the question as it is. */
