@@ -222,7 +222,7 @@ def test_memory_and_the_link_between_ranks_move_cuts() -> None:
     for command in ("inspect", "verify"):
         assert begins(command) == "3"
         assert begins(command, "--link", "1kbit") != "3"
-        assert begins(command, "--memory-limit", "5KiB") == "3"
+        assert begins(command, "--memory-limit", "8KiB") == "3"
         least = refusal(command, "cases.py:make", "--memory-limit", "1KiB", "--balance", "profile.json")
         assert least.startswith("--memory-limit 1,024 bytes: no cut into 2 stages fits. The least that any needs is ")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.integrations.tensorboard import StepWriter
 
 WIDTH, ROWS = 6, 8
 
@@ -95,8 +96,9 @@ class World(dict[str, Any]):
         return {name: self[name] for name in _names(code) if name in self or name in self._things}
 
     def close(self) -> None:
+        """Ends what threads would go on with in another test's folder."""
         for thing in list(self.values()):
-            if isinstance(thing, penstock.Pipeline):
+            if isinstance(thing, penstock.Pipeline | StepWriter):
                 thing.close()
 
 

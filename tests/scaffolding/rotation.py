@@ -81,7 +81,7 @@ CPU_SECONDS = {
     "tests/runtime/step/test_changing_batches.py": 5,
     "tests/test_peft.py": 5,
     "tests/traffic/test_workloads.py": 5,
-    "tests/distributed/test_memory_held.py": 60,
+    "tests/distributed/test_memory_held.py": 100,
     "tests/distributed/test_kinds_ranks.py": 600,
     "tests/runtime/step/test_kinds.py": 55,
     "tests/test_layer_drop.py": 50,
