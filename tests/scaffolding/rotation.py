@@ -37,6 +37,8 @@ CPU_SECONDS = {
     "tests/partition/cut/test_any_order.py": 60,
     "tests/distributed/test_sharded.py": 45,
     "tests/integrations/test_lightning.py": 45,
+    "tests/integrations/test_trainer.py": 20,
+    "tests/test_examples_transformers.py": 15,
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_combined.py": 30,
