@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import penstock
@@ -21,7 +24,7 @@ from scaffolding.small import batch, mlp
 X, Y = batch()
 
 
-def train(run: Any, steps: int = 4, *, first: int = 0, **options: Any) -> list[penstock.StepResult]:
+def train(run: Any, steps: int = 6, *, first: int = 0, **options: Any) -> list[penstock.StepResult]:
     given = {"ranks": 2, "microbatches": 2, "loss_fn": squared_error, **options}
     with penstock.pipeline(mlp(), (X,), run=run, **given) as pipe:
         pipe.step_count = first
@@ -36,23 +39,28 @@ def test_a_folder_says_what_happened(tmp_path: Path) -> None:
     assert len(run.about.cuts) == 1
     assert run.about.units[1][0] == run.about.cuts[0]
     steps = run.steps()
-    assert [one.step for one in steps] == [0, 1, 2, 3]
+    assert [one.step for one in steps] == [1, 2, 3, 4, 5, 6]
     assert [one.loss for one in steps] == [float(result.loss) for result in results]
     assert all(one.rows == len(X) and one.seconds > 0 for one in steps)
     assert sorted(one.at_seconds for one in steps) == [one.at_seconds for one in steps]
     assert all(result.timeline is None for result in results)  # nobody asked for it
-    assert run.timeline_steps() == [2]
-    assert run.timeline(2).ranks == 2
-    assert [str(row) for row in run.schedule(2).rows] == [str(track.actions) for track in run.timeline(2).tracks]
+    assert run.timeline_steps() == [5]
+    assert run.timeline(5).ranks == 2
+    assert [str(row) for row in run.schedule(5).rows] == [str(track.actions) for track in run.timeline(5).tracks]
     (state,) = run.ranks()
-    assert (state.pid, state.ranks, state.step, state.ended, state.failure) == (os.getpid(), (0, 1), 3, True, None)
+    assert (state.pid, state.ranks, state.step, state.ended, state.failure) == (os.getpid(), (0, 1), 6, True, None)
     assert state.rss_bytes
     assert not [file for file in (tmp_path / "gpt").rglob("*") if ".new" in file.name]
 
 
+def test_a_pipeline_without_a_step_leaves_no_folder(tmp_path: Path) -> None:
+    train(tmp_path / "gpt", steps=0)
+    assert not (tmp_path / "gpt").exists()
+
+
 def test_timelines_come_as_often_as_asked(tmp_path: Path) -> None:
-    train(RunFolder(tmp_path / "a", timeline_every=2), steps=5)
-    assert read_run(tmp_path / "a").timeline_steps() == [2, 4]
+    train(RunFolder(tmp_path / "a", timeline_every=3), steps=9)
+    assert read_run(tmp_path / "a").timeline_steps() == [3, 5, 6, 9]
     train(RunFolder(tmp_path / "b", timeline_every=0), steps=5)
     assert read_run(tmp_path / "b").timeline_steps() == []
 
@@ -61,30 +69,30 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     train(RunFolder(tmp_path, timeline_every=1), steps=5)
     began = read_run(tmp_path).about.started
     with (tmp_path / "steps.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')  # the process died here
-    train(tmp_path, steps=4, first=3)
+        file.write('{"step": 6, "lo')  # the process died here
+    train(RunFolder(tmp_path, timeline_every=3), steps=4, first=3)
     run = read_run(tmp_path)
-    assert [one.step for one in run.steps()] == [0, 1, 2, 3, 4, 5, 6]
+    assert [one.step for one in run.steps()] == [1, 2, 3, 4, 5, 6, 7]
     times = [one.at_seconds for one in run.steps()]
     assert sorted(times) == times
     assert (run.about.started, len(run.about.resumed)) == (began, 1)
-    assert run.timeline_steps() == [1, 2, 5]  # of the steps that ran again, only what is new
+    assert run.timeline_steps() == [1, 2, 3, 6]  # of the steps that ran again, only what is new
     assert not (tmp_path / "earlier").exists()
 
 
 def test_another_layout_sets_the_timelines_aside(tmp_path: Path) -> None:
-    train(tmp_path, steps=4)
-    train(tmp_path, steps=1, first=4, microbatches=4)
+    train(tmp_path, steps=6)
+    train(tmp_path, steps=1, first=6, microbatches=4)
     run = read_run(tmp_path)
-    assert (run.timeline_steps(), len(run.steps())) == ([], 5)
-    assert [file.name for file in (tmp_path / "earlier" / "1" / "timelines").iterdir()] == ["2.json"]
+    assert (run.timeline_steps(), len(run.steps())) == ([], 7)
+    assert [file.name for file in (tmp_path / "earlier" / "1" / "timelines").iterdir()] == ["5.json"]
 
 
 def test_a_new_run_sets_the_old_one_aside(tmp_path: Path) -> None:
-    train(tmp_path, steps=4)
+    train(tmp_path, steps=6)
     train(tmp_path, steps=2)
     assert len(read_run(tmp_path).steps()) == 2
-    assert len(read_run(tmp_path / "earlier" / "1").steps()) == 4
+    assert len(read_run(tmp_path / "earlier" / "1").steps()) == 6
 
 
 def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
@@ -136,6 +144,22 @@ def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     gc.collect()
     assert "penstock-run-folder" not in [thread.name for thread in threading.enumerate()]
     assert len(read_run(tmp_path).steps()) == 1
+
+
+def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=90, highlight=False)
+    monkeypatch.setattr("penstock.pipe.live_line.Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    train(tmp_path / "quiet")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    train(RunFolder(tmp_path / "off", line=False))
+    assert shown.getvalue() == ""
+    train(RunFolder(tmp_path / "seen", steps=8))
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "\n", shown.getvalue()).split("\n")]
+    last = [line for line in lines if line][-1]
+    loss = read_run(tmp_path / "seen").steps()[-1].loss
+    assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ rows/s, .* left", last)
 
 
 def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:

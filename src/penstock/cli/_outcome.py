@@ -17,13 +17,14 @@ from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath
+from penstock.simulate import Cause, CriticalPath, memory
 from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
 from penstock.simulate.figures import WORK, Figures
 from penstock.simulate.figures import chunks as chunks
+from penstock.simulate.figures import title as title
 from penstock.simulate.simulator import timed
-from penstock.words import counted, sized
+from penstock.words import sized
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -82,6 +83,21 @@ class Outcome:
             for held in self.figures.peaks
         ]
 
+    @property
+    def memory_curves(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Each rank's memory by kind over time, for a trace; none if sizes were not given."""
+        if not self.costs.has_memory:
+            return []
+        found = []
+        for held in memory(self.schedule, self.by_stage, self.timeline):
+            constant = held.parameters + held.gradients + held.optimizer
+            curves = {"parameters, gradients, optimizer": [(0.0, constant)]} if constant else {}
+            curves["activations"] = [(0.0, 0.0), *zip(held.seconds, held.activations, strict=True)]
+            if held.peak_unsharded:
+                curves["gathered parameters"] = [(0.0, 0.0), *zip(held.seconds, held.unsharded, strict=True)]
+            found.append(curves)
+        return found
+
     @cached_property
     def figures(self) -> Figures:
         return Figures(self.schedule, self.by_stage, self.timeline, self.columns)
@@ -114,15 +130,6 @@ class Outcome:
 def _gathers(schedule: Schedule) -> bool:
     """Whether the schedule gathers the parameters of sharded stages."""
     return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
-
-
-def title(schedule: Schedule) -> str:
-    """A one-line description of the schedule."""
-    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
-    text = ", ".join(counted(count, what) for what, count in counts.items())
-    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
-    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
-    return f"{schedule.name}: {text} a rank{slices}{copies}"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Pipeline:
         _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
         number, recorder = self.session.step_count, self.session.recorder
-        timed = recorder is not None and recorder.begin(number)
+        timed = recorder is not None and recorder.begin(number + 1)
         result = self.session.steps.run_batch(
             number,
             args,
@@ -94,7 +94,7 @@ class Pipeline:
         )
         self.session.step_count += 1
         if recorder is not None:
-            recorder.end(number, result)
+            recorder.end(number + 1, result)
         return result if timeline or not timed else replace(result, timeline=None)
 
     def evaluate(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ArgumentError, warn
+from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
 from penstock.runs.folder import TIMELINES
@@ -66,7 +67,9 @@ class Recorder:
         self._asked, self._about, self._earlier = asked, about, earlier
         self._replicas = world.data_parallel
         self._present = Present(world, watchdog, devices)
-        self._writer = Writer(Path(asked.path), run_id, world.number, self._present)
+        self._line = None if about is None else line_for(asked.line, asked.steps)
+        on_beat = () if self._line is None else (self._line.draw, self._line.close)
+        self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
         self._steps = 0
         self._noted: _Noted | None = None
         self._began_seconds = self._start_seconds = 0.0
@@ -77,12 +80,15 @@ class Recorder:
         weakref.finalize(owner, self._writer.end)
 
     def begin(self, step: int) -> bool:
-        """Called before each training step. Returns whether its timeline is to be recorded, alike on all ranks."""
+        """Called before each training step, with its number, counted from 1.
+
+        Returns whether its timeline is to be recorded, alike on all ranks.
+        """
         if self._steps == 0:
             self._start(step)
         self._present.step = step
         self._began_seconds = time.perf_counter()
-        return self._asked.times(step, self._steps)
+        return self._asked.times(step, self._steps + 1)
 
     def end(self, step: int, result: StepResult) -> None:
         """Called after each training step, with what it gives back."""
@@ -91,7 +97,7 @@ class Recorder:
             return
         now = time.perf_counter()
         timeline, bubble = result.timeline, None
-        if timeline is not None and self._asked.times(step, self._steps - 1):
+        if timeline is not None and self._asked.times(step, self._steps):
             bubble = None if timeline.in_turns else timeline.bubble_rate
             self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
         noted, self._noted = self._noted, None
@@ -117,7 +123,7 @@ class Recorder:
         now = time.perf_counter()
         self._start_seconds = now
         if self._about is not None:
-            if step and self._earlier is not None:
+            if step > 1 and self._earlier is not None:
                 self._start_seconds = now - self._about.seconds_since(self._earlier)
             try:
                 begin(self._writer.path, self._about, step, self._earlier)
@@ -131,7 +137,10 @@ class Recorder:
         except ArgumentError:
             loss = None
         rows = sum(noted.result.sizes) * self._replicas
-        self._writer.step(StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble))
+        record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
+        self._writer.step(record)
+        if self._line is not None:
+            self._line.add(record)
 
     def _tell_trouble(self) -> None:
         if self._writer.trouble is not None and not self._told:

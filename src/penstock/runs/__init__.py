@@ -6,9 +6,9 @@
 
     run = read_run("runs/gpt")          # ArgumentError: there is none, or another version or tool wrote it
     run.about                           # About: model, devices, ranks, schedule, placement, cuts, memory limit
-    run.steps()                         # [StepRecord(step, loss, seconds, rows, at_seconds, bubble)], by step
+    run.steps()                         # [StepRecord(step, loss, seconds, rows, at_seconds, bubble)], from step 1 on
     lines, place = run.steps_after(0)   # only what was added since; pass `place` the next time
-    run.timeline_steps()                # [2, 50, 100]: the steps whose timelines are there
+    run.timeline_steps()                # [5, 50, 100]: the steps whose timelines are there
     run.timeline(50)                    # a schedule.timeline.Timeline, all ranks
     run.schedule(50)                    # the Schedule that this step ran, communication included
     run.memory(50)                      # (Memory(rank, bytes, measured),): after each action of the timeline's track

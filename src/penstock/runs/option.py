@@ -9,6 +9,8 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 
+WARM_STEPS = 5
+"""The first step with a timeline: before it, whatever is made once is made."""
 TIMELINE_EVERY = 50
 """Steps from one timeline to the next."""
 
@@ -18,12 +20,12 @@ class RunFolder:
     """A run to record.
 
     Attributes:
-        path: the folder, made if it is not there. A run that is in it is continued if the first step is not step 0,
+        path: the folder, made if it is not there. A run that is in it is continued if the first step is not step 1,
             or else moved to earlier/.
         steps: how many steps there will be, so that the line in the terminal can say how much time is left.
-        timeline_every: record every rank's timeline in each step whose number divides by this, and in the third step,
+        timeline_every: record every rank's timeline in each step whose number divides by this, and in the fifth step,
             when all is warm; 0: never. Such a step takes a little longer.
-        line: show a line with step, loss, speed and bubble in the terminal; None: if stderr is one.
+        line: show a line with step, loss, speed, bubble and time left, if stderr is a terminal.
 
     Raises:
         ArgumentError: one of them is something else.
@@ -32,7 +34,7 @@ class RunFolder:
     path: str | os.PathLike[str]
     steps: int | None = None
     timeline_every: int = TIMELINE_EVERY
-    line: bool | None = None
+    line: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
@@ -43,8 +45,8 @@ class RunFolder:
             raise ArgumentError(
                 f"RunFolder(timeline_every={self.timeline_every!r}): expected a whole number of steps, or 0 for never"
             )
-        if not (self.line is None or isinstance(self.line, bool)):
-            raise ArgumentError(f"RunFolder(line={self.line!r}): expected True, False or None")
+        if not isinstance(self.line, bool):
+            raise ArgumentError(f"RunFolder(line={self.line!r}): expected True or False")
 
     @classmethod
     def of(cls, given: Any) -> RunFolder | None:
@@ -61,10 +63,10 @@ class RunFolder:
         """Whether a step is recorded with its timeline.
 
         Args:
-            step: its number.
-            since_start: how many steps this process has run before.
+            step: its number, counted from 1.
+            since_start: how many steps this process has run, this one included.
         """
-        return self.timeline_every > 0 and (since_start == 2 or (step > 0 and step % self.timeline_every == 0))
+        return self.timeline_every > 0 and (since_start == WARM_STEPS or step % self.timeline_every == 0)
 
 
 def _whole(value: object) -> bool:

@@ -25,11 +25,13 @@ class Predicted:
     Attributes:
         source: where it is from, in words.
         step_seconds: of a whole step, without the optimizer.
+        stage_seconds: F + I + W of one microbatch on each stage.
         timeline: of a step.
     """
 
     source: str
     step_seconds: float
+    stage_seconds: tuple[float, ...]
     timeline: Timeline
 
 
@@ -109,7 +111,12 @@ class RunRead:
         what = f"prediction {str(file)!r}"
         given = read_json(file, what)
         try:
-            return Predicted(str(given["source"]), float(given["step_seconds"]), Timeline.from_dict(given["timeline"]))
+            return Predicted(
+                str(given["source"]),
+                float(given["step_seconds"]),
+                tuple(map(float, given["stage_seconds"])),
+                Timeline.from_dict(given["timeline"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"{what} is damaged: {error!r}") from None
 

@@ -13,7 +13,7 @@ class StepRecord:
     """One training step.
 
     Attributes:
-        step: its number, counted from 0, as `Pipeline.step_count` before it.
+        step: its number, counted from 1, as `Pipeline.step_count` after it.
         loss: None where no loss reaches the process that writes (`share_loss=False`), or if it was not read.
         seconds: from the call of `Pipeline.step` to its return; on a device, which follows later, between two returns.
         rows: of the batch, over all replicas.

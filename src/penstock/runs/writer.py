@@ -46,12 +46,22 @@ class Writer:
         number: of the process. Number 0 makes the folder and writes what there is once; the others write their own
             part as soon as they see it, and nothing if they never do: their host has another file system.
         state: what the process does now, ready for ranks/N.json; called by the thread.
+        each_beat, at_end: also called by the thread.
     """
 
-    def __init__(self, path: Path, run_id: str, number: int, state: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        number: int,
+        state: Callable[[], Mapping[str, Any]],
+        each_beat: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
         self.path = path
         self.trouble: str | None = None
         self._id, self._number, self._state = run_id, number, state
+        self._each_beat, self._at_end = each_beat, at_end
         self._lines: list[str] = []
         self._files: list[tuple[Path, Callable[[], Any]]] = []
         self._lock = threading.Lock()
@@ -78,7 +88,7 @@ class Writer:
 
     def end(self) -> None:
         """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says."""
-        if self._ended or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
             return
         self._ended = True
         self._woken.set()
@@ -89,6 +99,9 @@ class Writer:
         while True:
             last = self._woken.wait(BEAT_SECONDS)
             self._guarded(self._beat, last)
+            also = self._at_end if last else self._each_beat
+            if also is not None:
+                self._guarded(also)
             if last:
                 return
 
@@ -133,14 +146,14 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
     """Makes the folder of a run, or continues the one that is there.
 
     Args:
-        first_step: the number of its first step. If that is 0, whatever was there is set aside.
+        first_step: the number of its first step. If that is 1, whatever was there is set aside.
         earlier: the run that was in the folder, if any.
 
     Raises:
         OSError: something cannot be written.
     """
     path.mkdir(parents=True, exist_ok=True)
-    if earlier is not None and first_step == 0:
+    if earlier is not None and first_step == 1:
         set_aside(path, (ABOUT, PREDICTED, STEPS, TIMELINES, MEMORY, RANKS))
     elif earlier is not None:
         about = replace(about, started=earlier.started, resumed=(*earlier.resumed, about.started))
