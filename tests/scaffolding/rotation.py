@@ -37,11 +37,14 @@ CPU_SECONDS = {
     "tests/partition/cut/test_any_order.py": 60,
     "tests/distributed/test_sharded.py": 45,
     "tests/integrations/test_lightning.py": 45,
+    "tests/integrations/test_trainer.py": 20,
+    "tests/test_examples_transformers.py": 15,
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_combined.py": 30,
     "tests/distributed/test_falling.py": 30,
     "tests/distributed/test_split_ranks.py": 25,
+    "tests/studio/test_studio_page.py": 25,
     "tests/cli/test_demo.py": 20,
     "tests/cli/test_run_hosts.py": 20,
     "tests/distributed/test_layout_ranks.py": 20,
@@ -88,6 +91,7 @@ CPU_SECONDS = {
     "tests/partition/recorder/test_same_again.py": 25,
     "tests/test_correctness_rows.py": 15,
     "tests/cli/test_plan.py": 10,
+    "tests/cli/test_plan_to_run.py": 45,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 
