@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.partition.measure.footprint import footprint
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.footprint import footprint
 from penstock.pipe.session import Session
 from penstock.plan import Plan
 from penstock.runs.reading import Predicted

@@ -286,7 +286,7 @@ class Engine:
         devices = tuple({self.devices[rank] for rank in self.ranks})
         with self._dropping():
             self._begin(bound, feed)
-            actions = ranged(bound.actions) if is_profiling() else bound.actions
+            actions: Sequence[BoundAction] = ranged(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 marks: dict[int, list[Marks]] = {}
                 if timed:
