@@ -44,6 +44,7 @@ CPU_SECONDS = {
     "tests/distributed/test_combined.py": 30,
     "tests/distributed/test_falling.py": 30,
     "tests/distributed/test_split_ranks.py": 25,
+    "tests/studio/test_studio_page.py": 25,
     "tests/cli/test_demo.py": 20,
     "tests/cli/test_run_hosts.py": 20,
     "tests/distributed/test_layout_ranks.py": 20,
@@ -90,6 +91,7 @@ CPU_SECONDS = {
     "tests/partition/recorder/test_same_again.py": 25,
     "tests/test_correctness_rows.py": 15,
     "tests/cli/test_plan.py": 10,
+    "tests/cli/test_plan_to_run.py": 45,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 
