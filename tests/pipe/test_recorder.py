@@ -50,6 +50,11 @@ def test_a_folder_says_what_happened(tmp_path: Path) -> None:
     assert not [file for file in (tmp_path / "gpt").rglob("*") if ".new" in file.name]
 
 
+def test_a_pipeline_without_a_step_leaves_no_folder(tmp_path: Path) -> None:
+    train(tmp_path / "gpt", steps=0)
+    assert not (tmp_path / "gpt").exists()
+
+
 def test_timelines_come_as_often_as_asked(tmp_path: Path) -> None:
     train(RunFolder(tmp_path / "a", timeline_every=3), steps=9)
     assert read_run(tmp_path / "a").timeline_steps() == [3, 5, 6, 9]

@@ -174,4 +174,5 @@ def test_a_bundle_stands_alone() -> None:
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
     for file in STATIC.iterdir():
-        assert not re.search(r"https?:|//[a-z]+\.", file.read_text(encoding="utf-8")), file.name
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")  # a name, not a place
+        assert not re.search(r"https?:|//[a-z]+\.", text), file.name

@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "show": {},
     "plan": {},
     "explain": {},
+    "report": {},
     "top": {},
     "devices": {},
     "fabric": {},

@@ -22,8 +22,9 @@ from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
 from penstock.simulate.figures import WORK, Figures
 from penstock.simulate.figures import chunks as chunks
+from penstock.simulate.figures import title as title
 from penstock.simulate.simulator import timed
-from penstock.words import counted, sized
+from penstock.words import sized
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -114,15 +115,6 @@ class Outcome:
 def _gathers(schedule: Schedule) -> bool:
     """Whether the schedule gathers the parameters of sharded stages."""
     return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
-
-
-def title(schedule: Schedule) -> str:
-    """A one-line description of the schedule."""
-    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
-    text = ", ".join(counted(count, what) for what, count in counts.items())
-    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
-    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
-    return f"{schedule.name}: {text} a rank{slices}{copies}"
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def explain(
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = None if step is None or every else int(step)
-    predicted = _predicted(known, profile, cuts, plan, _folder(run))
+    predicted = predicted_by(known, profile, cuts, plan, folder_of(run))
     found = explained(known, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
@@ -92,16 +92,17 @@ def explain(
         show(found, Console(highlight=False))
 
 
-def _folder(paths: Sequence[Path]) -> RunRead | None:
+def folder_of(paths: Sequence[Path]) -> RunRead | None:
     """The folder of a run, if that is what was given."""
     from penstock.runs import is_run, read_run
 
     return read_run(paths[0]) if len(paths) == 1 and is_run(paths[0]) else None
 
 
-def _predicted(
+def predicted_by(
     run: Run, profile: Path | None, cuts: str | None, plan: Path | None, folder: RunRead | None
 ) -> Predicted | None:
+    """What a profile, a plan or the run's own folder said of a run; None if there is none of these."""
     from penstock.explain import Predicted
 
     if cuts is not None and profile is None:

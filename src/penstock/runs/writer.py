@@ -78,7 +78,7 @@ class Writer:
 
     def end(self) -> None:
         """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says."""
-        if self._ended or os.getpid() != self._pid:
+        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
             return
         self._ended = True
         self._woken.set()

@@ -14,6 +14,7 @@ from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
 from penstock.simulate.memory_use import Peaks, peaks
 from penstock.simulate.simulator import timed
 from penstock.simulate.waits import Cause, CriticalPath, Waits
+from penstock.words import counted
 
 WORK = (Op.F, Op.B, Op.I, Op.W)
 
@@ -88,6 +89,15 @@ def chunks(schedule: Schedule) -> int:
     """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
     placement = schedule.placement
     return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
+
+
+def title(schedule: Schedule) -> str:
+    """A one-line description of the schedule."""
+    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
+    text = ", ".join(counted(count, what) for what, count in counts.items())
+    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
+    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
+    return f"{schedule.name}: {text} a rank{slices}{copies}"
 
 
 def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:

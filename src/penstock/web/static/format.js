@@ -18,13 +18,13 @@ export function duration(value, unit = "s", most = 4) {
   return `${digits(value / scale, most)} ${name}`;
 }
 
-/** A size in bytes, in powers of 1024, or a plain number where the unit is not bytes. */
+/** A size in bytes, in powers of 1,000, or a plain number where the unit is not bytes. */
 export function size(value, unit = "bytes") {
   if (unit !== "bytes") return `${digits(value, 3)} ${unit}`;
-  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const names = ["B", "kB", "MB", "GB", "TB"];
   let place = 0;
-  while (Math.abs(value) >= 1024 && place < names.length - 1) {
-    value /= 1024;
+  while (Math.abs(value) >= 999.5 && place < names.length - 1) {
+    value /= 1000;
     place += 1;
   }
   return `${digits(value, 3)} ${names[place]}`;
