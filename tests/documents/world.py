@@ -117,6 +117,12 @@ def _weights(world: World) -> Any:
     return penstock.checkpoint
 
 
+def _language_model(world: World) -> Any:
+    llama = import_module("transformers.models.llama")
+    sizes = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 24}
+    return llama.LlamaForCausalLM(llama.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
+
+
 def _exported(world: World) -> Any:
     (world.folder / "out").mkdir()
     model = MyModel()
@@ -197,6 +203,12 @@ OF_BLOCKS: dict[str, dict[str, Thing]] = {
     },
     "load_model(": {"model": _exported},
     "checkpoint.weights(": {"checkpoint": _weights},
+    "PipelineTrainer(": {
+        "model": _language_model,
+        "data": lambda world: [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 32,
+        "held_out": lambda world: world["data"],
+        "collate": lambda world: import_module("transformers").default_data_collator,
+    },
 }
 """Of blocks that want other things by the usual names, by words that the block has."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import penstock
@@ -141,6 +144,22 @@ def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
     gc.collect()
     assert "penstock-run-folder" not in [thread.name for thread in threading.enumerate()]
     assert len(read_run(tmp_path).steps()) == 1
+
+
+def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=90, highlight=False)
+    monkeypatch.setattr("penstock.pipe.live_line.Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    train(tmp_path / "quiet")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    train(RunFolder(tmp_path / "off", line=False))
+    assert shown.getvalue() == ""
+    train(RunFolder(tmp_path / "seen", steps=8))
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "\n", shown.getvalue()).split("\n")]
+    last = [line for line in lines if line][-1]
+    loss = read_run(tmp_path / "seen").steps()[-1].loss
+    assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ rows/s, .* left", last)
 
 
 def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:

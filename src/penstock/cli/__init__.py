@@ -34,6 +34,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "top": {},
     "devices": {},
     "fabric": {},
+    "studio": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ArgumentError, warn
+from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
 from penstock.runs.folder import TIMELINES
@@ -66,7 +67,9 @@ class Recorder:
         self._asked, self._about, self._earlier = asked, about, earlier
         self._replicas = world.data_parallel
         self._present = Present(world, watchdog, devices)
-        self._writer = Writer(Path(asked.path), run_id, world.number, self._present)
+        self._line = None if about is None else line_for(asked.line, asked.steps)
+        on_beat = () if self._line is None else (self._line.draw, self._line.close)
+        self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
         self._steps = 0
         self._noted: _Noted | None = None
         self._began_seconds = self._start_seconds = 0.0
@@ -134,7 +137,10 @@ class Recorder:
         except ArgumentError:
             loss = None
         rows = sum(noted.result.sizes) * self._replicas
-        self._writer.step(StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble))
+        record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
+        self._writer.step(record)
+        if self._line is not None:
+            self._line.add(record)
 
     def _tell_trouble(self) -> None:
         if self._writer.trouble is not None and not self._told:

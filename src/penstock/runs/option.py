@@ -25,7 +25,7 @@ class RunFolder:
         steps: how many steps there will be, so that the line in the terminal can say how much time is left.
         timeline_every: record every rank's timeline in each step whose number divides by this, and in the fifth step,
             when all is warm; 0: never. Such a step takes a little longer.
-        line: show a line with step, loss, speed and bubble in the terminal; None: if stderr is one.
+        line: show a line with step, loss, speed, bubble and time left, if stderr is a terminal.
 
     Raises:
         ArgumentError: one of them is something else.
@@ -34,7 +34,7 @@ class RunFolder:
     path: str | os.PathLike[str]
     steps: int | None = None
     timeline_every: int = TIMELINE_EVERY
-    line: bool | None = None
+    line: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
@@ -45,8 +45,8 @@ class RunFolder:
             raise ArgumentError(
                 f"RunFolder(timeline_every={self.timeline_every!r}): expected a whole number of steps, or 0 for never"
             )
-        if not (self.line is None or isinstance(self.line, bool)):
-            raise ArgumentError(f"RunFolder(line={self.line!r}): expected True, False or None")
+        if not isinstance(self.line, bool):
+            raise ArgumentError(f"RunFolder(line={self.line!r}): expected True or False")
 
     @classmethod
     def of(cls, given: Any) -> RunFolder | None:

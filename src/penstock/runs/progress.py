@@ -57,17 +57,17 @@ class Progress:
         )
 
     def __str__(self) -> str:
-        """`step 120 of 1,000, loss 2.3412, 812 rows/s, 39.4 ms a step, bubble 18%, 5 min left`."""
+        """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""
         of = "" if self.total_steps is None else f" of {self.total_steps:,}"
         parts = [f"step {self.step:,}{of}"]
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}" if 1e-3 <= abs(self.loss) < 1e5 else f"loss {self.loss:.4g}")
-        if self.seconds and self.rows_per_second is not None:
+        if self.rows_per_second is not None:
             speed = f"{self.rows_per_second:,.0f}" if self.rows_per_second >= 100 else f"{self.rows_per_second:.3g}"
-            parts += [f"{speed} rows/s", f"{in_time(self.seconds)} a step"]
+            parts.append(f"{speed} rows/s")
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.0%}")
-        if self.left_seconds is not None:
+        if self.left_seconds:
             parts.append(f"{in_time(self.left_seconds)} left")
         return ", ".join(parts)
 

@@ -46,12 +46,22 @@ class Writer:
         number: of the process. Number 0 makes the folder and writes what there is once; the others write their own
             part as soon as they see it, and nothing if they never do: their host has another file system.
         state: what the process does now, ready for ranks/N.json; called by the thread.
+        each_beat, at_end: also called by the thread.
     """
 
-    def __init__(self, path: Path, run_id: str, number: int, state: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        number: int,
+        state: Callable[[], Mapping[str, Any]],
+        each_beat: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
         self.path = path
         self.trouble: str | None = None
         self._id, self._number, self._state = run_id, number, state
+        self._each_beat, self._at_end = each_beat, at_end
         self._lines: list[str] = []
         self._files: list[tuple[Path, Callable[[], Any]]] = []
         self._lock = threading.Lock()
@@ -89,6 +99,9 @@ class Writer:
         while True:
             last = self._woken.wait(BEAT_SECONDS)
             self._guarded(self._beat, last)
+            also = self._at_end if last else self._each_beat
+            if also is not None:
+                self._guarded(also)
             if last:
                 return
 

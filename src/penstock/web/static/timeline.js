@@ -271,7 +271,11 @@ export class Timeline {
     for (const [place, op] of this.data.ops.entries()) {
       if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(op) : "");
     }
-    const sample = (colour, text) => made("span", {}, made("i", { style: `background: var(${colour})` }), text);
+    const sample = (colour, text) => {
+      const swatch = made("i");
+      swatch.style.background = `var(${colour})`; // a style attribute would be refused where a page allows none
+      return made("span", {}, swatch, text);
+    };
     this.legend.replaceChildren(
       ...[...shown].map(([kind, words]) => sample(`--op-${kind}`, `${kind} ${words}`.trim())),
       sample("--op-wait", "idle"),
