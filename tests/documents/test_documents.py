@@ -79,7 +79,15 @@ def test_python_runs(block: Block, folder: Path) -> None:
 def test_the_picture_is_what_the_schedules_are_now() -> None:
     pictures = ROOT / "docs" / "pictures"
     drawn = runpy.run_path(str(pictures / "schedules.py"))["picture"]()
-    assert drawn == (pictures / "schedules.svg").read_text(), "run python docs/pictures/schedules.py"
+    assert drawn == (pictures / "schedules.svg").read_text(), "run make pictures"
+
+
+def test_the_run_that_the_report_shows_can_be_made(tmp_path: Path) -> None:
+    training = runpy.run_path(str(ROOT / "docs" / "pictures" / "training.py"))
+    training["main"](str(tmp_path / "run"), steps=2)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    assert "2 steps" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)
