@@ -41,7 +41,7 @@ def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_its_figures_are_drawn_from_schedules(site: Path) -> None:
     drawn = (site / "index.html").read_text(encoding="utf-8")
-    assert drawn.count('<svg class="schedule"') == 1
+    assert drawn.count('class="penstock-light"') == drawn.count('class="penstock-dark"') == 1  # the theme shows one
     assert "zb-h1: 27 slots" in drawn  # (m + p - 1) * 3 less what W fills: 24 + 3
 
 
