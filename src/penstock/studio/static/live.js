@@ -40,7 +40,7 @@ export function watch(element, name, signal) {
     const timed = steps.findLast((one) => one.bubble !== null);
     const of = now.total_steps ? ` of ${now.total_steps}` : "";
     figures.replaceChildren(
-      figure("Steps", last ? `${last.step + 1}${of}` : "none yet", alive ? "running" : "not running", "steps"),
+      figure("Steps", last ? `${last.step}${of}` : "none yet", alive ? "running" : "not running", "steps"),
       figure("Loss", last ? digits(last.loss) : "–", "", "loss"),
       figure("Rows per second", last ? digits(last.rows / last.seconds) : "–", last ? `a step takes ${seconds(last.seconds)}` : "", "speed"),
       figure("Bubble", timed ? percent(timed.bubble) : "–", timed ? `of step ${timed.step}` : "not timed yet", "bubble"),
@@ -57,7 +57,7 @@ export function watch(element, name, signal) {
     if (!last || !now.total_steps) return "–";
     const recent = steps.slice(-20);
     const each = recent.reduce((sum, one) => sum + one.seconds, 0) / recent.length;
-    return seconds(Math.max(0, now.total_steps - last.step - 1) * each);
+    return seconds(Math.max(0, now.total_steps - last.step) * each);
   }
 
   look();
@@ -71,7 +71,7 @@ function figure(name, value, of, key) {
 
 function ranks(table, now) {
   table.replaceChildren(
-    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col" }, text)))),
+    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col", className: text === "Does" ? "left" : "" }, text)))),
     make("tbody", {}, ...now.states.map((one) =>
       make("tr", { data: { rank: one.number }, className: one.failure ? "over" : "" },
         make("th", { scope: "row" }, one.ranks.length > 1 ? `${one.ranks[0]} to ${one.ranks[one.ranks.length - 1]}` : String(one.number)),
