@@ -91,6 +91,7 @@ CPU_SECONDS = {
     "tests/partition/recorder/test_same_again.py": 25,
     "tests/test_correctness_rows.py": 15,
     "tests/cli/test_plan.py": 10,
+    "tests/cli/test_plan_to_run.py": 45,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 

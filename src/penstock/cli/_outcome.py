@@ -17,7 +17,7 @@ from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath
+from penstock.simulate import Cause, CriticalPath, memory
 from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
 from penstock.simulate.figures import WORK, Figures
@@ -82,6 +82,21 @@ class Outcome:
             }
             for held in self.figures.peaks
         ]
+
+    @property
+    def memory_curves(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Each rank's memory by kind over time, for a trace; none if sizes were not given."""
+        if not self.costs.has_memory:
+            return []
+        found = []
+        for held in memory(self.schedule, self.by_stage, self.timeline):
+            constant = held.parameters + held.gradients + held.optimizer
+            curves = {"parameters, gradients, optimizer": [(0.0, constant)]} if constant else {}
+            curves["activations"] = [(0.0, 0.0), *zip(held.seconds, held.activations, strict=True)]
+            if held.peak_unsharded:
+                curves["gathered parameters"] = [(0.0, 0.0), *zip(held.seconds, held.unsharded, strict=True)]
+            found.append(curves)
+        return found
 
     @cached_property
     def figures(self) -> Figures:

@@ -84,6 +84,12 @@ def label_of(number: int, slices: int) -> str:
     return str(number) if slices == 1 else f"{number // slices}.{number % slices}"
 
 
+def longest_label(timeline: Timeline, slices: int = 1) -> int:
+    """The most characters of a label. With room for these, actions of one length are labelled alike or not at all."""
+    last = max((max(track.actions.microbatch, default=0) for track in timeline.tracks), default=0)
+    return len(label_of(max(0, last), slices))
+
+
 def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
     """The rank's time in columns of `unit` seconds: neighbours in which it mostly does the same, as (first, end, kind).
 
@@ -138,10 +144,17 @@ class Axis:
     Attributes:
         ticks: places in seconds, ascending, each with its text.
         unit: what the numbers count.
+        scale: how many seconds one of them is.
     """
 
     ticks: tuple[tuple[float, str], ...]
     unit: str
+    scale: float = 1.0
+
+    def text(self, seconds: float) -> str:
+        """A time in the axis' unit; slots and costs are only numbers."""
+        number = f"{seconds / self.scale:.5g}"
+        return f"{number} {self.unit}" if self.unit in ("s", "ms", "us") else number
 
     @classmethod
     def of(cls, seconds: float, unit: str = "s", most: int = 12) -> Axis:
@@ -149,13 +162,13 @@ class Axis:
         scale, unit = _scaled(seconds) if unit == "s" else (1.0, unit)
         span = seconds / scale
         if not span > 0:
-            return cls(((0.0, "0"),), unit)
+            return cls(((0.0, "0"),), unit, scale)
         power = 10.0 ** math.floor(math.log10(span / most))
         step = next(step for factor in (1, 2, 5, 10) if span / (step := factor * power) <= most)
         if unit == "slots":
             step = max(1.0, step)
         count = math.floor(span / step + 1e-9)
-        return cls(tuple((k * step * scale, f"{k * step:.6g}") for k in range(count + 1)), unit)
+        return cls(tuple((k * step * scale, f"{k * step:.6g}") for k in range(count + 1)), unit, scale)
 
 
 def _scaled(seconds: float) -> tuple[float, str]:

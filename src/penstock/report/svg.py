@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.errors import ArgumentError
 from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, label_of, marks, runs
+from penstock.report.marks import MOST_MARKS, Axis, Mark, longest_label, marks, runs
 from penstock.schedule import Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
@@ -19,6 +19,8 @@ from penstock.words import counted
 Background = Literal["auto", "light", "dark"]
 """What a picture is made for; `auto` follows what the reader's system asks for."""
 
+WIDTH = 960
+"""The width of a picture in pixels, unless another is asked for."""
 _SLOT = 30.0
 """The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
@@ -42,7 +44,7 @@ def schedule_svg(
     title: str | None = None,
     unit: str = "s",
     background: Background = "auto",
-    width: int = 960,
+    width: int = WIDTH,
 ) -> str:
     """A schedule as SVG.
 
@@ -58,26 +60,40 @@ def schedule_svg(
         ScheduleError: the schedule cannot be run.
         ArgumentError: `width` leaves no room for the actions.
     """
-    return svg([panel_of(schedule, timeline, title)], _unit(timeline, unit), background=background, width=width)
+    unit = unit_of(schedule) if timeline is None else unit
+    return svg([panel_of(schedule, timeline, title)], unit, background=background, width=width)
 
 
 def timeline_svg(
-    timeline: Timeline, *, title: str | None = None, background: Background = "auto", width: int = 960
+    timeline: Timeline, *, title: str | None = None, background: Background = "auto", width: int = WIDTH
 ) -> str:
     """A timeline as SVG. Arguments and errors as for `schedule_svg`."""
-    return svg([Panel(_bubble(timeline) if title is None else title, timeline)], background=background, width=width)
+    return svg([panel_of(timeline, title=title)], background=background, width=width)
 
 
-def panel_of(schedule: Schedule, timeline: Timeline | None = None, title: str | None = None) -> Panel:
-    """A schedule, to be drawn together with others. Arguments and errors as for `schedule_svg`."""
-    known = in_slots(schedule) if timeline is None else timeline
+def picture(drawn: Schedule | Timeline) -> str:
+    """A schedule in slots, or a timeline, as SVG. Errors as for `schedule_svg`."""
+    return svg([panel_of(drawn)], unit_of(drawn))
+
+
+def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
+    """A schedule or a timeline, to be drawn together with others. Arguments and errors as for `schedule_svg`."""
+    if isinstance(drawn, Timeline):
+        ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
+        return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
+    known = in_slots(drawn) if timeline is None else timeline
     if title is None:
-        numbers = f"{counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'microbatch')}"
-        title = f"{schedule.name}: {numbers}; {_bubble(known)}"
-    return Panel(title, known, schedule.slices)
+        numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
+        title = f"{drawn.name}: {numbers}; {_bubble(known)}"
+    return Panel(title, known, drawn.slices)
 
 
-def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "auto", width: int = 960) -> str:
+def unit_of(drawn: Schedule | Timeline) -> str:
+    """What a second of the picture of a schedule or a timeline stands for."""
+    return "slots" if isinstance(drawn, Schedule) else "s"
+
+
+def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "auto", width: int = WIDTH) -> str:
     """Several timelines under each other on one axis of time, as SVG. Arguments and errors as for `schedule_svg`."""
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
@@ -113,6 +129,7 @@ class _Frame:
     unit: str
     few: bool
     """Whether each action is drawn."""
+    clock: Axis
     used: set[tuple[Kind, int, int]] = field(default_factory=set)
 
     @classmethod
@@ -128,13 +145,22 @@ class _Frame:
         scale = scale if unit == "s" else min(_SLOT, scale)
         few = sum(len(panel.timeline) for panel in panels) <= MOST_MARKS
         words = max(left + longest * scale + _MARGIN, min(width, _least_width(panels)))
-        return cls(left, scale, 24 if ranks <= 16 else 17 if ranks <= 32 else 11, longest, words, unit, few)
+        return cls(
+            left,
+            scale,
+            24 if ranks <= 16 else 17 if ranks <= 32 else 11,
+            longest,
+            words,
+            unit,
+            few,
+            Axis.of(longest, unit),
+        )
 
     def rows(self, panel: Panel, top: float) -> Iterator[str]:
         """The ranks of a panel."""
         timeline = panel.timeline
         every = 1 if self.row > 11 else 4
-        longest = _longest_label(panel)
+        longest = longest_label(panel.timeline, panel.slices)
         for rank in range(timeline.ranks):
             y, high = top + rank * self.row, self.row - (3 if self.row > 11 else 1)
             if rank % every == 0:
@@ -154,7 +180,7 @@ class _Frame:
             y, high = y + 0.75 * high, 0.25 * high
         gap = 1.0 if wide > 6 else 0.15 * wide
         corner = ' rx="2"' if wide > 8 and not strip else ""
-        times = f"{self._time(mark.start)} to {self._time(mark.end)}"
+        times = f"{self.clock.text(mark.start)} to {self.clock.text(mark.end)}"
         box = f'<rect x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" height="{high:g}"{corner}/>'
         size = min(12.0, high - 3, (wide - gap - 2) / longest * 12 / _DIGIT)
         text = ""
@@ -184,15 +210,10 @@ class _Frame:
         self.used.add(entry)
         return "-".join(map(str, entry))
 
-    def _time(self, seconds: float) -> str:
-        if self.unit != "s":
-            return f"{seconds:.6g}"
-        scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if self.longest >= s), (1e-6, "us"))
-        return f"{seconds / scale:.5g} {unit}"
-
     def axis(self, bottom: float) -> Iterator[str]:
         """The numbers under the last panel."""
-        axis = Axis.of(self.longest, self.unit, max(2, min(16, int(self.longest * self.scale / 48))))
+        most = max(2, min(16, int(self.longest * self.scale / 48)))
+        axis = Axis.of(self.longest, self.unit, most)
         for seconds, text in axis.ticks:
             x = self.left + seconds * self.scale
             yield f'<path class="tick" d="M{x:.2f} {bottom:g}v4"/>'
@@ -224,19 +245,9 @@ class _Frame:
         return found
 
 
-def _longest_label(panel: Panel) -> int:
-    """The most characters of a label: actions of equal length are labelled alike, or not at all."""
-    numbers = max((max(track.actions.microbatch, default=0) for track in panel.timeline.tracks), default=0)
-    return len(label_of(max(0, numbers), panel.slices))
-
-
 def _least_width(panels: Sequence[Panel]) -> float:
     """What titles and the legend need."""
     return max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])
-
-
-def _unit(timeline: Timeline | None, unit: str) -> str:
-    return "slots" if timeline is None else unit
 
 
 def _bubble(timeline: Timeline) -> str:
