@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.links import measure_links
 from penstock.runtime.processes.world import device_named, device_of, join
+from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.trees import Flat, map_tensors, unflatten
 
 USUAL_MESSAGE_BYTES = 2**20
@@ -110,7 +112,7 @@ def _measured(
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        return partitioner.profile(inputs, named, budget_seconds, rows)
+        return partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
 
     try:
         with torch.enable_grad():

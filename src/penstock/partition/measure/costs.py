@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import OPTIMIZER_VALUES, Operations, Profile, UnitCost
+from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.alike import kind_of
@@ -41,6 +41,14 @@ class NoStreams:
         """Nothing is counted."""
 
 
+class SplitTimes(NamedTuple):
+    """What a unit takes, in seconds, if a runtime splits its backward."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
 class Times(NamedTuple):
     """What a unit takes, in seconds; `spread` as a fraction, `again` None if the forward was not timed by itself."""
 
@@ -49,6 +57,7 @@ class Times(NamedTuple):
     weight_gradient: float = 0.0
     spread: float = 0.0
     again: float | None = None
+    split: SplitTimes | None = None
 
 
 class Run(Protocol):
@@ -140,6 +149,7 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
                 like=like,
                 recompute_seconds=times.again,
                 operations=None if like else run.operations(),
+                **({} if times.split is None else dict(zip(SPLIT_SECONDS, times.split, strict=True))),
             )
         )
     return tuple(found)
