@@ -20,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_design",
     "figures",
+    "formulas",
     "sources",
     "public",
 ]
@@ -39,6 +40,7 @@ autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "Penstock"
 html_static_path = ["_static"]

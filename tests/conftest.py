@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from scaffolding.ranks import Ranks
 
-pytest_plugins = ["penstock.testing.fixtures"]
+pytest_plugins = ["penstock.testing.fixtures", "scaffolding.browser"]
 
 # An example's time depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -6,12 +6,15 @@
     What the reader should see in it.
     ```
 
-Several names are drawn under each other on one axis of time. `costs` are F, I and W, in slots (1 1 1 by default).
+Several names are drawn under each other on one axis of time; `interleaved-1f1b:4` has four chunks, and `search` is what
+the search finds within `memory-limit`. `costs` are a rank's F, I and W, in slots (1 1 1 by default), or one such group
+for each rank: `1 1 1; 1 1 1; 1 1 1; 2 2 2`. `latency` is what a message between two ranks takes.
 """
 
 from __future__ import annotations
 
 from html import escape
+from math import inf
 from typing import ClassVar
 
 from docutils import nodes
@@ -19,17 +22,18 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from penstock.schedule import Op, Schedule, generate
+from penstock.schedule import Op, Placement, Schedule, generate
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost, simulate
+from penstock.search import search
+from penstock.simulate import LinkCost, StageCost, simulate
 
-SLOT, ROW, LEFT, TITLE = 30, 24, 52, 22  # in pixels, at most
+SLOT, ROW, LEFT, TITLE, WIDTH = 30, 24, 52, 22, 690  # in pixels; a slot is narrower where there are many
 
 
 def picture(timed: list[tuple[str, Schedule, Timeline]]) -> str:
     """Schedules under each other on one axis of time, as SVG whose colours the page's style gives."""
     longest = max(timeline.makespan_seconds for _, _, timeline in timed)
-    slot = min(SLOT, 900 / longest)
+    slot = min(SLOT, WIDTH / longest)
     lines, y = [], 0.0
     for title, schedule, timeline in timed:
         lines.append(f'<text class="title" x="0" y="{y + 14}">{escape(title)}</text>')
@@ -66,26 +70,40 @@ class ScheduleFigure(SphinxDirective):
     option_spec: ClassVar = {
         "ranks": directives.positive_int,
         "microbatches": directives.positive_int,
-        "chunks": directives.positive_int,
         "costs": directives.unchanged,
+        "latency": float,
+        "memory-limit": float,
     }
 
     def run(self) -> list[nodes.Node]:
-        f, i, w = (float(cost) for cost in self.options.get("costs", "1 1 1").split())
-        costs = StageCost(forward_seconds=f, backward_input_seconds=i, backward_weight_seconds=w)
         timed = []
-        for name in self.arguments[0].replace(",", " ").split():
-            more = {"chunks": self.options["chunks"]} if "chunks" in self.options else {}
-            schedule = generate(name, self.options.get("ranks", 4), self.options.get("microbatches", 8), **more)
-            timeline = simulate(schedule, costs)
-            idle = f"{timeline.makespan_seconds:g} slots, idle {timeline.bubble_rate:.0%}"
+        for name in self.arguments[0].split():
+            schedule, timeline = self._timed(name)
+            idle = f"{timeline.makespan_seconds:g} slots, bubble {timeline.bubble_rate:.0%}"
             timed.append((f"{name}: {idle}", schedule, timeline))
         figure = nodes.figure(classes=["schedule-figure"])
         figure += nodes.raw("", picture(timed) + legend({op for _, s, _ in timed for op in _ops(s)}), format="html")
-        caption = nodes.caption()
-        caption += self.parse_inline(" ".join(self.content))[0]
-        figure += caption
+        figure += nodes.caption("", "", *self.parse_inline(" ".join(self.content))[0])
         return [figure]
+
+    def _timed(self, name: str) -> tuple[Schedule, Timeline]:
+        ranks, microbatches = self.options.get("ranks", 4), self.options.get("microbatches", 8)
+        costs = [StageCost(*map(float, stage.split())) for stage in self.options.get("costs", "1 1 1").split(";")]
+        link = LinkCost(self.options.get("latency", 0.0), inf)
+        if name == "search":
+            limit = self.options.get("memory-limit")
+            each = costs * (ranks // len(costs))
+            found = search(Placement.loop(ranks), microbatches, each, link, memory_limit=limit, seconds=0.5)
+            return found.schedule, found.timeline
+        name, _, chunks = name.partition(":")
+        schedule = generate(name, ranks, microbatches, chunks=int(chunks) if chunks else None)
+        share = schedule.placement.depth // ranks  # costs are of all that a rank does for a microbatch
+        each = [StageCost(*(seconds / share for seconds in _seconds(cost))) for cost in costs]
+        return schedule, simulate(schedule, each * (schedule.placement.depth // len(costs)), link)
+
+
+def _seconds(cost: StageCost) -> tuple[float, float, float]:
+    return cost.forward_seconds, cost.backward_input_seconds, cost.backward_weight_seconds
 
 
 def _ops(schedule: Schedule) -> set[Op]:

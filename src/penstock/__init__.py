@@ -74,7 +74,7 @@ _HOMES = {
 _SUBPACKAGES = frozenset(
     (
         *("balance", "checkpoint", "errors", "explain", "fabric", "hardware", "integrations"),
-        *("plan", "report", "schedule", "search", "simulate", "testing"),
+        *("plan", "report", "runs", "schedule", "search", "simulate", "testing"),
     )
 )
 

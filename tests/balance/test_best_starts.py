@@ -25,7 +25,13 @@ def problems(draw: st.DrawFn) -> tuple[Problem, int]:
     limit = draw(st.one_of(st.just(float("inf")), st.integers(0, 60)))
     balanced = draw(st.sampled_from(["seconds", "bytes"]))
     in_flight = draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    return Problem(column(), column(), column(), column(), in_flight, limit, balanced), stages
+    held, pair = (
+        column(),
+        draw(st.lists(st.integers(0, units - 1), min_size=2, max_size=2, unique=True)) if units > 1 else [],
+    )
+    ties = [(min(pair), max(pair), held[max(pair)])] if pair else []
+    more = {"working_bytes": column(), "ties": ties} if draw(st.booleans()) else {}
+    return Problem(column(), column(), held, column(), in_flight, limit, balanced, **more), stages
 
 
 def by_hand(problem: Problem, starts: tuple[int, ...]) -> tuple[list[float], list[float]]:
@@ -34,7 +40,12 @@ def by_hand(problem: Problem, starts: tuple[int, ...]) -> tuple[list[float], lis
     units = len(problem.seconds)
     for stage, (start, end) in enumerate(pairwise((*starts, units))):
         kept = problem.in_flight[stage] * sum(problem.activation_bytes[start:end])
-        sizes.append(sum(problem.held_bytes[start:end]) + kept)
+        twice = sum(size for one, other, size in problem.ties if start <= one and other < end)
+        later = [sum(problem.activation_bytes[unit + 1 : end]) for unit in range(start, end)]  # not there yet, or gone
+        working = max(
+            (most - gone for most, gone in zip(problem.working_bytes[start:end], later, strict=False)), default=0
+        )
+        sizes.append(sum(problem.held_bytes[start:end]) + kept - twice + max(working, 0))
         crossing = sum(problem.crossing_seconds[cut] for cut in (start, end) if 0 < cut < units)
         costs.append(sizes[-1] if problem.balanced == "bytes" else sum(problem.seconds[start:end]) + crossing)
     return costs, sizes

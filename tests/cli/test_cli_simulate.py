@@ -482,7 +482,8 @@ def test_perfetto(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     output("simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--perfetto", str(path))
     names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
-    assert {"F0", "F1", "B0", "B1", "wait"} <= names
+    assert {"forward of microbatch 1, stage 0", "backward of microbatch 0, stage 1", "wait"} <= names
+    assert {"activations", "gradients", "microbatches held"} <= names
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1))

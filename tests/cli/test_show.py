@@ -15,6 +15,7 @@ from rich.console import Console
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome
 from penstock.cli._picture import Palette, legend, proportional, slots, style
+from penstock.report import schedule_svg
 from penstock.schedule import Op, Schedule, check, generate, grid, names
 from scaffolding.some_schedules import generated
 
@@ -150,6 +151,24 @@ def test_json_has_when_each_action_runs() -> None:
     assert Schedule.parse(made["text"]) == outcome.schedule
 
 
+def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    assert output("show", "--schedule", "zb-v", *NUMBERS, "--svg", str(svg)) == f"wrote {svg}\n"
+    assert svg.read_text() == schedule_svg(generate("zb-v", 4, 8))
+    options = ("--forward", "3", "--svg", str(svg), "--png", str(png), "--background", "dark", "--width", "600")
+    assert output("show", "--schedule", "zb-v", *NUMBERS, *options) == f"wrote {svg}\nwrote {png}\n"
+    outcome = Outcome.of(generate("zb-v", 4, 8), CostOptions(forward=3).read())
+    drawn = schedule_svg(outcome.schedule, outcome.timeline, unit="time", background="dark", width=600)
+    assert svg.read_text() == drawn
+    assert int.from_bytes(png.read_bytes()[16:20]) == 1200
+
+
+def test_png_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
+    says = refusal("show", "--schedule", "1f1b", *NUMBERS, "--png", "x.png")
+    assert says == "pictures as PNG: this needs matplotlib, pip install 'penstock[plot]'"
+
+
 def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
     path = tmp_path / "[red]mine[-].csv"
     path.write_text("0F0,0B0\n")
@@ -165,6 +184,11 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),
         (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
+        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the whole picture; leave out"),
+        (["--schedule", "1f1b", *NUMBERS, "--png", "x", "--zoom", "2"], "--png: a file shows the whole picture"),
+        (["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"], "--svg no/such/file: No such file or directory"),
+        (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: give at least 1"),
+        (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background: only files have one"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),
     ],
 )

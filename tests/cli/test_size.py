@@ -8,7 +8,6 @@ import pytest
 from command_line import penstock, refusal
 
 from penstock.cli import _size
-from penstock.cli._size import actions
 from penstock.schedule import Generator, generate, generators
 from penstock.schedule.generators import Numbers
 
@@ -19,9 +18,9 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
     made = generate(entry.name, 4, 6)
     counted = sum(len(row) for row in made.rows)
     if entry.name.startswith("dualpipe"):  # some of its backwards are not split
-        assert counted <= actions(entry, numbers) <= 1.5 * counted
+        assert counted <= entry.actions(numbers) <= 1.5 * counted
     else:
-        assert actions(entry, numbers) == counted
+        assert entry.actions(numbers) == counted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Predicted memory against a run's: the peak of each rank, as torch's allocator counts it, within 10%."""
+"""Predicted memory against a run's: the peak of each rank, as torch's allocator counts it, within 10%: what `inspect`
+predicts, and a plan, also of a model whose logits are larger than all else, with the output layer tied or not.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +39,28 @@ def test_a_rank_needs_what_was_predicted(ranks2: Ranks, case: tuple[str, str, st
     assert len(ahead) == 2
     for rank, (one, other) in enumerate(zip(ahead, measured, strict=True)):
         assert abs(one / other - 1) <= BOUND, f"rank {rank}: predicted {one:,}, measured {other:,}"
+
+
+PLANNED = [
+    *product(("gpipe", "1f1b", "zb-h1"), (1,), ("", "untied", "tied")),
+    *product(("interleaved-1f1b", "zb-v"), (2,), ("", "untied", "tied")),
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case == ("zb-v", 2, "tied") else pytest.mark.long, id=", ".join(map(str, case)))
+        for case in PLANNED
+    ],
+)
+def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, case: tuple[str, int, str]) -> None:
+    schedule, chunks, words = case
+    plan, needed = memory_held.planned(torch.float32, 2, schedule, chunks, words)
+    options = {"schedule": schedule, "chunks": chunks, "cuts": list(plan.cuts)}
+    seen = memory_held.predicted(torch.float32, 2, options, words)
+    measured = ranks2.run(memory_held.held, torch.float32, options, words)
+    for rank, (ahead, by_inspect, other) in enumerate(zip(needed, seen, measured, strict=True)):
+        text = f"rank {rank}: planned {ahead:,.0f}, inspected {by_inspect:,}, measured {other:,}"
+        assert abs(ahead / other - 1) <= BOUND, text
+        assert abs(by_inspect / other - 1) <= BOUND, text

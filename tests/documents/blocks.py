@@ -1,12 +1,15 @@
-"""The code blocks of the documents, and the commands in them."""
+"""The code blocks of the documents, the commands in them, and how a story of blocks is followed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -48,6 +51,19 @@ def _of(path: Path) -> Iterator[Block]:
         if found[1].startswith("{"):  # a directive: a figure, say, which the build of the site draws
             continue
         yield Block(path, text[: found.start()].count("\n") + 1, found[1], found[2])
+
+
+def follow(found: list[Block], names: dict[str, Any]) -> None:
+    """Runs blocks of Python in order; what a block of plain text shows is what the one before it printed."""
+    printed: str | None = None
+    for block in found:
+        if block.language == "python":
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(block.text, str(block), "exec"), names)
+            printed = out.getvalue()
+        elif not block.commands:
+            assert printed == block.text, block
+            printed = None
 
 
 def spoken_names() -> list[str]:

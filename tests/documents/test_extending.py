@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import ROOT, Block, blocks
+from blocks import ROOT, Block, blocks, follow
 from torch import nn
 from torch.nn.functional import mse_loss
 from typer.testing import CliRunner
@@ -34,19 +32,6 @@ def section(title: str) -> list[Block]:
     end = text.find("\n## ", start)
     first, last = text[:start].count("\n"), text[: end if end > 0 else None].count("\n")
     return [block for block in BLOCKS if first < block.line <= last]
-
-
-def follow(found: list[Block], names: dict[str, Any]) -> None:
-    """Runs blocks of Python in order; what a block of plain text shows is what the one before it printed."""
-    printed: str | None = None
-    for block in found:
-        if block.language == "python":
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(compile(block.text, str(block), "exec"), names)
-            printed = out.getvalue()
-        elif not block.commands:
-            assert printed == block.text, block
-            printed = None
 
 
 @pytest.fixture

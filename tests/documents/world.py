@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import penstock
+from penstock.integrations.tensorboard import StepWriter
 
 WIDTH, ROWS = 6, 8
 
@@ -95,8 +96,9 @@ class World(dict[str, Any]):
         return {name: self[name] for name in _names(code) if name in self or name in self._things}
 
     def close(self) -> None:
+        """Ends what threads would go on with in another test's folder."""
         for thing in list(self.values()):
-            if isinstance(thing, penstock.Pipeline):
+            if isinstance(thing, penstock.Pipeline | StepWriter):
                 thing.close()
 
 
@@ -113,6 +115,12 @@ def _weights(world: World) -> Any:
     torch.manual_seed(0)
     save_file(MyModel().state_dict(), world.folder / "llama" / "model.safetensors")
     return penstock.checkpoint
+
+
+def _language_model(world: World) -> Any:
+    llama = import_module("transformers.models.llama")
+    sizes = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 24}
+    return llama.LlamaForCausalLM(llama.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
 
 
 def _exported(world: World) -> Any:
@@ -179,6 +187,12 @@ OF_BLOCKS: dict[str, dict[str, Thing]] = {
     },
     "load_model(": {"model": _exported},
     "checkpoint.weights(": {"checkpoint": _weights},
+    "PipelineTrainer(": {
+        "model": _language_model,
+        "data": lambda world: [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 32,
+        "held_out": lambda world: world["data"],
+        "collate": lambda world: import_module("transformers").default_data_collator,
+    },
 }
 """Of blocks that want other things by the usual names, by words that the block has."""
 

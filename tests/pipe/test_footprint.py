@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.partition import Partitioner
-from penstock.pipe.footprint import Footprint, footprint
+from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.traffic.layers import _NoStreams
 from scaffolding import models
 

@@ -67,7 +67,7 @@ def shows_balance() -> None:
 def shows_memory_limit() -> None:
     given = {"model": mlp(8), "args": (torch.randn(400, WIDTH),), "ranks": 4, "microbatches": 4, "balance": "flops"}
     assert made(**given).cuts == ("2", "4", "6")
-    assert made(**given, memory_limit=30_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
+    assert made(**given, memory_limit=36_000).cuts == ("1", "3", "6")  # 1f1b: 4 microbatches in flight, 3, 2, 1
     assert made(**{**given, "balance": "memory"}).cuts == ("1", "2", "4")
     refused(ArgumentError, "memory_limit=20,000 bytes: no cut into 4 stages fits. The least", **given, memory_limit=2e4)
     two = {"chunks": 2, "schedule": "gpipe"}
@@ -305,6 +305,8 @@ SHOWN: dict[str, Callable[[], None]] = {
     "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
+    # What it records: tests/pipe/test_recorder.py.
+    "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.balance import Profile, UnitCost
+from penstock.balance import Profile, Tied, UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, choices, make_plans, read_plan
 from penstock.plan.bounds import Shape, least_seconds
@@ -37,6 +37,35 @@ ALIKE = Sizes({1: _profile([1.0] * 8, activation=MB, parameter=MB, gradient=MB, 
 def _cut(choice: Choice, cluster: Cluster, sizes: Sizes = ALIKE) -> Cut:
     (kinds,) = kinds_of_ranks(cluster, choice.replicas, choice.ranks)
     return cut(sizes.at(choice.rows), order_of(choice).placement, cluster, kinds)
+
+
+def test_what_is_tied_counts_once_on_a_rank_with_both_its_uses() -> None:
+    held = {"parameter_bytes": MB, "gradient_bytes": MB, "optimizer_bytes": 2 * MB}
+    ties = {0: (Tied("weight", MB, MB),), 3: (Tied("weight", MB, MB),)}
+    units = tuple(UnitCost(f"{n}", 1.0, 1.0, 1.0, **held, tied=ties.get(n, ())) for n in range(4))
+    sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
+
+    def held_by(choice: Choice) -> tuple[float, ...]:
+        cluster = Cluster(choice.devices)
+        return predict(choice, units, cluster, _cut(choice, cluster, sizes)).held_bytes
+
+    assert held_by(Choice(1, 1, 1, "1f1b", 4, 1)) == (12 * MB,)
+    assert held_by(Choice(1, 2, 1, "1f1b", 4, 1)) == (8 * MB, 8 * MB)
+    assert held_by(Choice(1, 2, 2, "zb-v", 4, 1)) == (4 * MB, 8 * MB)
+
+
+def test_inputs_the_loss_and_the_largest_unit_count() -> None:
+    """Inputs of all microbatches wait on the first rank, a loss is kept on the last, and one unit runs at a time."""
+    units = (
+        UnitCost("a", 1.0, 1.0, 1.0, activation_bytes=5 * MB, input_bytes=2 * MB, working_bytes=9 * MB),
+        UnitCost("b", 1.0, 1.0, 1.0, activation_bytes=MB, working_bytes=2 * MB, loss_bytes=4 * MB),
+    )
+    sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
+    choice, cluster = Choice(1, 2, 1, "1f1b", 4, 1), Cluster(2)
+    plan = predict(choice, units, cluster, _cut(choice, cluster, sizes))
+    assert plan.memory_bytes == (2 * 3 * MB + 4 * 2 * MB + 9 * MB, 5 * MB + 2 * MB)
+    alone = predict(one := Choice(1, 1, 1, "1f1b", 4, 1), units, Cluster(1), _cut(one, Cluster(1), sizes))
+    assert alone.memory_bytes == ((3 + 5) * MB + 4 * 2 * MB + (9 - 5) * MB,)  # while "a" runs, "b" has kept nothing
 
 
 _COST = st.builds(StageCost, *(st.integers(0, 9).map(float) for _ in range(3)))

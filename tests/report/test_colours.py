@@ -17,7 +17,7 @@ from penstock.report.colours import (
     Theme,
     contrast,
     css,
-    ink_on,
+    ink,
     rgb,
     shade,
     variables,
@@ -98,7 +98,9 @@ def test_everything_is_read_on_its_background(theme: Theme) -> None:
     assert contrast(theme.page, theme.muted) > 4.5
     assert contrast(theme.page, theme.accent) > 4.5
     for kind in Kind:
-        assert all(contrast(colour, ink_on(colour)) > 4.5 for colour in shades(theme, kind))
+        for chunk in range(CHUNKS):
+            for number in range(PARITIES):
+                assert contrast(shade(theme, kind, chunk, number), ink(theme, kind, chunk)) > 4.5, (kind, chunk)
         assert apart(theme.page, theme.fills[kind], "normal") > 7
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
 
@@ -118,5 +120,5 @@ def test_the_style_sheet_has_every_colour_for_both_backgrounds() -> None:
             assert found["page"] == theme.page
             assert found["op-wait"] == theme.fills[Kind.WAIT]
             assert found["op-W-2-1"] == shade(theme, Kind.W, 2, 1)
-            assert found["ink-I"] == ink_on(theme.fills[Kind.I]) == "#000000"
+            assert found["ink-I"] == ink(theme, Kind.I) == "#000000"
             assert f"{{ {variables(theme)} }}" in line or line.endswith(f"{variables(theme)} }}")

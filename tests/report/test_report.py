@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.report import summary, to_perfetto, write_perfetto
-from penstock.schedule import Action, generate
+from penstock.schedule import Action, forward_only, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
@@ -50,7 +51,13 @@ def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline)
     assert names == {0: "rank 0", 1: "rank 1"}
     assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"compute", "communication"}
     slices = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
-    assert [e["name"] for e in slices] == ["wait", "F0", "F1", "B0", "B1"]
+    assert [e["name"] for e in slices] == [
+        "wait",
+        "forward of microbatch 0, stage 1",
+        "forward of microbatch 1, stage 1",
+        "backward of microbatch 0, stage 1",
+        "backward of microbatch 1, stage 1",
+    ]
     assert [(e["ts"], e["dur"]) for e in slices[:2]] == [
         (0.0, pytest.approx(3000)),
         (pytest.approx(3000), pytest.approx(2000)),
@@ -61,7 +68,8 @@ def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline)
 def test_perfetto_shows_communication_apart() -> None:
     sent = Timeline.merge([[Span(0, Action.parse("0SEND_F0>2"), 1.0, 2.0)]])
     event = next(e for e in to_perfetto(sent)["traceEvents"] if e["ph"] == "X")
-    assert (event["tid"], event["name"], event["args"]["action"]) == (1, "SEND_F0", "0SEND_F0>2")
+    assert (event["tid"], event["args"]["action"]) == (1, "0SEND_F0>2")
+    assert event["name"] == "send activations of microbatch 0, stage 0 to stage 2"
 
 
 def test_perfetto_shows_messages_that_travel_at_the_same_time_in_threads_of_their_own() -> None:
@@ -70,6 +78,86 @@ def test_perfetto_shows_messages_that_travel_at_the_same_time_in_threads_of_thei
     events = to_perfetto(Timeline.merge([row]))["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 0, 2, 1]
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"][1:] == ["communication", "communication 2"]
+
+
+def arrows(timeline: Timeline) -> list[tuple[str, str, str]]:
+    """What each arrow carries, and the actions whose slices its two ends lie in, in time and in their threads."""
+    events = to_perfetto(timeline)["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+
+    def at(end: dict[str, Any]) -> str:
+        (found,) = (
+            e["args"]["action"]
+            for e in slices
+            if (e["pid"], e["tid"]) == (end["pid"], end["tid"]) and e["ts"] < end["ts"] < e["ts"] + e["dur"]
+        )
+        return str(found)
+
+    starts = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = {e["id"]: e for e in events if e["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert all(starts[key]["ts"] < ends[key]["ts"] for key in starts)
+    return [(starts[key]["name"], at(starts[key]), at(ends[key])) for key in starts]
+
+
+def test_arrows_lead_from_what_made_a_message_to_what_used_it(timeline: Timeline) -> None:
+    assert sorted(arrows(timeline)) == [
+        ("activations", "0F0", "1F0"),
+        ("activations", "0F1", "1F1"),
+        ("gradients", "1B0", "0B0"),
+        ("gradients", "1B1", "0B1"),
+    ]
+    split = simulate(generate("zb-v", 2, 1), StageCost(1, 1, 1))  # stages 1 and 2 lie on one rank
+    assert sorted(arrows(split)) == [
+        ("activations", "0F0", "1F0"),
+        ("activations", "2F0", "3F0"),
+        ("gradients", "1I0", "0I0"),
+        ("gradients", "3I0", "2I0"),
+    ]
+    assert not [e for e in to_perfetto(replace(timeline, in_turns=True))["traceEvents"] if e["ph"] in "sf"]
+
+
+def test_arrows_go_where_sends_say() -> None:
+    times = {"0F0": (0, 1), "0SEND_F0>2": (1, 1.1), "1F0": (2, 3), "2RECV_F0<0": (0, 0), "2F0": (4, 5)}
+    actions = {Action.parse(text): time for text, time in times.items()}
+    rows = [[Span(rank, a, *time) for a, time in actions.items() if a.stage == rank] for rank in range(3)]
+    assert arrows(Timeline.merge(rows)) == [("activations", "0F0", "2F0")]
+
+
+def test_copies_of_the_model_send_each_other_nothing() -> None:
+    made = arrows(simulate(generate("chimera", 2, 4), StageCost(1, 1, 1)))
+    assert len(made) == 8
+    assert {(one[0], other[0]) for _, one, other in made} == {("0", "1"), ("1", "0"), ("2", "3"), ("3", "2")}
+
+
+def counter(events: list[dict[str, Any]], rank: int) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "C" and e["pid"] == rank:
+            (size,) = e["args"].values()
+            found.setdefault(e["name"], []).append((e["ts"] / 1e6, size))
+    return found
+
+
+def test_counters_show_what_is_held() -> None:
+    made = simulate(generate("1f1b", 2, 3), StageCost(1, 1, 1))
+    events = to_perfetto(made)["traceEvents"]
+    assert counter(events, 1) == {
+        "microbatches held": [(0, 0), (1, 1), (4, 1), (7, 1), (10, 0)],
+    }
+    assert max(held for _, held in counter(events, 0)["microbatches held"]) == 2
+    forward = simulate(forward_only(generate("1f1b", 2, 3)), StageCost(1, 1, 1))
+    assert counter(to_perfetto(forward)["traceEvents"], 0)["microbatches held"][-1] == (3, 0)
+
+
+def test_counters_show_memory_where_it_is_known(timeline: Timeline) -> None:
+    curves = [{"activations": [(0.0, 0.0), (0.001, 5e6)], "parameters": [(0.0, 7e6)]}, None]
+    events = to_perfetto(timeline, memory=curves)["traceEvents"]
+    assert counter(events, 0) == {
+        "activations (bytes)": [(0.0, 0.0), (pytest.approx(0.001), 5e6)],
+        "parameters (bytes)": [(0.0, 7e6)],
+    }
+    assert list(counter(events, 1)) == ["microbatches held"]
 
 
 def test_the_file_is_the_trace_as_json(timeline: Timeline, tmp_path: Path) -> None:

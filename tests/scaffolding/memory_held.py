@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import penstock
+from penstock.balance import counted_again
+from penstock.plan import Choice, Cluster, Plan, Sizes
+from penstock.plan.layout import kinds_of_ranks
+from penstock.plan.predict import cut, order_of, predict
 
-WIDTH, ROWS, MICROBATCHES, BLOCKS = 64, 256, 8, 8
+WIDTH, ROWS, MICROBATCHES, BLOCKS, VOCABULARY = 64, 256, 8, 8, 2000
 
 
 class Block(nn.Module):
@@ -24,18 +28,46 @@ class Block(nn.Module):
         return x + y
 
 
-def case(dtype: torch.dtype) -> tuple[nn.Module, Tensor, Tensor]:
+class Words(nn.Module):
+    """Predicts words of a large vocabulary: logits are larger than all that the blocks keep.
+
+    Args:
+        tied: whether the output layer's weight is the embedding.
+    """
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.embedding(words)))
+        return logits
+
+
+def case(dtype: torch.dtype, words: str = "") -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, its batch and target. `words`: "tied" or "untied": of words, for `cross_entropy`."""
     torch.manual_seed(0)
+    if words:
+        x, y = (torch.randint(VOCABULARY, (ROWS * MICROBATCHES,)) for _ in range(2))
+        return Words(tied=words == "tied").to(dtype), x, y
     model = nn.Sequential(*(Block() for _ in range(BLOCKS))).to(dtype)
     x, y = (torch.randn(ROWS * MICROBATCHES, WIDTH, dtype=dtype) for _ in range(2))
     return model, x, y
 
 
-def held(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> int:
+def loss_of(words: str) -> Any:
+    return F.cross_entropy if words else F.mse_loss
+
+
+def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = "") -> int:
     """The most bytes that tensors of this rank take in a step after the first: of its stages, and what it makes."""
     torch.set_num_threads(1)
-    model, x, y = case(dtype)
-    with penstock.pipeline(model, (x,), loss_fn=F.mse_loss, microbatches=MICROBATCHES, **options) as pipe:
+    model, x, y = case(dtype, words)
+    with penstock.pipeline(model, (x,), loss_fn=loss_of(words), microbatches=MICROBATCHES, **options) as pipe:
         for _ in range(2):
             pipe.step(x, target=y)
         for parameter in pipe.parameters():
@@ -51,9 +83,25 @@ def held(rank: int, dtype: torch.dtype, options: dict[str, Any]) -> int:
     return own + most
 
 
-def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any]) -> list[int]:
+def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: str = "") -> list[int]:
     """Each rank's peak, as `inspect` predicts it."""
-    model, x, y = case(dtype)
+    model, x, y = case(dtype, words)
     stages = ranks * options.get("chunks", 1)
-    given = {"microbatches": MICROBATCHES, "loss_fn": F.mse_loss, "target": y, "stages": stages, "balance": "flops"}
+    given = {"microbatches": MICROBATCHES, "loss_fn": loss_of(words), "target": y, "stages": stages, "balance": "flops"}
     return [each.peak for each in penstock.inspect(model, (x,), **given | options).memory]
+
+
+def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: str = "") -> tuple[Plan, list[float]]:
+    """A plan for as many microbatches, and what each rank needs by it, without the optimizer."""
+    model, x, _ = case(dtype, words)
+    sizes = Sizes.of([penstock.profile(model, (x,), microbatches=MICROBATCHES, budget_seconds=0.1)])
+    choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, ROWS), Cluster(ranks)
+    units, order = sizes.at(ROWS), order_of(choice)
+    where = cut(units, order.placement, cluster, kinds_of_ranks(cluster, 1, ranks)[0])
+    plan = predict(choice, units, cluster, where)
+    bounds = [*where.starts, len(units)]
+    needed = []
+    for rank, most in enumerate(plan.memory_bytes):
+        own = [unit for s in order.placement.stages_on(rank) for unit in units[bounds[s] : bounds[s + 1]]]
+        needed.append(most - sum(unit.optimizer_bytes for unit in own) + counted_again(own)[2])
+    return plan, needed

@@ -9,9 +9,12 @@ from penstock.balance.profile import (
     MeasuredLink,
     Operations,
     Profile,
+    Tied,
     UnitCost,
+    counted_again,
     first_difference,
     read_profile,
+    ties_of,
 )
 
 __all__ = [
@@ -21,8 +24,10 @@ __all__ = [
     "Operations",
     "Problem",
     "Profile",
+    "Tied",
     "UnitCost",
     "best_starts",
+    "counted_again",
     "doubts",
     "estimated",
     "first_difference",
@@ -30,5 +35,6 @@ __all__ = [
     "read_profile",
     "stage_bytes",
     "stage_loads",
+    "ties_of",
     "with_operations",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from penstock.errors import ArgumentError
 
 Floats = NDArray[np.float64]
+
+Ints = NDArray[np.intp]
 
 Table = Callable[[int], Floats]
 """For each stage, what it costs if it has k units and ends before unit j, at [k, j]."""
@@ -37,6 +39,8 @@ class Problem:
         crossing_seconds: what it takes to send what crosses a cut before this unit, there and back; both stages pay.
         held_bytes: what a unit takes all the time.
         activation_bytes: what it keeps for each microbatch in flight.
+        working_bytes: what it takes besides while it runs; of a stage, one unit runs at a time.
+        ties: two units that hold so many bytes in common, which a stage with both holds once.
         in_flight: for each stage, how many microbatches are in flight at most; empty: one.
         limit_bytes: what a stage may take.
         speeds: for each stage, how fast its device computes; empty: all as fast as the one that `seconds` are of.
@@ -51,6 +55,8 @@ class Problem:
     limit_bytes: float = math.inf
     balanced: Literal["seconds", "bytes"] = "seconds"
     speeds: Sequence[float] = ()
+    working_bytes: Sequence[float] = ()
+    ties: Sequence[tuple[int, int, float]] = ()
 
     def bytes_before(self, stage: int) -> Floats:
         """What all units before each one, and before the end, would take on this stage."""
@@ -62,6 +68,27 @@ class Problem:
             speed = max(self.speeds, default=1.0) if stage is None or not self.speeds else self.speeds[stage]
             return _totals(_column(self.seconds, len(self.seconds))[:-1]) / speed
         return self._bytes_before(min(self.in_flight, default=1)) if stage is None else self.bytes_before(stage)
+
+    def together(self, begins: Ints, ends: Ints) -> Floats:
+        """What units from `begins` to before `ends` take as one stage besides what each of them takes: ties are held
+        once, and one unit runs. Both may have any shape.
+        """
+        found = np.zeros(np.broadcast(begins, ends).shape)
+        for one, other, size in self.ties:
+            found -= size * ((begins <= one) & (other < ends))
+        return found + self._working(begins, ends) if any(self.working_bytes) else found
+
+    def _working(self, begins: Ints, ends: Ints) -> Floats:
+        """While one unit runs, later ones keep nothing of this microbatch."""
+        units = len(self.seconds)
+        kept = _totals(_column(self.activation_bytes, units)[:-1])
+        most = kept[1:] + _column(self.working_bytes, units)[:-1]
+        longest = int(np.max(ends - begins, initial=1))
+        ranges = np.full((longest + 1, units + 1), -np.inf)
+        for length in range(1, longest + 1):
+            ranges[length, length:] = np.maximum(ranges[length - 1, length:], most[: units - length + 1])
+        found: Floats = np.maximum(ranges[np.maximum(ends - begins, 0), ends] - kept[ends], 0.0)
+        return found
 
     def crossing(self) -> Floats:
         """What a cut before each unit costs each of its two stages."""
@@ -88,8 +115,10 @@ def best_starts(problem: Problem, stages: int) -> list[int]:
         raise ArgumentError(f"stages={stages}: expected from 1 to {units}, the number of units")
     least = problem.costs_before()
     bound = 2 * least[-1] / stages
+    saves = problem.balanced == "bytes" and bool(problem.ties)  # a stage may then cost less than its units do
     while True:
         longest = int(np.max(np.arange(units + 1) - np.searchsorted(least, least - bound * ROUNDING)))
+        longest = units if saves else longest
         table = _table(problem, longest)
         dearest = _dearest(table, stages, units)
         if dearest <= bound or (longest == units and math.isfinite(dearest)):
@@ -102,6 +131,8 @@ def best_starts(problem: Problem, stages: int) -> list[int]:
 def stage_loads(problem: Problem, starts: Sequence[int]) -> list[float]:
     """What each of these stages costs, in what is balanced."""
     crossing, found = problem.crossing(), []
+    if problem.balanced == "bytes":
+        return stage_bytes(problem, starts)
     for stage, (start, end) in enumerate(pairwise((*starts, len(problem.seconds)))):
         before = problem.costs_before(stage)
         found.append(float(before[end] - before[start] + crossing[start] + crossing[end]))
@@ -111,19 +142,15 @@ def stage_loads(problem: Problem, starts: Sequence[int]) -> list[float]:
 def stage_bytes(problem: Problem, starts: Sequence[int]) -> list[float]:
     """What each of these stages takes of memory."""
     runs = enumerate(pairwise((*starts, len(problem.seconds))))
-    return [
-        float(problem.bytes_before(stage)[end] - problem.bytes_before(stage)[start]) for stage, (start, end) in runs
-    ]
+    found = []
+    for stage, (start, end) in runs:
+        before = problem.bytes_before(stage)
+        found.append(float(before[end] - before[start] + problem.together(np.array(start), np.array(end))))
+    return found
 
 
 def _nothing_fits(problem: Problem, stages: int) -> str:
-    freely = Problem(
-        problem.seconds,
-        held_bytes=problem.held_bytes,
-        activation_bytes=problem.activation_bytes,
-        in_flight=problem.in_flight,
-        balanced="bytes",
-    )
+    freely = replace(problem, crossing_seconds=(), limit_bytes=math.inf, balanced="bytes", speeds=())
     loads = stage_loads(freely, best_starts(freely, stages))
     return (
         f"memory_limit={problem.limit_bytes:,.0f} bytes: no cut into {stages} stages fits. The least that any needs is "
@@ -135,19 +162,23 @@ def _nothing_fits(problem: Problem, stages: int) -> str:
 def _table(problem: Problem, longest: int) -> Table:
     """The costs of stages of up to `longest` units; infinite for those that have none, or take too much memory."""
     units = len(problem.seconds)
-    lengths, ends = np.arange(longest + 1)[:, None], np.arange(units + 1)[None, :]
+    lengths = np.arange(longest + 1)[:, None]
+    ends = np.broadcast_to(np.arange(units + 1), (longest + 1, units + 1))
     begins = ends - lengths
     exists = (begins >= 0) & (lengths > 0)
     begins = np.maximum(begins, 0)
+    together = problem.together(begins, ends)
     crossing = problem.crossing()
     crossings = np.where(exists, crossing[begins] + crossing[None, :], np.inf)
 
     def costs(stage: int) -> Floats:
         before = problem.costs_before(stage)
         found: Floats = before[None, :] - before[begins] + crossings
+        if problem.balanced == "bytes":
+            found += together
         if math.isfinite(problem.limit_bytes):
             taken = problem.bytes_before(stage)
-            found[taken[None, :] - taken[begins] > problem.limit_bytes * ROUNDING] = np.inf
+            found[taken[None, :] - taken[begins] + together > problem.limit_bytes * ROUNDING] = np.inf
         return found
 
     if problem.balanced == "seconds" and math.isinf(problem.limit_bytes) and not problem.speeds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -45,6 +45,20 @@ class Operations:
 
 
 @dataclass(frozen=True, slots=True)
+class Tied:
+    """A parameter or buffer that several units hold.
+
+    Attributes:
+        name: in the unsplit model.
+        parameter_bytes, gradient_bytes: as in `UnitCost`, where they are included.
+    """
+
+    name: str
+    parameter_bytes: int
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCost:
     """A module before which the model can be cut, and all that runs from there to the next one, for one microbatch.
 
@@ -66,6 +80,12 @@ class UnitCost:
         operations: what it does, for estimates on other devices; None: not counted, or as the unit in `like`.
         split_forward_seconds, split_input_gradient_seconds, split_weight_gradient_seconds: F, I and W as the runtime
             runs them where a schedule splits the backward, which takes longer than a whole one. None: not measured.
+        working_bytes: what its forward or backward takes while it runs, at most, besides `activation_bytes` and what is
+            held all the time.
+        input_bytes: of the model's inputs, which arrive here: they are there from the beginning of a step.
+        loss_bytes: what a loss keeps for its backward, as much as cross entropy: of the last unit, unless the model
+            computes its own.
+        tied: those of its parameters and buffers that other units hold, too.
     """
 
     name: str
@@ -85,12 +105,21 @@ class UnitCost:
     split_forward_seconds: float | None = None
     split_input_gradient_seconds: float | None = None
     split_weight_gradient_seconds: float | None = None
+    working_bytes: float = 0
+    input_bytes: float = 0
+    loss_bytes: float = 0
+    tied: tuple[Tied, ...] = ()
 
     @property
     def split(self) -> UnitCost:
         """The unit in a schedule that splits the backward."""
         given = {name.removeprefix("split_"): getattr(self, name) for name in SPLIT_SECONDS}
         return replace(self, **{name: seconds for name, seconds in given.items() if seconds is not None})
+
+    @property
+    def in_flight_bytes(self) -> float:
+        """What a microbatch takes from its forward to its backward, besides the model's inputs."""
+        return max(self.activation_bytes - self.input_bytes, 0) + self.loss_bytes
 
     @property
     def again_seconds(self) -> float:
@@ -106,6 +135,37 @@ class UnitCost:
     def held_bytes(self) -> int:
         """What it takes all the time: parameters, buffers, gradients, and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:
+    """What these units have too much if one device has them all, since it holds what is tied once: of
+    `parameter_bytes`, `gradient_bytes` and `optimizer_bytes`.
+    """
+    seen, again = set[str](), [0.0, 0.0, 0.0]
+    for unit in units:
+        for tied in unit.tied:
+            if tied.name in seen:
+                again = [total + one for total, one in zip(again, _parts(unit, tied), strict=True)]
+            seen.add(tied.name)
+    return again[0], again[1], again[2]
+
+
+def ties_of(units: Sequence[UnitCost]) -> list[tuple[int, int, float]]:
+    """For each tied parameter, each two units in a row that hold it, and what a device with both holds too much."""
+    last: dict[str, int] = {}
+    found = []
+    for index, unit in enumerate(units):
+        for tied in unit.tied:
+            if tied.name in last:
+                found.append((last[tied.name], index, sum(_parts(unit, tied))))
+            last[tied.name] = index
+    return found
+
+
+def _parts(unit: UnitCost, tied: Tied) -> tuple[float, float, float]:
+    """What it takes of the unit's parameters, gradients, and optimizer's state."""
+    share = tied.gradient_bytes / unit.gradient_bytes if unit.gradient_bytes else 0.0
+    return tied.parameter_bytes, tied.gradient_bytes, share * unit.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)

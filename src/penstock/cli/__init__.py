@@ -30,8 +30,11 @@ VERBS: dict[str, dict[str, Any]] = {
     "show": {},
     "plan": {},
     "explain": {},
+    "report": {},
+    "top": {},
     "devices": {},
     "fabric": {},
+    "studio": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
 

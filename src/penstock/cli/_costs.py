@@ -12,7 +12,7 @@ from penstock.cli._measured_costs import UnitsToCut
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule
 from penstock.simulate import NO_COST, Links
-from penstock.simulate.costs import LinkCost, OfStage, StageCost, each_of
+from penstock.simulate.costs import OF_MICROBATCH, LinkCost, OfStage, StageCost, divided, each_of
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ class Costs:
         """
         stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
         if schedule.slices > 1:
-            names = (*_OF_MICROBATCH, "output_bytes")
-            parts = [_changed(stage, lambda cost: _divided(cost, schedule.slices, names)) for stage in stages]
+            names = (*OF_MICROBATCH, "output_bytes")
+            parts = [_changed(stage, lambda cost: divided(cost, schedule.slices, names)) for stage in stages]
             return [one if isinstance(one, StageCost) else _repeated(one, schedule.slices) for one in parts]
         return stages
 
@@ -216,7 +216,7 @@ class Costs:
         """Turns costs per stage into costs per rank, which `for_model_of` divides again. A file's costs stay."""
         if not isinstance(self.stages, StageCost):
             return self
-        return replace(self, stages=_divided(self.stages, 1 / chunks, _DIVIDED))
+        return replace(self, stages=divided(self.stages, 1 / chunks))
 
     def for_model_of(self, schedule: Schedule) -> Costs:
         """The costs with which a schedule trains the same model as every other schedule.
@@ -229,7 +229,7 @@ class Costs:
         """
         depth = schedule.placement.depth
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=_divided(self.stages, depth // schedule.ranks, _DIVIDED))
+            return replace(self, stages=divided(self.stages, depth // schedule.ranks))
         if isinstance(self.stages, UnitsToCut):
             return self
         size, rest = divmod(len(self.stages), depth)
@@ -246,27 +246,8 @@ class Costs:
         `for_model_of`, whose errors it raises.
         """
         if isinstance(self.stages, StageCost):
-            return replace(self, stages=_divided(self.stages, schedule.placement.depth, _DIVIDED))
+            return replace(self, stages=divided(self.stages, schedule.placement.depth))
         return self.for_model_of(schedule)
-
-
-_OF_MICROBATCH = (
-    "forward_seconds",
-    "backward_input_seconds",
-    "backward_weight_seconds",
-    "overlapped_seconds",
-    "activation_bytes",
-    "weight_gradient_bytes",
-)
-"""The costs that are shared out when a stage's work is divided into parts."""
-
-_DIVIDED = (*_OF_MICROBATCH, "unsharded_bytes")
-"""Those that are shared out when the stage itself is."""
-
-
-def _divided(cost: StageCost, by: float, names: Sequence[str]) -> StageCost:
-    shares = {name: value / by for name in names if (value := getattr(cost, name)) is not None}
-    return replace(cost, **shares)
 
 
 def _changed(stage: OfStage, change: Callable[[StageCost], StageCost]) -> OfStage:

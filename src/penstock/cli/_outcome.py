@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,14 +15,16 @@ from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath, peaks
+from penstock.simulate import Cause, CriticalPath, memory
 from penstock.simulate.columns import Columns
-from penstock.simulate.costs import OfStage, StageCost, each_of
+from penstock.simulate.costs import OfStage, each_of
+from penstock.simulate.figures import WORK, Figures
+from penstock.simulate.figures import chunks as chunks
+from penstock.simulate.figures import title as title
 from penstock.simulate.simulator import timed
-from penstock.simulate.waits import Waits
-from penstock.words import counted, sized
+from penstock.words import sized
 
 HEADS = {
     Cause.WARM_UP: "warm\nup",
@@ -78,47 +80,43 @@ class Outcome:
                 **({"unsharded": held.unsharded} if sharded else {}),
                 "peak": held.at_once,
             }
-            for held in peaks(self.schedule, self.by_stage, self.timeline)
+            for held in self.figures.peaks
         ]
 
+    @property
+    def memory_curves(self) -> list[dict[str, list[tuple[float, float]]]]:
+        """Each rank's memory by kind over time, for a trace; none if sizes were not given."""
+        if not self.costs.has_memory:
+            return []
+        found = []
+        for held in memory(self.schedule, self.by_stage, self.timeline):
+            constant = held.parameters + held.gradients + held.optimizer
+            curves = {"parameters, gradients, optimizer": [(0.0, constant)]} if constant else {}
+            curves["activations"] = [(0.0, 0.0), *zip(held.seconds, held.activations, strict=True)]
+            if held.peak_unsharded:
+                curves["gathered parameters"] = [(0.0, 0.0), *zip(held.seconds, held.unsharded, strict=True)]
+            found.append(curves)
+        return found
+
     @cached_property
+    def figures(self) -> Figures:
+        return Figures(self.schedule, self.by_stage, self.timeline, self.columns)
+
+    @property
     def peak_activations(self) -> list[float]:
-        """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
-        placement, slices = self.schedule.placement, self.schedule.slices
-        costs = with_activations(placement, self.by_stage, slices)
-        held = peaks(self.schedule, costs, self.timeline)
-        units = units_of_memory(placement, costs, slices)
-        return [one.activations / unit for one, unit in zip(held, units, strict=True)]
+        return self.figures.peak_activations
 
-    @cached_property
-    def _waits(self) -> Waits:
-        return Waits.of(self.schedule, self.timeline, self.columns)
-
-    @cached_property
+    @property
     def idle(self) -> list[dict[Cause, float]]:
-        return self._waits.idle()
+        return self.figures.idle
 
-    @cached_property
+    @property
     def path(self) -> CriticalPath:
-        return self._waits.critical_path()
+        return self.figures.path
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
-        path = self.path
-        on_path = {op.value: path.seconds(op) for op in _OPS if path.seconds(op)}
-        found = {
-            "name": self.schedule.name,
-            "ranks": self.schedule.ranks,
-            "microbatches": self.schedule.microbatches,
-            "chunks": chunks(self.schedule),
-            "slices": self.schedule.slices,
-            "makespan": self.timeline.makespan_seconds,
-            "span": self.timeline.span_seconds,
-            "bubble_rate": self.timeline.bubble_rate,
-            "peak_activations": self.peak_activations,
-            "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
-            "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
-        }
+        found = self.figures.to_dict()
         if self.costs.are_measured:
             found["costs"] = self.costs.origin(self.schedule.placement)
             found["cuts"] = list(self.costs.cuts(self.schedule.placement))
@@ -129,55 +127,9 @@ class Outcome:
         return found
 
 
-_OPS = (Op.F, Op.B, Op.I, Op.W)
-
-
 def _gathers(schedule: Schedule) -> bool:
     """Whether the schedule gathers the parameters of sharded stages."""
     return any(code == Op.UNSHARD.code for row in schedule.rows for _, code in row.kinds)
-
-
-def chunks(schedule: Schedule) -> int:
-    """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
-    placement = schedule.placement
-    return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
-
-
-def title(schedule: Schedule) -> str:
-    """A one-line description of the schedule."""
-    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
-    text = ", ".join(counted(count, what) for what, count in counts.items())
-    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
-    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
-    return f"{schedule.name}: {text} a rank{slices}{copies}"
-
-
-def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:
-    """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
-    known = {
-        rank
-        for rank, stage in zip(placement.rank_of, costs, strict=True)
-        if any(cost.activation_bytes for cost in each_of(stage))
-    }
-
-    def counted_ones(stage: OfStage) -> OfStage:
-        made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
-        return made[0] if isinstance(stage, StageCost) else made
-
-    return [
-        stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
-    ]
-
-
-def units_of_memory(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[float]:
-    """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
-    model.
-    """
-    held = [0.0] * placement.ranks
-    for rank, stage in zip(placement.rank_of, costs, strict=True):
-        sizes = [cost.activation_bytes for cost in each_of(stage)]
-        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) * slices / placement.pipelines
-    return held
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -297,6 +249,6 @@ def _path(outcome: Outcome) -> str:
     makespan = outcome.timeline.makespan_seconds
     if not makespan:
         return "nothing takes any time"
-    parts = {op.value: path.seconds(op) for op in _OPS} | {"links": path.link_seconds}
+    parts = {op.value: path.seconds(op) for op in WORK} | {"links": path.link_seconds}
     shares = ", ".join(f"{name} {time / makespan:.1%}" for name, time in parts.items() if time)
     return f"{len(path.spans):,} actions: {shares}"

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import PEAK_NOTE, format_of, print_unbroken, table, title, units_of_memory, with_activations
+from penstock.cli._outcome import PEAK_NOTE, format_of, print_unbroken, table, title
 from penstock.errors import ArgumentError
 from penstock.schedule import Schedule
 from penstock.simulate import peaks
+from penstock.simulate.figures import units_of_memory, with_activations
 from penstock.simulate.passes_run import WithPasses, simulate_with
 from penstock.simulate.vocabulary import IN_FLIGHT, Vocabulary
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.report.colours import LIGHT, WORDS, Kind, ink_on, shade
+from penstock.report.colours import LIGHT, WORDS, Kind, ink, shade
 from penstock.schedule import Action, Op, Schedule, grid
 from penstock.schedule.timeline import Timeline, Track
 
@@ -110,8 +110,8 @@ def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
         return Style.null()
     if palette is Palette.FEW:
         return Style(color="black", bgcolor=f"{'bright_' if chunk else ''}{_FEW_COLOURS[op]}")
-    colour = shade(LIGHT, Kind.of(op), chunk, microbatch)
-    return Style(color=ink_on(colour), bgcolor=colour)
+    kind = Kind.of(op)
+    return Style(color=ink(LIGHT, kind, chunk), bgcolor=shade(LIGHT, kind, chunk, microbatch))
 
 
 def _places(schedule: Schedule) -> dict[int, int]:

@@ -23,12 +23,6 @@ ANNOUNCED = 200_000
 """From this many actions on, an answer takes seconds."""
 
 
-def actions(generator: Generator, numbers: Numbers) -> int:
-    """The most F, B, I and W that a schedule can have: one that splits backwards may leave some whole."""
-    kinds = 3 if generator.splits else 2
-    return kinds * numbers.ranks * numbers.chunks * numbers.microbatches * numbers.slices
-
-
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     """Refuses schedules that are too large to time, and announces those that take a while.
 
@@ -36,9 +30,9 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
         ArgumentError: they have more than `MOST` actions together, or one has more than `MOST_STAGES` stages.
     """
     asked = list(schedules)
-    found = sum(actions(generator, numbers) for generator, numbers in asked)
+    found = sum(generator.actions(numbers) for generator, numbers in asked)
     if found > MOST:
-        given = max(asked, key=lambda one: actions(*one))[1]
+        given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
             f"{MOST:,} can be timed; give fewer ranks, microbatches, chunks or slices"

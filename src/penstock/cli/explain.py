@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.explain import Change, Explanation, Predicted, Run
     from penstock.explain.where import RankTime
+    from penstock.runs import RunRead
 
     Written = Callable[[float], str]
 
@@ -40,8 +41,8 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Timelines as JSON, traces of Perfetto or torch's profiler, or columns (CSV); one file for all ranks, "
-            "one for each, or a folder of them; .gz too.",
+            help="A folder that penstock.pipeline(run=...) recorded; or timelines as JSON, traces of Perfetto or "
+            "torch's profiler, or columns (CSV): one file for all ranks, one for each, or a folder of them; .gz too.",
         ),
     ],
     step: Annotated[
@@ -51,7 +52,8 @@ def explain(
         Path | None, typer.Option(metavar="FILE", help="What `penstock profile` wrote: compare, and find a better cut.")
     ] = None,
     cuts: Annotated[
-        str | None, typer.Option(help="With --profile, the cuts of the run: a,b,c; by default the profile's own best.")
+        str | None,
+        typer.Option(help="With --profile, the cuts of the run: a,b,c; by default as recorded, or the profile's best."),
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The plan of the run, from `penstock plan`: compare with it.")
@@ -80,7 +82,8 @@ def explain(
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")
     number = None if step is None or every else int(step)
-    found = explained(known, step=number, predicted=_predicted(known, profile, cuts, plan), what_ifs=what_if or ())
+    predicted = predicted_by(known, profile, cuts, plan, folder_of(run))
+    found = explained(known, step=number, predicted=predicted, what_ifs=what_if or ())
     if as_json:
         print(json.dumps(found.to_dict()))
     elif every:
@@ -89,7 +92,17 @@ def explain(
         show(found, Console(highlight=False))
 
 
-def _predicted(run: Run, profile: Path | None, cuts: str | None, plan: Path | None) -> Predicted | None:
+def folder_of(paths: Sequence[Path]) -> RunRead | None:
+    """The folder of a run, if that is what was given."""
+    from penstock.runs import is_run, read_run
+
+    return read_run(paths[0]) if len(paths) == 1 and is_run(paths[0]) else None
+
+
+def predicted_by(
+    run: Run, profile: Path | None, cuts: str | None, plan: Path | None, folder: RunRead | None
+) -> Predicted | None:
+    """What a profile, a plan or the run's own folder said of a run; None if there is none of these."""
     from penstock.explain import Predicted
 
     if cuts is not None and profile is None:
@@ -100,12 +113,13 @@ def _predicted(run: Run, profile: Path | None, cuts: str | None, plan: Path | No
 
         planned = read_plan(plan)
     if profile is None:
-        return None if planned is None else Predicted(planned.stage_seconds)
+        before = planned or (None if folder is None else folder.predicted())
+        return None if before is None else Predicted(before.stage_seconds)
     from penstock.balance import read_profile
 
     stages = run.typical.slowest.schedule.placement.depth
-    names = cuts.split(",") if cuts is not None else None if planned is None else list(planned.cuts)
-    return Predicted.of_profile(read_profile(profile), stages, names)
+    known = folder.about.cuts if folder is not None else None if planned is None else planned.cuts
+    return Predicted.of_profile(read_profile(profile), stages, known if cuts is None else cuts.split(","))
 
 
 def show(found: Explanation, console: Console) -> None:

@@ -22,7 +22,7 @@ from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.balance import Profile
-    from penstock.plan import Planned, Sizes
+    from penstock.plan import Plan, Planned, Sizes
     from penstock.simulate import LinkCost
 
 EPILOG = """\
@@ -107,10 +107,27 @@ def plan(
         if paper is not None and found.best:
             print(f"\n{paper.told(found.best[0])}")
         if out is not None and found.best:
-            mesh = f", {found.best[0].mesh}" if found.best[0].choice.replicas > 1 else ""
-            print(f"\nwritten to {out}: penstock.pipeline(..., plan={str(out)!r}{mesh})")
+            print(f"\nwritten to {out}{_to_follow(found.best[0], out)}")
     if not found.best:
         raise typer.Exit(1)
+
+
+def _to_follow(plan: Plan, file: Path) -> str:
+    """How a script follows the plan, to the letter."""
+    alone = f"penstock.pipeline(..., plan={str(file)!r}), or any script by penstock run --plan {file} train.py"
+    choice = plan.choice
+    if choice.replicas == 1:
+        return f": {alone}"
+    rows, batch = choice.microbatches * choice.rows, choice.replicas * choice.microbatches * choice.rows
+    made, _, _ = plan.mesh.partition("(")
+    return (
+        f" for penstock run --plan {file} train.py. Its replicas need a mesh, and each its own {rows} of a batch's "
+        f"{batch} rows; in the script:\n"
+        f"  from torch.distributed.device_mesh import {made}\n"
+        f"  mesh = {plan.mesh}\n"
+        f'  x, y = (whole.chunk({choice.replicas})[mesh.get_local_rank("dp")] for whole in (x, y))\n'
+        "  penstock.pipeline(model, (x,), ..., mesh=mesh)"
+    )
 
 
 def _beyond(sizes: Sizes, rows: int) -> str:

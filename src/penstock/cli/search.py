@@ -17,12 +17,13 @@ from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
 from penstock.cli._microbatches import CUT
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
-from penstock.cli._outcome import Outcome, format_of, show, units_of_memory, with_activations
+from penstock.cli._outcome import Outcome, format_of, show
 from penstock.cli._size import weigh_search
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
+from penstock.simulate.figures import units_of_memory, with_activations
 
 if TYPE_CHECKING:
     from penstock.search import Found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
+from penstock.cli._files import Background, Files
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import Outcome, chunks, format_of, title
 from penstock.cli._picture import Palette, legend, proportional, slots
@@ -24,7 +26,11 @@ def show(
     order: OrderOptions,
     costs: CostOptions,
     width: Annotated[
-        int | None, typer.Option(help="Characters per line; default the terminal's.", rich_help_panel=OUTPUT_PANEL)
+        int | None,
+        typer.Option(
+            help="Characters per line; default the terminal's. Of a file: pixels, 960 by default.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
     ] = None,
     zoom: Annotated[
         int | None,
@@ -40,16 +46,52 @@ def show(
         bool,
         typer.Option("--comms", help="Like --text, with messages.", rich_help_panel=OUTPUT_PANEL),
     ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(
+            "--svg",
+            metavar="FILE",
+            help="Draw into a file: for pages, with names on hover.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png",
+            metavar="FILE",
+            help="The same for slides and chats; needs matplotlib.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
+    background: Annotated[
+        Background | None,
+        typer.Option(
+            help="Of a file. By default an SVG follows the reader's system, a PNG is light.",
+            rich_help_panel=OUTPUT_PANEL,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw a schedule: one line per rank, one colour per op.
 
     Without costs, every F, B, I and W takes one slot. With costs, the picture is
     a timeline: lengths are proportional to time.
-    """
+    """  # fmt: skip
     schedule = order.one()
     written = add_communication(schedule) if comms else schedule
     has_costs = costs != CostOptions()
+    if svg is not None or png is not None:
+        if text or comms or as_json or zoom is not None:
+            raise ArgumentError(
+                f"{'--png' if svg is None else '--svg'}: a file shows the whole picture; leave out --text, --comms, "
+                "--zoom and --json"
+            )
+        outcome = Outcome.of(schedule, costs.read(order.count)) if has_costs else None
+        Files(svg, png, background, width).write(schedule, outcome)
+        return
+    if background is not None:
+        raise ArgumentError("--background: only files have one; give --svg or --png")
     if as_json:
         print(json.dumps(describe(Outcome.of(schedule, costs.read(order.count)), written)))
         return

@@ -94,7 +94,7 @@ def simulate(
     outcome = Outcome.of(order.one(), known)
     if perfetto is not None:
         try:
-            write_perfetto(outcome.timeline, perfetto)
+            write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, slices=outcome.schedule.slices)
         except OSError as error:
             raise ArgumentError(f"--perfetto {perfetto}: {error.strerror or error}") from None
     if as_json:

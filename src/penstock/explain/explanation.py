@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import ArgumentError
-from penstock.explain.case import case_of
+from penstock.explain.case import Case, case_of
 from penstock.explain.changes import Change, Trial, suggestions, what_if
 from penstock.explain.event import Recording
 from penstock.explain.factors import factors_of, seconds_of
@@ -17,6 +17,7 @@ from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
 from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Where, bubble_of, where_of
+from penstock.schedule.timeline import Timeline
 from penstock.simulate.job import Slowdowns
 
 _UNKNOWN = "nobody knows which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
@@ -58,6 +59,8 @@ class Explanation:
             pipelines; 0 if they do nothing, or nobody knows with whom.
         slowdowns: what stragglers cost; None where that cannot be told.
         steps: each step of the run in short.
+        even: the slowest replica's schedule if stages, ranks and microbatches were alike and nothing between actions.
+        predicted: the same schedule by the plan's or profile's costs; None if there is none.
     """
 
     run: Run
@@ -73,6 +76,8 @@ class Explanation:
     whole_error: float
     slowdowns: Slowdowns | None
     steps: tuple[StepSummary, ...]
+    even: Timeline
+    predicted: Timeline | None
 
     @property
     def error(self) -> float:
@@ -163,8 +168,10 @@ def explain(
     factors = factors_of(chosen.replicas)
     replay = case_of(chosen, factors.seconds)
     replay_seconds = replay.step_seconds
-    even = factors.even[chosen.replicas.index(chosen.slowest)]
+    place = chosen.replicas.index(chosen.slowest)
+    even = factors.even[place]
     trial = Trial(chosen, factors, replay, replay_seconds, predicted)
+    even_timeline, planned = replay.free.timeline(chosen.slowest.schedule, even), _predicted(trial)
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
     worst = max(map(_worst_error, run.steps))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
@@ -178,14 +185,16 @@ def explain(
         replay_error,
         worst,
         _stages(trial),
-        _predicted_seconds(trial),
+        None if planned is None else planned.pipeline_seconds,
         where_of(chosen, factors, replay),
-        bubble_of(chosen.slowest, replay.free.timeline(chosen.slowest.schedule, even)),
+        bubble_of(chosen.slowest, even_timeline),
         suggestions(trial, max(abs(replay_error), worst, outside)),
         tuple(what_if(trial, text) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
+        even_timeline,
+        None if planned is None else planned.timeline(chosen.slowest.schedule, planned.seconds[place]),
     )
 
 
@@ -233,11 +242,11 @@ def _stages(trial: Trial) -> tuple[StageTime, ...]:
     )
 
 
-def _predicted_seconds(trial: Trial) -> float | None:
-    """The pipeline if each stage took what was predicted, each op its measured share of it, and messages as long."""
+def _predicted(trial: Trial) -> Case | None:
+    """The replay if each stage took what was predicted, each op its measured share of it, and messages as long."""
     known, totals = trial.predicted, trial.totals
     if known is None:
         return None
     depth = trial.slowest.schedule.placement.depth
     scale = np.array([known.stage_seconds[stage % depth] for stage in range(len(totals))]) / np.maximum(totals, 1e-30)
-    return trial.replay.with_seconds(trial.factors.by_stage * scale[None, None, :, None]).pipeline_seconds
+    return trial.replay.with_seconds(trial.factors.by_stage * scale[None, None, :, None])

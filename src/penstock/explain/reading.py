@@ -11,12 +11,15 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.chrome import read_chrome
 from penstock.explain.event import Event, Recording, stages_by_waits
+from penstock.runs import RunRead, is_run
+from penstock.runs import read_run as read_folder
 from penstock.schedule import Action, Op
 from penstock.schedule.timeline import Timeline
 
@@ -25,7 +28,8 @@ SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 
 
 def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
-    """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not.
+    """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not. Of a folder that
+    `penstock.pipeline(run=...)` recorded, its timelines, by the numbers of their steps.
 
     A file is a timeline as `Timeline.to_dict` writes it (or a list of them, a step each), a trace in Chrome's format
     whose events name the actions, or columns: op, microbatch, start_us and duration_us, with step, dp_rank and pp_rank.
@@ -33,6 +37,8 @@ def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
     Raises:
         ArgumentError: a file cannot be read, or no event names an action.
     """
+    if len(paths) == 1 and is_run(paths[0]):
+        return recording_of_run(read_folder(paths[0]))
     files = [file for path in paths for file in _files(Path(path))]
     found = [_read(file, number) for number, file in enumerate(files)]
     events = tuple(event for one in found for event in one.events)
@@ -89,11 +95,25 @@ def _text(file: Path) -> str:
         raise ArgumentError(f"{file} cannot be read: {error}") from None
 
 
-def recording_of(timelines: Sequence[Timeline], file: str = "") -> Recording:
+def recording_of_run(run: RunRead) -> Recording:
+    """The timelines that a run has recorded. Raises ArgumentError if there is none."""
+    if not (steps := run.timeline_steps()):
+        raise ArgumentError(
+            f"run {str(run.path)!r} has no timeline: the first is of step 5, unless timeline_every is 0"
+        )
+    found = recording_of([run.timeline(step) for step in steps], str(run.path), steps)
+    return replace(found, stages=run.about.stages.stages)
+
+
+def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:
     """The timelines of some steps, as the runtime or the simulator made them.
 
+    Args:
+        file: where they are from, for messages.
+        steps: their numbers; empty: in order, from 0.
+
     Raises:
-        ArgumentError: ranks took turns in one process. `file` is where the timelines are from.
+        ArgumentError: ranks took turns in one process.
     """
     if any(timeline.in_turns for timeline in timelines):
         raise ArgumentError(
@@ -101,9 +121,11 @@ def recording_of(timelines: Sequence[Timeline], file: str = "") -> Recording:
             "with a process for each rank (penstock run), or simulate these times"
         )
     spans = [span for timeline in timelines for span in timeline]
+    numbers: Sequence[int | None] = steps or [None] * len(timelines)
     events = (
-        Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, rank=s.rank, replica=0)
-        for s in spans
+        Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)
+        for timeline, step in zip(timelines, numbers, strict=True)
+        for s in timeline
         if s.action.op.is_compute
     )
     stages = max((2 + s.action.stage for s in spans if s.action.op is Op.SEND_F), default=0)

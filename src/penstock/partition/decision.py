@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from torch import nn
 
-from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads
+from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.best_order import Units, best_order, cut_in_order
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.joint_cuts import is_joint, named_cuts, stages_at
 from penstock.partition.measure.costs import UnmeasurableError, identity
+from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
+from penstock.plan.besides import Besides
 from penstock.plan.stage_costs import crossing_seconds, slowest_link, usual_link
 from penstock.simulate.costs import LinkCost
 
@@ -57,6 +60,8 @@ class Room:
         limit_bytes: a rank's memory.
         in_flight: for each stage, how many microbatches are in flight at most.
         stages: the most stages of a rank, which share its memory equally.
+        microbatches: how many go through a stage in a step.
+        counts: whether memory matters.
         link: what a message between two ranks costs; None: the slowest that the profile has, or as
             usual for the device.
     """
@@ -65,6 +70,8 @@ class Room:
     in_flight: tuple[int, ...] = ()
     stages: int = 1
     link: LinkCost | None = None
+    microbatches: int = 1
+    counts: bool = False
 
     @property
     def is_limited(self) -> bool:
@@ -123,7 +130,31 @@ def _problem(
     """The units that begin at these nodes, with their memory."""
     held, kept = bytes_by_start(recording, model, starts)
     limit = room.limit_bytes / room.stages
-    return Problem(seconds, held_bytes=held, activation_bytes=kept, in_flight=room.in_flight, limit_bytes=limit)
+    plain = Problem(seconds, held_bytes=held, activation_bytes=kept, in_flight=room.in_flight, limit_bytes=limit)
+    if not room.counts:
+        return plain
+    try:
+        positions, units = _memory_of_units(recording, model)
+    except UnmeasurableError:
+        return plain
+    own = [max(bisect_right(starts, position) - 1, 0) for position in positions]
+    pieces = [[unit for unit, place in zip(units, own, strict=True) if place == each] for each in range(len(starts))]
+    more = [Besides.of(piece) if piece else Besides(0, 0) for piece in pieces]
+    losses = [sum(unit.loss_bytes for unit in piece) for piece in pieces]
+    rows = zip(kept, more, losses, strict=True)
+    return replace(
+        plain,
+        held_bytes=[size + room.microbatches * one.batch for size, one in zip(held, more, strict=True)],
+        activation_bytes=[max(size - one.batch, 0) + loss for size, one, loss in rows],
+        working_bytes=[one.working for one in more],
+        ties=[(own[one], own[other], size) for one, other, size in ties_of(units) if own[one] < own[other]],
+    )
+
+
+def _memory_of_units(recording: Recording, model: nn.Module) -> tuple[list[int], list[UnitCost]]:
+    """All units at which the recording can be cut: where they begin, and what they take."""
+    kept, units = units_held(recording, model, candidates(recording, model, "flops"))
+    return [unit.position for unit in kept], units
 
 
 def _best(problem: Problem, stages: int, room: Room) -> list[int]:
@@ -183,7 +214,7 @@ def _in_best_order(
     units = Units(
         names,
         problem.seconds,
-        problem.held_bytes,
+        [held + most for held, most in zip_longest(problem.held_bytes, problem.working_bytes, fillvalue=0.0)],
         problem.activation_bytes,
         link.bytes_per_second,
         problem.limit_bytes,

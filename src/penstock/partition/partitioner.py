@@ -22,6 +22,7 @@ from penstock.partition.cut.joint_cuts import is_joint, stages_at
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.counting import count
+from penstock.partition.measure.held import units_held, with_memory
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import Splits
 from penstock.partition.obstacle import Obstacle
@@ -216,9 +217,14 @@ class Partitioner:
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
         units = candidates(recording, self.model, "flops")
+        _, held = units_held(recording, self.model, units)
+
+        def complete(found: Profile) -> Profile:
+            return replace(found, rows=rows, units=with_memory(found.units, held))
+
         if budget_seconds is None:
-            return replace(count(recording, self.model, units, args, kwargs), rows=rows)
-        found = replace(measure(recording, self.model, units, args, kwargs, budget_seconds, splits), rows=rows)
+            return complete(count(recording, self.model, units, args, kwargs))
+        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds, splits))
         try:
             counted = count(recording, self.model, units, args, kwargs)
         except UnmeasurableError:  # only estimates need it

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
+from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.planned import Followed
 from penstock.pipe.session import Session
+from penstock.runs.option import RunFolder
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
@@ -91,6 +93,7 @@ def pipeline(
     group_timeout: float | None = None,
     pg_options: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
+    run: RunFolder | str | os.PathLike[str] | None = None,
 ) -> Pipeline:
     """Splits a model into stages and prepares them for training.
 
@@ -131,8 +134,9 @@ def pipeline(
             path of one (.json); "type:" and a pattern of names of classes before which stages may begin; or
             `balance(name, module)`, what a module costs.
         memory_limit: the bytes that a rank may need: for parameters, gradients and an optimizer with two values for
-            each trained one, and for the activations of as many microbatches as the schedule keeps in flight there
-            (as if nothing were recomputed or offloaded). Cuts that need more are left out.
+            each trained one, for the activations of as many microbatches as the schedule keeps in flight there (as if
+            nothing were recomputed or offloaded), for the batch's inputs, a loss like cross entropy, and what a unit
+            takes while it runs. Cuts that need more are left out.
         link: a `penstock.simulate.LinkCost`: what a message between two ranks costs, which counts with the time of both
             stages. None: like shared memory on CPUs, and PCIe between other devices.
         mesh: the processes to use, by dimensions: "pp" for the pipeline; "dp" (or "dp_replicate", "dp_shard", "fsdp")
@@ -179,6 +183,9 @@ def pipeline(
         plan: what `penstock plan` wrote, or `penstock.plan.make_plans` found: decides schedule, chunks, microbatches,
             cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
             `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
+        run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
+            memory, and what each rank does just now; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
+            says how often, and how many steps there will be.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -227,6 +234,7 @@ def pipeline(
         lost_after=lost_after,
         group_timeout=group_timeout,
         pg_options=pg_options,
+        run=run,
     )
     kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
@@ -300,6 +308,8 @@ def build(
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
         built = Pipeline(Session(engine, split, order, given, options))
+        if options.recorded is not None:
+            record(built.session, options.recorded)
         engine.control.watchdog.position = OUTSIDE
         return built
 
@@ -345,12 +355,17 @@ def _cut(
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:
-    given = engine.control.gather((sizes, options.gradient_dtype), "its example")
-    rows, dtypes = [sum(others) for others, _ in given], [str(dtype) for _, dtype in given]
+    mine = (sizes, options.gradient_dtype, options.recorded and options.recorded.timeline_every)
+    given = engine.control.gather(mine, "its example")
+    rows, dtypes = [sum(others) for others, *_ in given], [str(dtype) for _, dtype, _ in given]
     with engine.control.agreed():
         if len(set(dtypes)) > 1:
             raise ArgumentError(
                 f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must give the same"
+            )
+        if len({recorded for *_, recorded in given}) > 1:
+            raise ArgumentError(
+                "run= is given on some processes only, or with another timeline_every; every process must give the same"
             )
         if len(set(rows)) > 1:
             raise ArgumentError(

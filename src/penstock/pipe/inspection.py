@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError, PenstockError
 from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
-from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.build import build, checked_inputs
+from penstock.pipe.described import modules_of
 from penstock.pipe.footprint import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -228,7 +228,9 @@ def inspect(
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
             targets = sum(leaf.nbytes for leaf in flatten(target).leaves if isinstance(leaf, Tensor))
-            ranks = memory_of_ranks(partition, order, asked, targets, runs_again=recompute == "always")
+            ranks = memory_of_ranks(
+                partition, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
+            )
         return replace(found, notes=(*found.notes, *notes), memory=ranks)
 
 
@@ -320,20 +322,9 @@ def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype
         updated=stage.meta.updated,
         draws=tuple(name for name, module in partition.drawing_modules.items() if id(module) in inside),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
-        modules=_modules(partition, index),
+        modules=modules_of(stage),
         activation_bytes=partition.saved[index] if partition.saved else None,
     )
-
-
-def _modules(partition: Partition, index: int) -> tuple[str, ...]:
-    module = partition.stages[index].module
-    names: dict[str, None] = {}
-    for node in module.graph.nodes:
-        if node.op == "call_module":
-            called = module.get_submodule(str(node.target))
-            inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
-            names.update({str(n.target): None for n in inside if n.op == "call_module"})
-    return tuple(names)
 
 
 def _crossings(partition: Partition) -> tuple[Crossing, ...]:

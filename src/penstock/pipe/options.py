@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
@@ -13,6 +14,7 @@ from torch import Tensor
 from penstock.errors import ArgumentError
 from penstock.gradients import checked_dtype
 from penstock.partition import Balance, Choice, Room
+from penstock.runs.option import RunFolder
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.execute.transports import TransportChoice, TransportName
@@ -37,6 +39,7 @@ class Options:
         loss: `loss_fn` as a function of output and target.
         choice: what `balance` says.
         cutting: what batch_dims, split and merge say.
+        recorded: what `run` says.
 
     Raises:
         ArgumentError: one of them is invalid, or two of them exclude each other.
@@ -70,14 +73,17 @@ class Options:
     lost_after: float | None = None
     group_timeout: float | None = None
     pg_options: Any = None
+    run: RunFolder | str | os.PathLike[str] | None = None
     choice: Choice = field(init=False)
     loss: Loss | None = field(init=False)
     cutting: Cutting = field(init=False)
+    recorded: RunFolder | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", Choice.of(self.balance))
         object.__setattr__(self, "loss", checked_loss(self.loss_fn))
         object.__setattr__(self, "cutting", Cutting.of(self.batch_dims, self.split, self.merge))
+        object.__setattr__(self, "recorded", RunFolder.of(self.run))
         self._check_kinds()
         self._check_together()
 
@@ -87,7 +93,8 @@ class Options:
             return Room(link=self.link)
         limit = math.inf if self.memory_limit is None else self.memory_limit
         most = max(len(order.placement.stages_on(rank)) for rank in range(order.ranks))
-        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link)
+        through = len(order.placement.microbatches_of(0, order.microbatches))
+        return Room(limit, tuple(in_flight_by_stage(order)), most, self.link, through, counts=True)
 
     def _check_kinds(self) -> None:
         checked_dtype(self.gradient_dtype)

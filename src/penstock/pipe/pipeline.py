@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -79,18 +80,22 @@ class Pipeline:
         self.session.refuse_closed()
         _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
+        number, recorder = self.session.step_count, self.session.recorder
+        timed = recorder is not None and recorder.begin(number + 1)
         result = self.session.steps.run_batch(
-            self.step_count,
+            number,
             args,
             kwargs,
             target,
             training=True,
             outputs=outputs,
-            timeline=timeline,
+            timeline=timeline or timed,
             loss_scale=self.loss_scale,
         )
         self.session.step_count += 1
-        return result
+        if recorder is not None:
+            recorder.end(number + 1, result)
+        return result if timeline or not timed else replace(result, timeline=None)
 
     def evaluate(
         self, *args: Any, target: Any = None, outputs: Wanted = False, timeline: bool = False, **kwargs: Any

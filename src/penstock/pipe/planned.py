@@ -86,8 +86,12 @@ class Followed:
         if self.plan.made_for is not None:
             _check_model(self.plan.made_for, model, device_type)
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
-            alone = f"start {choice.ranks} processes, or one that runs all ranks"
-            remedy = f"start {choice.devices} processes and give {self.plan.mesh}" if choice.replicas > 1 else alone
+            remedy = f"start {choice.ranks} processes, or one that runs all ranks"
+            if choice.replicas > 1:
+                start = (
+                    "" if world.ranks * world.data_parallel == choice.devices else f"start {choice.devices} processes, "
+                )
+                remedy = f"{start}give mesh={self.plan.mesh}, and each replica its own rows of the batch"
             raise ArgumentError(
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
@@ -95,7 +99,7 @@ class Followed:
         if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
             warn(
                 "the processes are not arranged as in the plan, so that it may be slower than predicted: give "
-                f"{self.plan.mesh}"
+                f"mesh={self.plan.mesh}"
             )
 
     def check_rows(self, rows: int) -> None:

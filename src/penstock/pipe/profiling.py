@@ -67,7 +67,8 @@ def profile(
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
         links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
-            model's. Every rank of a job calls this; rank 0 measures the units, and all get the same profile.
+            model's. Every rank of a job calls this. All measure the units at the same time, since devices of one machine
+            are slower when all of them work, and get rank 0's profile.
 
     Raises:
         ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of
@@ -148,7 +149,7 @@ def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, 
 
 
 def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
-    """The profile that rank 0 makes, with the links between all ranks."""
+    """The profile that rank 0 makes while all others do the same, with the links between all ranks."""
     world = join(None, None, device.type)
     if world.rank is None:
         raise ArgumentError(
@@ -162,9 +163,8 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
     try:
         with control.reporting(close=control.close):
             with control.agreed(), control.working("the measuring of units"):
-                mine = units() if world.rank == 0 else None
+                mine = units()
             found = control.give_all(mine)
-            assert found is not None
             sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
             size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
             return replace(found, links=measure_links(control, here, size))

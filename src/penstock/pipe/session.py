@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
 from penstock.pipe.options import Options
+from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Microbatch
@@ -29,6 +30,7 @@ class Session:
     Attributes:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
+        recorder: writes the run's folder; None if it has none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Session:
         self.rows = sum(example.sizes)
         self.step_count = 0
         self.companions: dict[type, Any] = {}
+        self.recorder: Recorder | None = None
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
         with engine.control.agreed():

@@ -98,11 +98,11 @@ class Plan:
 
     @property
     def mesh(self) -> str:
-        """The argument of `penstock.pipeline` that arranges processes as planned; `type` stands for that of devices."""
-        names = 'mesh_dim_names=("dp", "pp"))'
+        """The mesh that arranges processes as planned, in Python; `type` stands for an unknown type of devices."""
+        names, kind = 'mesh_dim_names=("dp", "pp"))', "type" if self.made_for is None else repr(self.made_for.device)
         if self.devices:
-            return f"mesh=DeviceMesh(type, {self.grid}, {names}"
-        return f"mesh=init_device_mesh(type, {self.choice.replicas, self.choice.ranks}, {names}"
+            return f"DeviceMesh({kind}, {self.grid}, {names}"
+        return f"init_device_mesh({kind}, {self.choice.replicas, self.choice.ranks}, {names}"
 
     @property
     def schedule(self) -> Schedule | str:

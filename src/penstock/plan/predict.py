@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-from penstock.balance import Problem, UnitCost, best_starts
+from penstock.balance import Problem, UnitCost, best_starts, ties_of
 from penstock.errors import ArgumentError
+from penstock.plan.besides import Besides, besides, held_again
 from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
@@ -65,8 +66,10 @@ def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, 
         return None
     problem = replace(
         _problem(units, placement, cluster, kinds),
-        held_bytes=[unit.held_bytes for unit in units],
-        activation_bytes=[unit.activation_bytes for unit in units],
+        held_bytes=[unit.held_bytes + schedule.microbatches * unit.input_bytes for unit in units],
+        activation_bytes=[unit.in_flight_bytes for unit in units],
+        working_bytes=[unit.working_bytes for unit in units],
+        ties=ties_of(units),
         in_flight=in_flight_by_stage(schedule)[: placement.depth],
         limit_bytes=limits[0] / max(map(len, placement.by_rank)),
     )
@@ -115,13 +118,20 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
     links = links_between(cluster, devices, _neighbours(placement))
     limits = limits_of(cluster, where.kinds)
+    more, again = besides_of(schedule, units, where)
     plain = [*where.costs] * placement.pipelines
     timeline = simulate(schedule, plain, links)
     inputs = [units[start].boundary_bytes for start in where.starts]
     held = memory(schedule, plain, timeline)
     keeping = best_keeping(
         schedule,
-        Demand(where.costs, inputs, cluster.host_link, limits, where.again_seconds),
+        Demand(
+            where.costs,
+            inputs,
+            cluster.host_link,
+            [limit - one for limit, one in zip(limits, more, strict=True)],
+            where.again_seconds,
+        ),
         [one.peak for one in held],
     )
     by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
@@ -138,12 +148,24 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
         timeline.makespan_seconds,
         end - timeline.makespan_seconds,
         _idle_shares(schedule, timeline),
-        keeping.peak_bytes,
+        tuple(peak + one for peak, one in zip(keeping.peak_bytes, more, strict=True)),
         limits,
-        held_bytes=tuple(one.parameters + one.gradients + one.optimizer for one in held),
+        held_bytes=tuple(
+            one.parameters + one.gradients + one.optimizer - twice for one, twice in zip(held, again, strict=True)
+        ),
         offload=by_way[Way.OFFLOADS],
         devices=() if flat == sorted(flat) else tuple(flat),
     )
+
+
+def besides_of(schedule: Schedule, units: Sequence[UnitCost], where: Cut) -> tuple[list[float], list[float]]:
+    """What each rank needs besides what its stages hold and keep, and what of that they count too often: a tied
+    parameter is there once.
+    """
+    pieces = [units[start:end] for start, end in pairwise([*where.starts, len(units)])]
+    each = besides(schedule.placement, schedule.microbatches, [*map(Besides.of, pieces)])
+    again = held_again(schedule.placement, pieces)
+    return [one.working + one.batch - twice for one, twice in zip(each, again, strict=True)], again
 
 
 def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from penstock.balance import counted_again
 from penstock.errors import ArgumentError
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan
@@ -88,7 +89,8 @@ def _larger(cluster: Cluster, nearest: Plan) -> Cluster:
 def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
     """More devices, in ascending order, that could hold the model: each unit on some device."""
     units = next(iter(sizes.profiles.values())).units
-    held, limit = sum(unit.held_bytes for unit in units), cluster.kinds[0].memory_bytes
+    held = sum(unit.held_bytes for unit in units) - sum(counted_again(units))
+    limit = cluster.kinds[0].memory_bytes
     if max(unit.held_bytes for unit in units) > limit:
         return
     least = max(cluster.devices + 1, math.ceil(held / limit))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from penstock.balance import UnitCost
 from penstock.errors import ArgumentError
 from penstock.plan.cluster import Cluster
-from penstock.plan.predict import Cut, limits_of, links_of
+from penstock.plan.predict import Cut, besides_of, limits_of, links_of
 from penstock.schedule import Schedule
 from penstock.search import search
 
@@ -27,10 +27,10 @@ def searched(
     placement = schedule.placement
     if 3 * placement.stages * schedule.microbatches > MOST_ACTIONS:
         return None
-    room = []
+    room, (more, _) = [], besides_of(schedule, units, where)
     for rank, limit in enumerate(limits_of(cluster, where.kinds)):
         costs = [where.costs[stage % placement.depth] for stage in placement.stages_on(rank)]
-        room.append(limit - sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs))
+        room.append(limit - more[rank] - sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs))
     try:
         found = search(
             placement,

@@ -21,6 +21,9 @@ GROWING = (
     "activation_bytes",
     "boundary_bytes",
     "boundary_gradient_bytes",
+    "working_bytes",
+    "input_bytes",
+    "loss_bytes",
 )
 """What depends on the number of rows. The rest is of the parameters."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from penstock.balance import MeasuredLink, Problem, Profile, UnitCost, best_starts
+from penstock.balance import MeasuredLink, Problem, Profile, UnitCost, best_starts, counted_again
 from penstock.simulate.costs import LinkCost, StageCost
 
 USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
@@ -81,7 +81,8 @@ def stage_cost(
         speed: of its device; 1: that of the device of the profile.
         action_seconds: what the runtime adds to F, and to B or I. A W of its own is taken to need none.
     """
-    activations = sum(unit.activation_bytes for unit in units)
+    activations = sum(unit.in_flight_bytes for unit in units)
+    parameters, gradients, states = counted_again(units)
     return StageCost(
         sum(unit.forward_seconds for unit in units) / speed + action_seconds,
         sum(unit.input_gradient_seconds for unit in units) / speed + action_seconds,
@@ -89,7 +90,7 @@ def stage_cost(
         output_bytes=output_bytes,
         activation_bytes=activations,
         weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
-        parameter_bytes=sum(unit.parameter_bytes for unit in units),
-        gradient_bytes=sum(unit.gradient_bytes for unit in units),
-        optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
+        parameter_bytes=sum(unit.parameter_bytes for unit in units) - parameters,
+        gradient_bytes=sum(unit.gradient_bytes for unit in units) - gradients,
+        optimizer_bytes=sum(unit.optimizer_bytes for unit in units) - states,
     )

@@ -69,11 +69,11 @@ def _fills(*colours: str) -> Mapping[Kind, str]:
 
 LIGHT = Theme(
     page="#ffffff", card="#f6f7f9", ink="#1b2330", muted="#5c6573", rule="#dde1e7", accent="#c2185b",
-    fills=_fills("#3a62b4", "#c46a12", "#f8c440", "#5dbaae", "#5e1d4f", "#e1e5eb"),
+    fills=_fills("#325aaf", "#cc721c", "#f8c440", "#62c2b5", "#5e1d4f", "#e1e5eb"),
 )  # fmt: skip
 DARK = Theme(
     page="#14181f", card="#1d232c", ink="#e6e9ee", muted="#9aa4b2", rule="#333b47", accent="#ff7aa8",
-    fills=_fills("#4a72dc", "#cf7a24", "#f3d355", "#5fcabb", "#8a3a80", "#353a43"),
+    fills=_fills("#446bd6", "#d07c28", "#f3d355", "#5fcabb", "#8a3a80", "#353a43"),
 )  # fmt: skip
 
 _LIGHTER = (0.0, 0.15, 0.27)
@@ -114,9 +114,10 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def ink_on(colour: str) -> str:
-    """Black or white, whichever is read better on the colour."""
-    return max("#000000", "#ffffff", key=lambda ink: contrast(ink, colour))
+def ink(theme: Theme, kind: Kind, chunk: int = 0) -> str:
+    """Black or white, whichever is read better on the shades of all microbatches. Arguments as for `shade`."""
+    shades = [shade(theme, kind, chunk, parity) for parity in range(PARITIES)]
+    return max("#000000", "#ffffff", key=lambda colour: min(contrast(colour, under) for under in shades))
 
 
 def css(selector: str = ":root") -> str:
@@ -142,14 +143,13 @@ def variables(theme: Theme) -> str:
     """The declarations of `css` for one background."""
     made = {f"--{name}": getattr(theme, name) for name in ("page", "card", "ink", "muted", "rule", "accent")}
     for kind, fill in theme.fills.items():
-        made[f"--op-{kind}"], made[f"--ink-{kind}"] = fill, ink_on(fill)
+        made[f"--op-{kind}"], made[f"--ink-{kind}"] = fill, ink(theme, kind)
         if kind in (Kind.COMMUNICATION, Kind.WAIT):
             continue
         for chunk in range(CHUNKS):
             for parity in range(PARITIES):
-                colour = shade(theme, kind, chunk, parity)
-                made[f"--op-{kind}-{chunk}-{parity}"] = colour
-                made[f"--ink-{kind}-{chunk}-{parity}"] = ink_on(colour)
+                made[f"--op-{kind}-{chunk}-{parity}"] = shade(theme, kind, chunk, parity)
+                made[f"--ink-{kind}-{chunk}-{parity}"] = ink(theme, kind, chunk)
     return " ".join(f"{name}: {colour};" for name, colour in made.items())
 
 

@@ -4,42 +4,81 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.schedule.timeline import Span, Timeline
+from penstock.report.flows import Message, messages
+from penstock.report.marks import said_of
+from penstock.schedule.action import OPS, Op
+from penstock.schedule.timeline import Span, Timeline, Track
 
 _MICROSECONDS = 1e6
 
+Curve = Mapping[str, Sequence[tuple[float, float]]]
+"""A rank's memory by kind, such as activations: at which second it changes, ascending, and to what."""
 
-def to_perfetto(timeline: Timeline) -> dict[str, Any]:
+
+def to_perfetto(
+    timeline: Timeline, *, memory: Sequence[Curve | None] = (), unit: str = "bytes", slices: int = 1
+) -> dict[str, Any]:
     """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
-    A slice is named after its op and microbatch (`F0`), a wait `wait`. Times are in microseconds, as the format
-    requires. Messages that travel at the same time, as a GPU's do, get more threads: slices of one cannot overlap.
+    A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
+    made a message to what used it. Counters show memory, or how many microbatches a rank holds. Times are in
+    microseconds, as the format requires. Messages that travel at the same time, as a GPU's do, get more threads:
+    slices of one cannot overlap.
+
+    Args:
+        timeline: simulated or real.
+        memory: a curve for each rank; None, or none at all: the microbatches that are held.
+        unit: of the curves' sizes.
+        slices: of the schedule, as in `Schedule.slices`.
     """
     events: list[dict[str, Any]] = []
     turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
-    for rank in range(timeline.ranks):
+    for rank, track in enumerate(timeline.tracks):
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
+        events.append(_metadata("process_labels", rank, 0, labels=_stages(track)))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         free = [-math.inf]  # when each thread for communication is free again
-        slices = []
+        made = []
         for span in timeline.spans(rank):
-            slices += _slices(span, 0 if span.action.op.is_compute else _thread(free, span))
+            made += _slices(span, 0 if span.action.op.is_compute else _thread(free, span), slices)
         names = ["compute", "communication", *(f"communication {more}" for more in range(2, len(free) + 1))]
         events += [_metadata("thread_name", rank, thread, name=name) for thread, name in enumerate(names)]
-        events += slices
+        events += made
+        curve = memory[rank] if rank < len(memory) else None
+        if curve is None:
+            events += _counters(rank, {"microbatches held": _held(track)}, "")
+        else:
+            events += _counters(rank, curve, unit)
+    if not timeline.in_turns:
+        for number, message in enumerate(messages(timeline)):
+            events += _arrow(message, number)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_perfetto(timeline: Timeline, path: str | Path) -> None:
+def write_perfetto(
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    memory: Sequence[Curve | None] = (),
+    unit: str = "bytes",
+    slices: int = 1,
+) -> None:
     """Writes the trace from `to_perfetto` as JSON."""
-    Path(path).write_text(json.dumps(to_perfetto(timeline)), encoding="utf-8")
+    made = to_perfetto(timeline, memory=memory, unit=unit, slices=slices)
+    Path(path).write_text(json.dumps(made), encoding="utf-8")
 
 
 def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
+
+
+def _stages(track: Track) -> str:
+    stages = sorted({stage for stage, _ in track.actions.kinds})
+    return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages))}"
 
 
 def _thread(free: list[float], span: Span) -> int:
@@ -50,14 +89,13 @@ def _thread(free: list[float], span: Span) -> int:
     return 1 + place
 
 
-def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
+def _slices(span: Span, thread: int, slices: int) -> list[dict[str, Any]]:
     """The slice of an action, after that of its wait if it had one."""
     action = span.action
-    microbatch = "" if action.microbatch is None else action.microbatch
     place = {"ph": "X", "pid": span.rank, "tid": thread}
     ran = {
         **place,
-        "name": f"{action.op.value}{microbatch}",
+        "name": said_of(action, slices),
         "cat": action.op.value,
         "ts": span.start_seconds * _MICROSECONDS,
         "dur": (span.end_seconds - span.start_seconds) * _MICROSECONDS,
@@ -74,3 +112,45 @@ def _slices(span: Span, thread: int) -> list[dict[str, Any]]:
         "args": {"for": str(action)},
     }
     return [wait, ran]
+
+
+def _arrow(message: Message, number: int) -> list[dict[str, Any]]:
+    """A flow between the compute slices at a message's two ends, each bound by a moment within it."""
+    shared = {"name": message.what, "cat": "message", "id": number, "tid": 0}
+    made, used = message.made, message.used
+    return [
+        {"ph": "s", **shared, "pid": made.rank, "ts": (made.start_seconds + made.end_seconds) / 2 * _MICROSECONDS},
+        {
+            "ph": "f",
+            "bp": "e",
+            **shared,
+            "pid": used.rank,
+            "ts": (used.start_seconds + used.end_seconds) / 2 * _MICROSECONDS,
+        },
+    ]
+
+
+def _counters(rank: int, curve: Curve, unit: str) -> Iterator[dict[str, Any]]:
+    for name, points in curve.items():
+        shown = f"{name} ({unit})" if unit else name
+        for second, size in points:
+            yield {"ph": "C", "name": shown, "pid": rank, "ts": second * _MICROSECONDS, "args": {name: size}}
+
+
+def _held(track: Track) -> list[tuple[float, float]]:
+    """How many microbatches, or chunks of them, have begun their forward and not ended their backward."""
+    kept = {stage for stage, code in track.actions.kinds if OPS[code].is_backward}
+    changes: list[tuple[float, float]] = []
+    columns = (track.actions.stage, track.actions.op, track.start, track.end)
+    for stage, code, start, end in zip(*columns, strict=True):
+        if code == Op.F.code:
+            changes.append((start, 1.0))
+        if code in (Op.B.code, Op.W.code) or (code == Op.F.code and stage not in kept):
+            changes.append((end, -1.0))
+    held, found = 0.0, [(0.0, 0.0)]
+    for second, change in sorted(changes):
+        held += change
+        if found[-1][0] == second:
+            found.pop()
+        found.append((second, held))
+    return found

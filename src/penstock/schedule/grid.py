@@ -1,12 +1,40 @@
-"""A schedule as a picture in text: one line per rank, one column per time slot."""
+"""A schedule in time slots, and as a picture in text: one line per rank, one column per slot."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from penstock.errors import ArgumentError
 from penstock.schedule.dependencies import Dependencies
 from penstock.schedule.order import earliest_times
 from penstock.schedule.passes import drop_communication
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+
+
+def in_slots(schedule: Schedule) -> Timeline:
+    """When each F, B, I and W runs if each takes one slot, as early as possible; a slot is a second of the timeline.
+
+    Messages and reductions take no slot and are left out.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+    """
+    dependencies = Dependencies(drop_communication(schedule))
+    actions = dependencies.actions
+    starts, _ = earliest_times(dependencies, lambda node: float(actions[node].op.is_compute), lambda *_: 0.0)
+    rows: list[Row] = []
+    times: list[list[tuple[int, int, int]]] = []
+    for first, end in pairwise(dependencies.first):
+        nodes = [node for node in range(first, end) if actions[node].op.is_compute]
+        rows.append(Row([actions[node] for node in nodes]))
+        begun = (int(starts[node]) * _SECOND for node in nodes)
+        times.append([(start, start, start + _SECOND) for start in begun])
+    return Timeline.of_rows(rows, times)
+
+
+_SECOND = 10**9
 
 
 def grid(schedule: Schedule, width: int = 120) -> str:
@@ -24,16 +52,12 @@ def grid(schedule: Schedule, width: int = 120) -> str:
         ScheduleError: the schedule cannot be run.
         ArgumentError: `width` has no room for a single column.
     """
-    compute = drop_communication(schedule)
-    dependencies = Dependencies(compute)
-    actions = dependencies.actions
-    starts, _ = earliest_times(dependencies, lambda node: float(actions[node].op.is_compute), lambda *_: 0.0)
+    timeline = in_slots(schedule)
     bare = schedule.stages == schedule.ranks
-    lines: list[dict[int, str]] = [{} for _ in compute.rows]
-    for node, action in enumerate(actions):
-        if action.op.is_compute:
-            text = f"{action.op.value}{action.microbatch}" if bare else str(action)
-            lines[dependencies.rank_of[node]][int(starts[node])] = text
+    lines: list[dict[int, str]] = [{} for _ in timeline.tracks]
+    for span in timeline:
+        text = f"{span.action.op.value}{span.action.microbatch}" if bare else str(span.action)
+        lines[span.rank][round(span.start_seconds)] = text
     slots = max((slot + 1 for line in lines for slot in line), default=0)
     cell = max((len(text) for line in lines for text in line.values()), default=1)
     label = len(f"rank {schedule.ranks - 1}")

@@ -10,6 +10,7 @@ from typing import SupportsIndex
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap
+from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row, is_list
 
@@ -18,7 +19,7 @@ _ROW = re.compile(r"rank ([0-9]+):(.*)")
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Schedule:
+class Schedule(Drawn):
     """The order of work of a pipeline, for each rank.
 
     `str` gives a text, one line per rank, that `Schedule.parse` reads back. A schedule need not be legal; `check` says

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule.action import Action, Op
+from penstock.schedule.drawn import Drawn
 from penstock.schedule.row import Row
 from penstock.words import counted
 
@@ -61,7 +62,7 @@ class Track:
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline:
+class Timeline(Drawn):
     """The spans of all ranks on one clock, which starts at 0 when the first rank begins to wait or run.
 
     Iterating yields `Span`s, rank by rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Op, Placement, Schedule
@@ -177,3 +177,23 @@ def cost_between(links: Links, source_rank: int, target_rank: int) -> LinkCost:
             f"links has no cost from rank {source_rank} to rank {target_rank}, which this schedule uses; give one"
         )
     return link
+
+
+OF_MICROBATCH = (
+    "forward_seconds",
+    "backward_input_seconds",
+    "backward_weight_seconds",
+    "overlapped_seconds",
+    "activation_bytes",
+    "weight_gradient_bytes",
+)
+"""The costs that are shared out when a stage's work is divided into parts."""
+
+OF_STAGE = (*OF_MICROBATCH, "unsharded_bytes")
+"""Those that are shared out when the stage itself is."""
+
+
+def divided(cost: StageCost, by: float, names: Sequence[str] = OF_STAGE) -> StageCost:
+    """What each of `by` equal parts costs."""
+    shares = {name: value / by for name in names if (value := getattr(cost, name)) is not None}
+    return replace(cost, **shares)

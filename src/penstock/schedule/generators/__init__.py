@@ -125,6 +125,11 @@ class Generator:
         """The first rule that the numbers break."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
 
+    def actions(self, numbers: Numbers) -> int:
+        """The most F, B, I and W that the schedule can have: one that splits backwards may leave some whole."""
+        kinds = 3 if self.splits else 2
+        return kinds * numbers.ranks * numbers.chunks * numbers.microbatches * numbers.slices
+
     def placed(self, numbers: Numbers) -> Placement:
         """Where the stages of the schedule for these numbers are; it need not be made for that."""
         return _PLACEMENTS[self.placement](numbers)

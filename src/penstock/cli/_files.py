@@ -1,0 +1,55 @@
+"""Pictures of a schedule as files, for `penstock show`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from penstock.cli._outcome import Outcome
+from penstock.errors import ArgumentError
+from penstock.report.plot import write_png
+from penstock.report.svg import WIDTH, panel_of, svg, unit_of
+from penstock.schedule import Schedule
+
+
+class Background(Enum):
+    """What a picture is for."""
+
+    LIGHT = "light"
+    DARK = "dark"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where to draw, and how wide in pixels."""
+
+    svg: Path | None
+    png: Path | None
+    background: Background | None
+    width: int | None
+
+    def write(self, schedule: Schedule, outcome: Outcome | None) -> None:
+        """Writes what was asked for: in proportion to time if there is an outcome, in slots otherwise."""
+        timeline = None if outcome is None else outcome.timeline
+        panel = panel_of(schedule, timeline)
+        if outcome is None:
+            unit = unit_of(schedule)
+        else:
+            unit = "s" if outcome.costs.are_measured else "time"
+        width = WIDTH if self.width is None else self.width
+        drawn = svg([panel], unit, background="auto" if self.background is None else self.background.value, width=width)
+        dark = self.background is Background.DARK
+        if self.svg is not None:
+            self._write("--svg", self.svg, lambda file: file.write_text(drawn, encoding="utf-8"))
+        if self.png is not None:
+            self._write("--png", self.png, lambda file: write_png(panel, file, unit=unit, dark=dark, width=width))
+
+    @staticmethod
+    def _write(option: str, file: Path, write: Callable[[Path], object]) -> None:
+        try:
+            write(file)
+        except OSError as error:
+            raise ArgumentError(f"{option} {file}: {error.strerror or error}") from None
+        print(f"wrote {file}")

@@ -1,0 +1,194 @@
+"""`penstock top`: how far a run has come, and what each of its ranks does just now."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli._outcome import print_unbroken, table
+from penstock.cli._spread import Json, spread
+from penstock.words import counted, in_ranges, sized
+
+if TYPE_CHECKING:
+    from penstock.runs import RankState, RunRead
+    from penstock.runs.health import Health
+    from penstock.runs.progress import Progress
+
+EPILOG = """\
+A rank that is silent has said nothing for 5 s: its process is stopped, gone or out of reach. One that is gone has no \
+process any more, and did not close its pipeline. Ranks of hosts that do not share the folder are shown as rank 0 has \
+heard of them, without their memory."""
+"""Printed below the options."""
+
+_REFRESH_SECONDS = 0.5
+_COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
+_LINES_AROUND = 7
+"""Of a screen, those that are not ranks."""
+
+
+@spread
+def top(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder, as in penstock.pipeline(run='runs/gpt').")],
+    once: Annotated[bool, typer.Option("--once", help="Print it once; so it is if this is no terminal.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how far a run has come, and what each of its ranks does just now.
+
+    Refreshes until all ranks have ended, or Ctrl-C.
+    """
+    from penstock.runs import read_run
+
+    found = read_run(run)
+    watch = Watch(found)
+    if as_json:
+        print(json.dumps(watch.look().to_dict()))
+        return
+    console = Console(highlight=False)
+    if once or not sys.stdout.isatty():
+        show(watch.look(), console)
+        return
+    try:
+        with Live(console=console, auto_refresh=False, screen=False) as live:
+            while True:
+                seen = watch.look()
+                live.update(Group(*_parts(seen, console.height - _LINES_AROUND)), refresh=True)
+                if seen.is_over:
+                    return
+                time.sleep(_REFRESH_SECONDS)
+    except KeyboardInterrupt:
+        return
+
+
+class Seen:
+    """A run at one moment."""
+
+    def __init__(self, run: RunRead, progress: Progress | None, ranks: Sequence[tuple[RankState, Health]]) -> None:
+        self.run, self.progress, self.ranks, self.now = run, progress, ranks, time.time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no rank will say anything any more."""
+        return bool(self.ranks) and all(how in ("ended", "gone", "failed") for _, how in self.ranks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        about = self.run.about
+        return {
+            "run": str(self.run.path),
+            "model": about.model,
+            "schedule": about.schedule,
+            "replicas": about.replicas,
+            "microbatches": about.microbatches,
+            "device": about.device,
+            "progress": self._progress(),
+            "ranks": [
+                {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(self._seconds(state), 3)}
+                for state, how in self.ranks
+            ],
+        }
+
+    def _progress(self) -> dict[str, Any] | None:
+        """A loss that is no number is text: JSON has none."""
+        values = None if self.progress is None else asdict(self.progress)
+        if values is not None and values["loss"] is not None and not math.isfinite(values["loss"]):
+            values["loss"] = str(values["loss"])
+        return values
+
+    def _seconds(self, state: RankState) -> float:
+        """For how long it has been in its action, as far as it has said."""
+        return max(0.0, state.written - state.since)
+
+    def line(self, state: RankState, how: Health) -> list[str | Text]:
+        """One rank, for people."""
+        quiet = how in ("silent", "gone")
+        seconds = self.now - state.written if quiet else self._seconds(state)
+        doing = state.action if how in ("computes", "waits") else f"last {state.action}" if state.action else ""
+        whom = in_ranges([f"rank {number}" for number in state.waits_for])
+        return [
+            f"{state.replica}" if self.run.about.replicas > 1 else "",
+            ", ".join(in_ranges(map(str, state.ranks))) or "-",
+            Text(how, _COLOURS.get(how, "green")),
+            doing,
+            f"{seconds:.1f} s" if how != "ended" else "",
+            ", ".join(whom) if how == "waits" else "",
+            "-" if state.step is None else f"{state.step:,}",
+            "-" if state.rss_bytes is None else sized(state.rss_bytes),
+            "-" if state.device_bytes is None else sized(state.device_bytes),
+            f"{state.host}:{state.pid}" if state.pid else "(heard by rank 0)",
+        ]
+
+
+class Watch:
+    """Looks at a run again and again, and reads only what was added to its steps."""
+
+    def __init__(self, run: RunRead) -> None:
+        self._run = run
+        self._steps: list[Any] = []
+        self._place = 0
+
+    def look(self) -> Seen:
+        from penstock.runs import read_run
+        from penstock.runs.health import health
+        from penstock.runs.progress import Progress
+        from penstock.runs.reading import joined
+
+        run = read_run(self._run.path)
+        if run.about.id != self._run.about.id and not run.about.resumed:
+            self._steps, self._place = [], 0
+        self._run = run
+        added, self._place = run.steps_after(self._place)
+        joined(self._steps, added)
+        ranks = [(state, health(state)) for state in run.ranks()]
+        return Seen(run, Progress.of(self._steps, run.about.total_steps), ranks)
+
+
+def show(seen: Seen, console: Console) -> None:
+    """Prints all of it."""
+    for part in _parts(seen, None):
+        if isinstance(part, Table):
+            print_unbroken(console, part)
+        else:
+            console.print(part)
+
+
+def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
+    about = seen.run.about
+    replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
+    sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
+    parts: list[Text | Table] = [
+        Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
+        Text("no step has ended yet" if seen.progress is None else str(seen.progress)),
+        Text(""),
+    ]
+    if not seen.ranks:
+        return [*parts, Text("no rank has said anything yet")]
+    ranks = list(seen.ranks)
+    if most is not None and len(ranks) > most:
+        ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))
+        ranks = ranks[: max(1, most)]
+    made = table("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process", left=4)
+    lines = [seen.line(*one) for one in ranks]
+    for line in lines:
+        made.add_row(*line)
+    for column in reversed(range(len(made.columns))):
+        if all(str(line[column]) in ("", "-") for line in lines):
+            del made.columns[column]
+    parts.append(made)
+    if len(ranks) < len(seen.ranks):
+        others = Counter(how for _, how in seen.ranks)
+        parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))
+    failures = dict.fromkeys(state.failure for state, _ in seen.ranks if state.failure is not None)
+    return [*parts, *(Text(failure, "red") for failure in failures)]

@@ -1,0 +1,93 @@
+"""A pipeline as the folder of its run describes it, and the beginning of its recording."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.gradients import gradient_bytes
+from penstock.partition.chance.gate import Gate
+from penstock.pipe.recorder import Recorder
+from penstock.pipe.session import Session
+from penstock.runs.about import About
+from penstock.runs.option import RunFolder
+from penstock.runs.writer import earlier_run
+from penstock.runtime.front_end import Stage
+
+
+def record(session: Session, asked: RunFolder) -> None:
+    """Records the session's steps from now on, as far as this process has a part in it. Every rank calls it.
+
+    Raises:
+        ArgumentError: the folder has a run of another version or tool.
+    """
+    engine = session.engine
+    run_id = engine.control.give_all(uuid.uuid4().hex)
+    about = earlier = None
+    with engine.control.agreed():
+        if engine.world.is_first:
+            earlier = earlier_run(Path(asked.path))
+            about = describe(session, asked, run_id)
+    recorder = Recorder(asked, run_id, about, earlier, engine.world, engine.control.watchdog, engine.devices)
+    recorder.end_with(session)
+    session.before_close(recorder.close)
+    session.recorder = recorder
+
+
+def describe(session: Session, asked: RunFolder, run_id: str) -> About:
+    """What does not change in a run that begins now."""
+    options, order, world, partition = session.options, session.order, session.engine.world, session.partition
+    place = order.placement
+    parameters = [[*stage.parameters.values()] for stage in partition.stages]
+    trained = [[one for one in held if one.requires_grad] for held in parameters]
+    return About(
+        name=os.path.basename(os.path.abspath(asked.path)),
+        id=run_id,
+        started=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        resumed=(),
+        penstock=import_module("penstock").__version__,
+        torch=str(torch.__version__),
+        host=socket.gethostname(),
+        device=_named(session.device),
+        model=type(session.split.model).__name__,
+        ranks=world.ranks,
+        replicas=world.data_parallel,
+        processes=1 if world.is_local else len(world.everyone),
+        chunks=place.depth // world.ranks,
+        schedule=order.name,
+        microbatches=order.microbatches,
+        rows=session.rows * world.data_parallel,
+        placement=str(place),
+        cuts=tuple(session.split.cuts),
+        units=tuple(modules_of(stage) for stage in partition.stages),
+        parameter_bytes=tuple(sum(one.nbytes for one in held) for held in parameters),
+        gradient_bytes=tuple(gradient_bytes(held, options.gradient_dtype) for held in trained),
+        activation_bytes=(),
+        memory_limit=options.memory_limit,
+        total_steps=asked.steps,
+    )
+
+
+def modules_of(stage: Stage) -> tuple[str, ...]:
+    """The names of the modules that run on a stage, none within another; none where it has no graph."""
+    module, names = stage.module, dict[str, None]()
+    graph: Any = getattr(module, "graph", None)
+    for node in () if graph is None else graph.nodes:
+        if node.op == "call_module":
+            called = module.get_submodule(str(node.target))
+            inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
+            names.update({str(n.target): None for n in inside if n.op == "call_module"})
+    return tuple(names)
+
+
+def _named(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    return f"cuda: {torch.cuda.get_device_name(device)}"

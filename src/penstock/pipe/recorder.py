@@ -1,0 +1,235 @@
+"""Records a run in a folder: `penstock.pipeline(..., run="runs/gpt")`.
+
+The main thread only notes what a step was, and hands it to the thread that writes. A step's loss travels between ranks,
+so it is read at the end of the next step, when it has long been here: recording waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ArgumentError, warn
+from penstock.pipe.live_line import line_for
+from penstock.pipe.result import StepResult
+from penstock.runs.about import About
+from penstock.runs.folder import TIMELINES
+from penstock.runs.option import RunFolder
+from penstock.runs.records import RankState, StepRecord
+from penstock.runs.writer import Writer, begin
+from penstock.runtime.processes.failure import Position
+from penstock.runtime.processes.watchdog import Watchdog
+from penstock.runtime.processes.world import World, is_accelerator
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A step that has ended, whose loss may still be on its way."""
+
+    step: int
+    result: StepResult
+    seconds: float
+    at_seconds: float
+    bubble: float | None
+
+
+class Recorder:
+    """One process's part in recording a run.
+
+    Args:
+        asked: what `run=` says.
+        run_id: the same on all processes.
+        about: the run; None on all processes but the first, which alone writes what there is once.
+        earlier: the run that is in the folder, if any.
+        devices: those of this process's ranks.
+    """
+
+    def __init__(
+        self,
+        asked: RunFolder,
+        run_id: str,
+        about: About | None,
+        earlier: About | None,
+        world: World,
+        watchdog: Watchdog,
+        devices: tuple[torch.device, ...],
+    ) -> None:
+        self._asked, self._about, self._earlier = asked, about, earlier
+        self._replicas = world.data_parallel
+        self._present = Present(world, watchdog, devices)
+        self._line = None if about is None else line_for(asked.line, asked.steps)
+        on_beat = () if self._line is None else (self._line.draw, self._line.close)
+        self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
+        self._steps = 0
+        self._noted: _Noted | None = None
+        self._began_seconds = self._start_seconds = 0.0
+        self._told = False
+
+    def end_with(self, owner: object) -> None:
+        """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
+        weakref.finalize(owner, self._writer.end)
+
+    def begin(self, step: int) -> bool:
+        """Called before each training step, with its number, counted from 1.
+
+        Returns whether its timeline is to be recorded, alike on all ranks.
+        """
+        if self._steps == 0:
+            self._start(step)
+        self._present.step = step
+        self._began_seconds = time.perf_counter()
+        return self._asked.times(step, self._steps + 1)
+
+    def end(self, step: int, result: StepResult) -> None:
+        """Called after each training step, with what it gives back."""
+        self._steps += 1
+        if self._about is None:
+            return
+        now = time.perf_counter()
+        timeline, bubble = result.timeline, None
+        if timeline is not None and self._asked.times(step, self._steps):
+            bubble = None if timeline.in_turns else timeline.bubble_rate
+            self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._write(noted)
+        this = _Noted(step, result, now - self._began_seconds, now - self._start_seconds, bubble)
+        if result._loss is None or result._loss.is_here:
+            self._write(this)
+        else:
+            self._noted = this
+        self._tell_trouble()
+
+    def close(self) -> None:
+        """Writes what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
+        if self._noted is not None:
+            self._write(self._noted)
+            self._noted = None
+        self._present.ended = True
+        self._writer.end()
+        self._tell_trouble()
+
+    def _start(self, step: int) -> None:
+        now = time.perf_counter()
+        self._start_seconds = now
+        if self._about is not None:
+            if step > 1 and self._earlier is not None:
+                self._start_seconds = now - self._about.seconds_since(self._earlier)
+            try:
+                begin(self._writer.path, self._about, step, self._earlier)
+            except OSError as error:
+                self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
+        self._writer.start()
+
+    def _write(self, noted: _Noted) -> None:
+        try:
+            loss = float(noted.result.loss)
+        except ArgumentError:
+            loss = None
+        rows = sum(noted.result.sizes) * self._replicas
+        record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
+        self._writer.step(record)
+        if self._line is not None:
+            self._line.add(record)
+
+    def _tell_trouble(self) -> None:
+        if self._writer.trouble is not None and not self._told:
+            self._told = True
+            warn(f"the run is not recorded in full; training goes on: {self._writer.trouble}")
+
+
+class Present:
+    """What this process does, for ranks/N.json; asked by the thread that writes. Holds no part of the pipeline.
+
+    Attributes:
+        step: the training step under way, or the last one.
+        ended: whether the pipeline is closed.
+    """
+
+    def __init__(self, world: World, watchdog: Watchdog, devices: tuple[torch.device, ...]) -> None:
+        self.step: int | None = None
+        self.ended = False
+        self._number, self._replica = world.number, world.replica
+        self._ranks = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
+        self._lines = _ranks_of(world)
+        self._watchdog = watchdog
+        self._devices = tuple(device for device in dict.fromkeys(devices) if is_accelerator(device))
+        self._host = socket.gethostname()
+        self._seen: tuple[int | None, Position] | None = None
+        self._since = 0.0
+
+    def __call__(self) -> Mapping[str, Any]:
+        behind, failure = self._watchdog.behind, self._watchdog.failure
+        position = self._watchdog.position if behind is None else behind.position
+        seen = (self.step, position)
+        if seen != self._seen:
+            self._seen, self._since = seen, time.time()
+        mine = RankState(
+            self._number,
+            self._replica,
+            self._ranks,
+            self._host,
+            os.getpid(),
+            step=self.step,
+            action=position.action,
+            waits_for=position.peers,
+            since=self._since,
+            rss_bytes=_rss_bytes(),
+            device_bytes=sum(map(_allocated, self._devices)) if self._devices else None,
+            ended=self.ended,
+            failure=None if failure is None else str(failure),
+        )
+        return {"state": mine.to_dict(), "heard": self._heard() if self._number == 0 else []}
+
+    def _heard(self) -> list[dict[str, Any]]:
+        """What process 0 last heard of the others, which may write elsewhere."""
+        now = time.time()
+        return [
+            RankState(
+                number,
+                *self._lines[number],
+                action=one.doing.action,
+                waits_for=one.doing.peers,
+                since=round(now - one.seconds, 1),
+                step=self.step,
+                ended=one.left,
+            ).to_dict()
+            for number, one in enumerate(self._watchdog.sightings)
+            if number != self._number and number in self._lines
+        ]
+
+
+def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """By number of each process: the replica that it belongs to, and its rank there."""
+    if world.rank is None:
+        return {}
+    found: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for line in world.lines:
+        for rank, member in enumerate(line):
+            replicas = next((one for one in world.replica_sets if member in one), (member,))
+            found[world.everyone.index(member)] = (replicas.index(member), (rank,))
+    return found
+
+
+def _allocated(device: torch.device) -> int:
+    allocated: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
+    return 0 if allocated is None else int(allocated(device))
+
+
+def _rss_bytes() -> int | None:
+    """What this process has in memory; None where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except OSError:
+        return None

@@ -1,0 +1,175 @@
+"""What a picture of a timeline shows, whatever draws it: a mark for each action, or less where these are too many."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.report.colours import WORDS, Kind
+from penstock.schedule.action import OPS, Action, Op
+from penstock.schedule.timeline import Timeline, Track
+
+MOST_MARKS = 6000
+"""Beyond so many actions each is a pixel wide or less: pictures show what a rank does most of a pixel's time."""
+
+_OTHERS = {
+    Op.SEND_F: "send activations",
+    Op.RECV_F: "receive activations",
+    Op.SEND_B: "send gradients",
+    Op.RECV_B: "receive gradients",
+    Op.REDUCE_GRAD: "reduce gradients",
+    Op.UNSHARD: "gather parameters",
+    Op.RESHARD: "free gathered parameters",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An action of a rank, in seconds of its timeline.
+
+    Attributes:
+        chunk: the stage's index among its rank's stages.
+        label: what fits into it: the microbatch.
+        said: what it is, in words.
+    """
+
+    start: float
+    end: float
+    kind: Kind
+    chunk: int
+    microbatch: int
+    label: str
+    said: str
+
+
+def marks(timeline: Timeline, rank: int, slices: int = 1) -> Iterator[Mark]:
+    """The actions of a rank that take time, in order. `slices`: of the schedule, as in `Schedule.slices`."""
+    track = timeline.tracks[rank]
+    chunk = chunks(track)
+    for action, start, end in zip(track.actions, track.start, track.end, strict=True):
+        if end > start:
+            number = -1 if action.microbatch is None else action.microbatch
+            label = "" if number < 0 else label_of(number, slices)
+            said = said_of(action, slices)
+            yield Mark(start, end, Kind.of(action.op), chunk[action.stage], max(0, number), label, said)
+
+
+def chunks(track: Track) -> dict[int, int]:
+    """Each stage's index among its rank's stages, from 0."""
+    stages = {stage for stage, _ in track.actions.kinds}
+    return {stage: index for index, stage in enumerate(sorted(stages))}
+
+
+def said_of(action: Action, slices: int = 1) -> str:
+    """An action in words: `forward of microbatch 3, stage 1`."""
+    what = WORDS[Kind.of(action.op)] if action.op.is_compute else _OTHERS[action.op]
+    number = "" if action.microbatch is None else f" of {_number(action, slices)}"
+    peer = "" if action.peer is None else f" {'to' if action.op.is_send else 'from'} stage {action.peer}"
+    return f"{what}{number}, stage {action.stage}{peer}"
+
+
+def _number(action: Action, slices: int) -> str:
+    number = action.microbatch or 0
+    if action.op is Op.REDUCE_GRAD:
+        return f"tie {number}"
+    if slices > 1:
+        return f"slice {number % slices} of microbatch {number // slices}"
+    return f"microbatch {number}"
+
+
+def label_of(number: int, slices: int) -> str:
+    """A microbatch's number, and that of its slice: `3`, `3.1`."""
+    return str(number) if slices == 1 else f"{number // slices}.{number % slices}"
+
+
+def longest_label(timeline: Timeline, slices: int = 1) -> int:
+    """The most characters of a label. With room for these, actions of one length are labelled alike or not at all."""
+    last = max((max(track.actions.microbatch, default=0) for track in timeline.tracks), default=0)
+    return len(label_of(max(0, last), slices))
+
+
+def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
+    """The rank's time in columns of `unit` seconds: neighbours in which it mostly does the same, as (first, end, kind).
+
+    Columns in which it mostly does nothing are left out.
+    """
+    most: list[Kind | None] = [None] * columns
+    share: defaultdict[Kind, float] = defaultdict(float)
+    column = 0
+    kinds = [Kind.of(op) for op in OPS]
+
+    def close() -> None:
+        if share:
+            kind = max(share, key=share.__getitem__)
+            if share[kind] >= 1 - sum(share.values()):
+                most[column] = kind
+            share.clear()
+
+    for code, start, end in sorted(zip(track.actions.op, track.start, track.end, strict=True), key=_started):
+        at, until = start / unit, end / unit
+        while at < until:
+            here = min(int(at), columns - 1)
+            if here != column:
+                close()
+                column = here
+            stop = min(until, here + 1) if here < columns - 1 else until
+            share[kinds[code]] += stop - at
+            at = stop
+    close()
+    return _joined(most)
+
+
+def _started(entry: tuple[int, float, float]) -> float:
+    return entry[1]
+
+
+def _joined(columns: Sequence[Kind | None]) -> list[tuple[int, int, Kind]]:
+    found: list[tuple[int, int, Kind]] = []
+    for column, kind in enumerate(columns):
+        if kind is None:
+            continue
+        if found and found[-1][1:] == (column, kind):
+            found[-1] = found[-1][0], column + 1, kind
+        else:
+            found.append((column, column + 1, kind))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A time axis: the numbers on it, and their unit.
+
+    Attributes:
+        ticks: places in seconds, ascending, each with its text.
+        unit: what the numbers count.
+        scale: how many seconds one of them is.
+    """
+
+    ticks: tuple[tuple[float, str], ...]
+    unit: str
+    scale: float = 1.0
+
+    def text(self, seconds: float) -> str:
+        """A time in the axis' unit; slots and costs are only numbers."""
+        number = f"{seconds / self.scale:.5g}"
+        return f"{number} {self.unit}" if self.unit in ("s", "ms", "us") else number
+
+    @classmethod
+    def of(cls, seconds: float, unit: str = "s", most: int = 12) -> Axis:
+        """An axis from 0 to `seconds` with at most so many steps. Seconds become ms or us where they are short."""
+        scale, unit = _scaled(seconds) if unit == "s" else (1.0, unit)
+        span = seconds / scale
+        if not span > 0:
+            return cls(((0.0, "0"),), unit, scale)
+        power = 10.0 ** math.floor(math.log10(span / most))
+        step = next(step for factor in (1, 2, 5, 10) if span / (step := factor * power) <= most)
+        if unit == "slots":
+            step = max(1.0, step)
+        count = math.floor(span / step + 1e-9)
+        return cls(tuple((k * step * scale, f"{k * step:.6g}") for k in range(count + 1)), unit, scale)
+
+
+def _scaled(seconds: float) -> tuple[float, str]:
+    return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "us"))

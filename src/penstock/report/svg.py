@@ -1,0 +1,290 @@
+"""Schedules and timelines as SVG: a row a rank, lengths in proportion to time, each action's name under the pointer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import Literal
+
+from penstock.errors import ArgumentError
+from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
+from penstock.report.marks import MOST_MARKS, Axis, Mark, longest_label, marks, runs
+from penstock.schedule import Schedule
+from penstock.schedule.grid import in_slots
+from penstock.schedule.timeline import Timeline
+from penstock.words import counted
+
+Background = Literal["auto", "light", "dark"]
+"""What a picture is made for; `auto` follows what the reader's system asks for."""
+
+WIDTH = 960
+"""The width of a picture in pixels, unless another is asked for."""
+_SLOT = 30.0
+"""The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
+_TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
+_DIGIT = 6.8
+"""The width of a digit of labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A timeline to draw, with the line above it. `slices`: as in `Schedule.slices`."""
+
+    title: str
+    timeline: Timeline
+    slices: int = 1
+
+
+def schedule_svg(
+    schedule: Schedule,
+    timeline: Timeline | None = None,
+    *,
+    title: str | None = None,
+    unit: str = "s",
+    background: Background = "auto",
+    width: int = WIDTH,
+) -> str:
+    """A schedule as SVG.
+
+    Args:
+        schedule: any that can be run.
+        timeline: when its actions ran, simulated or real; without it each F, B, I and W takes one slot.
+        title: the line above; by default name, numbers and bubble.
+        unit: what the timeline's seconds stand for, if not for seconds.
+        background: the background that the colours are for.
+        width: in pixels, at most.
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+        ArgumentError: `width` leaves no room for the actions.
+    """
+    unit = unit_of(schedule) if timeline is None else unit
+    return svg([panel_of(schedule, timeline, title)], unit, background=background, width=width)
+
+
+def timeline_svg(
+    timeline: Timeline, *, title: str | None = None, background: Background = "auto", width: int = WIDTH
+) -> str:
+    """A timeline as SVG. Arguments and errors as for `schedule_svg`."""
+    return svg([panel_of(timeline, title=title)], background=background, width=width)
+
+
+def picture(drawn: Schedule | Timeline) -> str:
+    """A schedule in slots, or a timeline, as SVG. Errors as for `schedule_svg`."""
+    return svg([panel_of(drawn)], unit_of(drawn))
+
+
+def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title: str | None = None) -> Panel:
+    """A schedule or a timeline, to be drawn together with others. Arguments and errors as for `schedule_svg`."""
+    if isinstance(drawn, Timeline):
+        ranks = f"{counted(drawn.ranks, 'rank')}, {Axis.of(drawn.makespan_seconds).text(drawn.makespan_seconds)}"
+        return Panel(f"{ranks}; {_bubble(drawn)}" if title is None else title, drawn)
+    known = in_slots(drawn) if timeline is None else timeline
+    if title is None:
+        numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
+        title = f"{drawn.name}: {numbers}; {_bubble(known)}"
+    return Panel(title, known, drawn.slices)
+
+
+def unit_of(drawn: Schedule | Timeline) -> str:
+    """What a second of the picture of a schedule or a timeline stands for."""
+    return "slots" if isinstance(drawn, Schedule) else "s"
+
+
+def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "auto", width: int = WIDTH) -> str:
+    """Several timelines under each other on one axis of time, as SVG. Arguments and errors as for `schedule_svg`."""
+    if background not in ("auto", "light", "dark"):
+        raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
+    frame = _Frame.of(panels, unit, width)
+    top, drawn = float(_MARGIN), []
+    for panel in panels:
+        drawn.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
+        drawn += frame.rows(panel, top + _TITLE)
+        top += _TITLE + frame.row * panel.timeline.ranks + _GAP
+    bottom = top - _GAP
+    drawn += frame.axis(bottom)
+    legend, height = frame.legend(bottom + _AXIS)
+    drawn += legend
+    said = escape("; ".join(panel.title for panel in panels), quote=True)
+    size = f'viewBox="0 0 {frame.width:g} {height:g}" width="{frame.width:g}" height="{height:g}"'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="penstock-{background}" role="img" aria-label="{said}" {size}>'
+    )
+    page = f'<rect class="page" width="{frame.width:g}" height="{height:g}" rx="6"/>'
+    return "\n".join([head, f"<style>{_style(frame.used, background)}</style>", page, *drawn, "</svg>", ""])
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What all panels have in common: where ranks' names and time lie, and which colours have been used."""
+
+    left: float
+    scale: float
+    """Pixels a second."""
+    row: float
+    longest: float
+    width: float
+    unit: str
+    few: bool
+    """Whether each action is drawn."""
+    clock: Axis
+    used: set[tuple[Kind, int, int]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, panels: Sequence[Panel], unit: str, width: int) -> _Frame:
+        ranks = max((panel.timeline.ranks for panel in panels), default=0)
+        longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
+        left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
+        room = width - left - _MARGIN
+        if room < 60:
+            raise ArgumentError(f"width={width}: give at least {math.ceil(left + _MARGIN + 60)} pixels")
+        # Seconds of a clock fill the width; slots and costs keep a size in which they are easily read.
+        scale = room / longest if longest else 1.0
+        scale = scale if unit == "s" else min(_SLOT, scale)
+        few = sum(len(panel.timeline) for panel in panels) <= MOST_MARKS
+        words = max(left + longest * scale + _MARGIN, min(width, _least_width(panels)))
+        return cls(
+            left,
+            scale,
+            24 if ranks <= 16 else 17 if ranks <= 32 else 11,
+            longest,
+            words,
+            unit,
+            few,
+            Axis.of(longest, unit),
+        )
+
+    def rows(self, panel: Panel, top: float) -> Iterator[str]:
+        """The ranks of a panel."""
+        timeline = panel.timeline
+        every = 1 if self.row > 11 else 4
+        longest = longest_label(panel.timeline, panel.slices)
+        for rank in range(timeline.ranks):
+            y, high = top + rank * self.row, self.row - (3 if self.row > 11 else 1)
+            if rank % every == 0:
+                yield f'<text class="rank" x="{_MARGIN}" y="{y + high / 2 + 4:g}">rank {rank}</text>'
+            length = self.scale * timeline.makespan_seconds
+            yield f'<rect class="idle" x="{self.left:g}" y="{y:g}" width="{length:.4g}" height="{high:g}"/>'
+            if self.few:
+                for mark in marks(timeline, rank, panel.slices):
+                    yield self._mark(mark, y, high, longest)
+            else:
+                yield from self._columns(timeline, rank, y, high)
+
+    def _mark(self, mark: Mark, y: float, high: float, longest: int) -> str:
+        x, wide = self.left + mark.start * self.scale, (mark.end - mark.start) * self.scale
+        strip = mark.kind is Kind.COMMUNICATION  # lies over what the rank computes meanwhile
+        if strip:
+            y, high = y + 0.75 * high, 0.25 * high
+        gap = 1.0 if wide > 6 else 0.15 * wide
+        corner = ' rx="2"' if wide > 8 and not strip else ""
+        times = f"{self.clock.text(mark.start)} to {self.clock.text(mark.end)}"
+        box = f'<rect x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" height="{high:g}"{corner}/>'
+        size = min(12.0, high - 3, (wide - gap - 2) / longest * 12 / _DIGIT)
+        text = ""
+        if mark.label and size >= 8 and not strip:
+            middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
+            text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
+        return f'<g class="{self._colour(mark)}"><title>{mark.said}: {times}</title>{box}{text}</g>'
+
+    def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
+        """One path for each kind, a pixel at a time."""
+        columns = max(1, math.ceil(timeline.makespan_seconds * self.scale))
+        found = runs(timeline.tracks[rank], 1 / self.scale, columns)
+        for kind in Kind:
+            parts = [
+                f"M{self.left + first:g} {y:g}h{end - first}v{high:g}h{first - end}z"
+                for first, end, which in found
+                if which is kind
+            ]
+            if parts:
+                self.used.add((kind, 0, 0))
+                yield f'<path class="{kind}-0-0" d="{"".join(parts)}"/>'
+
+    def _colour(self, mark: Mark) -> str:
+        entry = (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
+        if mark.kind is Kind.COMMUNICATION:
+            entry = (mark.kind, 0, 0)
+        self.used.add(entry)
+        return "-".join(map(str, entry))
+
+    def axis(self, bottom: float) -> Iterator[str]:
+        """The numbers under the last panel."""
+        most = max(2, min(16, int(self.longest * self.scale / 48)))
+        axis = Axis.of(self.longest, self.unit, most)
+        for seconds, text in axis.ticks:
+            x = self.left + seconds * self.scale
+            yield f'<path class="tick" d="M{x:.2f} {bottom:g}v4"/>'
+            yield f'<text class="time" x="{x:.2f}" y="{bottom + 17:g}">{text}</text>'
+        yield f'<text class="rank" x="{_MARGIN}" y="{bottom + 17:g}">{escape(axis.unit)}</text>'
+
+    def legend(self, top: float) -> tuple[list[str], float]:
+        """What the colours stand for, and where the picture ends."""
+        drawn, x, y = [], float(_MARGIN), top
+        for css, words in self._legend():
+            box = 20 if css else 0
+            wide = box + 6.5 * len(words)
+            if x > _MARGIN and x + wide > self.width - _MARGIN:
+                x, y = float(_MARGIN), y + 20
+            if css:
+                drawn.append(f'<g class="{css}"><rect x="{x:g}" y="{y + 4:g}" width="13" height="13" rx="2"/></g>')
+            drawn.append(f'<text class="rank" x="{x + box:g}" y="{y + 15:g}">{words}</text>')
+            x += wide + 16
+        return drawn, y + _LEGEND + 4
+
+    def _legend(self) -> list[tuple[str, str]]:
+        kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
+        self.used.update((kind, 0, 0) for kind in kinds)
+        found = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
+        if any(chunk for _, chunk, _ in self.used):
+            found.append(("", "lighter: later chunks"))
+        if not self.few:
+            found.append(("", "each pixel: what the rank does most of that time"))
+        return found
+
+
+def _least_width(panels: Sequence[Panel]) -> float:
+    """What titles and the legend need."""
+    return max([360.0, *(2 * _MARGIN + 7.2 * len(panel.title) for panel in panels)])
+
+
+def _bubble(timeline: Timeline) -> str:
+    if timeline.in_turns:
+        return "the ranks took turns in one process"
+    return f"bubble {timeline.bubble_rate:.1%}"
+
+
+def _style(used: set[tuple[Kind, int, int]], background: Background) -> str:
+    """The rules for what is used. Plain colours, no variables: editors and converters of SVG know these.
+
+    They name the background, since in a page the rules of all its pictures apply to all of them.
+    """
+    fixed = (
+        "@{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;max-width:100%}"
+        "@ .title{font-size:13.5px;font-weight:600}"
+        "@ .rank,@ .time{font-size:12px}"
+        "@ .time,@ g text{text-anchor:middle}"
+        "@ g text{pointer-events:none}"
+    )
+    rules = {
+        "light": _rules(LIGHT, used),
+        "dark": _rules(DARK, used),
+        "auto": f"{_rules(LIGHT, used)}@media (prefers-color-scheme:dark){{{_rules(DARK, used)}}}",
+    }
+    return (
+        (fixed + rules[background]).replace("@ ", f".penstock-{background} ").replace("@{", f".penstock-{background}{{")
+    )
+
+
+def _rules(theme: Theme, used: set[tuple[Kind, int, int]]) -> str:
+    rules = [
+        f"@ .page{{fill:{theme.page}}}@ .title{{fill:{theme.ink}}}",
+        f"@ .rank,@ .time{{fill:{theme.muted}}}@ .tick{{stroke:{theme.muted}}}",
+        f"@ .idle,@ .idle rect{{fill:{theme.fills[Kind.WAIT]}}}",
+    ]
+    for kind, chunk, parity in sorted(used):
+        colour, name = shade(theme, kind, chunk, parity), f"@ .{kind}-{chunk}-{parity}"
+        rules.append(f"{name}{{fill:{colour}}}{name} text{{fill:{ink(theme, kind, chunk)}}}")
+    return "".join(rules)

@@ -1,0 +1,186 @@
+"""A schedule slot by slot in plain words: what each rank does, with what, and what an idle one waits for.
+
+A slot is the time of one F, B, I or W, as in `penstock.schedule.grid`: each action runs in its earliest possible slot,
+and what it makes can be used from the next slot on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.schedule import Action, Dependencies, Op, Schedule
+from penstock.schedule.order import earliest_times
+from penstock.words import counted
+
+_WORK = {
+    Op.F: "runs the forward of",
+    Op.B: "runs the backward of",
+    Op.I: "computes the input gradient of",
+    Op.W: "computes the weight gradient of",
+}
+_NOUN = {
+    Op.F: "the forward of",
+    Op.B: "the backward of",
+    Op.I: "the input gradient of",
+    Op.W: "the weight gradient of",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that an action needs: the action that makes it, its rank and slot."""
+
+    action: Action
+    rank: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What one rank does in one slot.
+
+    Attributes:
+        action: what it runs; None: it is idle.
+        next: while it is idle, what it runs next; None: it has finished.
+        needs: what the action works with or, while the rank is idle, what of that is still missing.
+        text: the same as a sentence without its full stop.
+    """
+
+    rank: int
+    slot: int
+    action: Action | None
+    next: Action | None
+    needs: tuple[Source, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Walkthrough:
+    """A schedule's slots, in words.
+
+    Attributes:
+        ranks: for each rank, its moments by slot.
+    """
+
+    schedule: Schedule
+    ranks: tuple[tuple[Moment, ...], ...]
+
+    @property
+    def slots(self) -> int:
+        return len(self.ranks[0])
+
+    def at(self, slot: int) -> tuple[Moment, ...]:
+        """What each rank does in a slot."""
+        return tuple(moments[slot] for moments in self.ranks)
+
+    def headline(self, slot: int) -> str:
+        """One slot in short: how many ranks work."""
+        busy = sum(moment.action is not None for moment in self.at(slot))
+        return f"slot {slot} of {self.schedule.name}: {busy} of {counted(self.schedule.ranks, 'rank')} at work"
+
+
+def walkthrough(schedule: Schedule) -> Walkthrough:
+    """Goes through a schedule, whose messages and reductions it leaves out.
+
+    >>> from penstock.schedule import generate
+    >>> walk = walkthrough(generate("1f1b", ranks=2, microbatches=2))
+    >>> for moment in walk.at(1):
+    ...     print(moment.text)
+    rank 0 runs the forward of microbatch 1 on stage 0, on its piece of the batch
+    rank 1 runs the forward of microbatch 0 on stage 1, with the output that rank 0 sent at the end of slot 0
+
+    Raises:
+        ScheduleError: the schedule cannot be run.
+    """
+    rows = [[item for item in row.items() if all(p.op.is_compute for p in item.parts)] for row in schedule.rows]
+    words = _Words(schedule.with_rows(rows))
+    slots = max((slot + 1 for slot in words.slots), default=0)
+    return Walkthrough(schedule, tuple(tuple(words.of_rank(rank, slots)) for rank in range(schedule.ranks)))
+
+
+class _Words:
+    """The sentences of one schedule, which has computations only.
+
+    Attributes:
+        slots: the slot of each node.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.dependencies = Dependencies(schedule)
+        starts, _ = earliest_times(self.dependencies, lambda node: 1.0, lambda *_: 0.0)
+        self.slots = [int(start) for start in starts]
+
+    def of_rank(self, rank: int, slots: int) -> list[Moment]:
+        """The rank's moments, one for each slot."""
+        node, end = self.dependencies.first[rank : rank + 2]
+        moments = []
+        for slot in range(slots):
+            if node == end:
+                moments.append(Moment(rank, slot, None, None, (), self._finished(rank, end)))
+            elif self.slots[node] == slot:
+                moments.append(self._working(rank, node))
+                node += 1
+            else:
+                moments.append(self._waiting(rank, node, slot))
+        return moments
+
+    def _finished(self, rank: int, end: int) -> str:
+        if end == self.dependencies.first[rank]:
+            return f"rank {rank} has nothing to do in this schedule"
+        return f"rank {rank} has finished: its last work was in slot {self.slots[end - 1]}"
+
+    def _working(self, rank: int, node: int) -> Moment:
+        action, needs = self.dependencies.actions[node], self._sources(node)
+        text = f"rank {rank} {_WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
+        if self.dependencies.actions.joined[node]:
+            other = self.dependencies.actions[node + 1]
+            text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"
+        return Moment(rank, self.slots[node], action, None, needs, text)
+
+    def _waiting(self, rank: int, node: int, slot: int) -> Moment:
+        action = self.dependencies.actions[node]
+        missing = tuple(source for source in self._sources(node) if source.slot >= slot)
+        reasons = " and ".join(
+            f"{_NOUN[one.action.op]} {self._where(one.action)}, which rank {one.rank} "
+            + ("runs in this slot" if one.slot == slot else f"runs in slot {one.slot}")
+            for one in missing
+        )
+        text = f"rank {rank} waits: {_NOUN[action.op]} {self._where(action)} needs {reasons}"
+        return Moment(rank, slot, None, action, missing, text)
+
+    def _sources(self, node: int) -> tuple[Source, ...]:
+        known = self.dependencies
+        return tuple(Source(known.actions[need], known.rank_of[need], self.slots[need]) for need in known.before(node))
+
+    def _where(self, action: Action) -> str:
+        number, slices, depth = action.microbatch or 0, self.schedule.slices, self.schedule.placement.depth
+        microbatch = f"microbatch {number // slices}"
+        piece = microbatch if slices == 1 else f"slice {number % slices} of {microbatch}"
+        copy = "" if action.stage < depth else f", the copy of stage {action.stage % depth}"
+        return f"{piece} on stage {action.stage}{copy}"
+
+    def _with(self, rank: int, action: Action, needs: tuple[Source, ...]) -> str:
+        """With what an action works: each of its sources, and the batch or the loss at the model's ends."""
+        parts = [self._part(rank, action, one) for one in needs]
+        if not any(one.action.stage != action.stage for one in needs):
+            if action.op is Op.F:
+                parts.insert(0, "on its piece of the batch")
+            elif action.op in (Op.B, Op.I):
+                parts.insert(0, "from the loss")
+        return " and ".join(parts)
+
+    def _part(self, rank: int, action: Action, source: Source) -> str:
+        of = source.action
+        if of.stage != action.stage:
+            what = "output" if of.op is Op.F else "gradient"
+            if source.rank == rank:
+                return f"with the {what} that it made itself on stage {of.stage} in slot {source.slot}"
+            return f"with the {what} that rank {source.rank} sent at the end of slot {source.slot}"
+        if of.microbatch != action.microbatch:
+            what = "forward" if of.op is Op.F else "backward"
+            slice_number = (of.microbatch or 0) % self.schedule.slices
+            return f"with what the {what} of slice {slice_number} left in slot {source.slot}"
+        if of.op is Op.I:
+            return f"with what its input gradient left in slot {source.slot}"
+        return f"with what its forward kept in slot {source.slot}"

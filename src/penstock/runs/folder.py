@@ -1,0 +1,86 @@
+"""Where a run's files are, and how they are written: as a whole, or a line at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ABOUT = "run.json"
+PREDICTED = "predicted.json"
+STEPS = "steps.jsonl"
+TIMELINES = "timelines"
+MEMORY = "memory"
+RANKS = "ranks"
+EARLIER = "earlier"
+
+_NUMBERED = re.compile(r"(\d+)\.json")
+_TEMPORARY = re.compile(r"\..*\.\d+\.new")
+
+
+def write_whole(path: Path, value: Any) -> None:
+    """Writes a value as JSON; a reader sees the file as it was before, or as it is after. Raises OSError."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        new.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        new.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Adds lines to a file. Raises OSError; then the file is as it was before."""
+    with path.open("ab") as file:
+        size = file.tell()
+        try:
+            file.write("".join(lines).encode())
+            file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)
+            raise
+
+
+def end_last_line(path: Path) -> None:
+    """Ends the line in which a crash left a file, so that the next begins on its own. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            file.write(b"\n")
+
+
+def numbered(folder: Path) -> list[int]:
+    """The numbers of the files N.json in a folder, ascending."""
+    try:
+        found = [_NUMBERED.fullmatch(name) for name in os.listdir(folder)]
+    except OSError:
+        return []
+    return sorted(int(one[1]) for one in found if one)
+
+
+def set_aside(folder: Path, names: Iterable[str]) -> None:
+    """Moves files and folders of an earlier run to earlier/N. Raises OSError."""
+    there = [name for name in names if (folder / name).exists()]
+    if not there:
+        return
+    earlier = folder / EARLIER
+    earlier.mkdir(exist_ok=True)
+    number = 1 + max((int(name) for name in os.listdir(earlier) if name.isdecimal()), default=0)
+    (earlier / str(number)).mkdir()
+    for name in there:
+        (folder / name).rename(earlier / str(number) / name)
+
+
+def clear(folder: Path, numbers_from: int = 0) -> None:
+    """Removes the files N.json of a folder from a number on, and what a crash left half written. Raises OSError."""
+    for number in numbered(folder):
+        if number >= numbers_from:
+            (folder / f"{number}.json").unlink(missing_ok=True)
+    for file in folder.glob(".*.new"):
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)

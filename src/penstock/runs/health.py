@@ -1,0 +1,60 @@
+"""What to make of what a rank last said: a process that is gone cannot say so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from penstock.runs.records import RankState
+
+Health = Literal["computes", "waits", "between steps", "ended", "failed", "silent", "gone"]
+
+SILENT_SECONDS = 5.0
+"""A process says several times in this that it lives."""
+
+
+def health(
+    state: RankState,
+    now: float | None = None,
+    host: str | None = None,
+    lives: Callable[[int], bool] | None = None,
+) -> Health:
+    """How a rank is.
+
+    `gone`: its process is not there any more, without having closed the pipeline; known of this host's processes only.
+    `silent`: it has said nothing for `SILENT_SECONDS`: gone, stopped, or out of reach.
+
+    Args:
+        now: in seconds since 1970.
+        host: this one's name.
+        lives: whether a process of this host is there.
+    """
+    now = time.time() if now is None else now
+    if state.failure is not None:
+        return "failed"
+    if state.ended:
+        return "ended"
+    here = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
+    if here and not (lives or _lives)(state.pid):
+        return "gone"
+    if now - state.written > SILENT_SECONDS:
+        return "silent"
+    if not state.action:
+        return "between steps"
+    return "waits" if state.waits_for else "computes"
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        return True
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+        return file.read().rpartition(")")[2].split()[0] not in "ZX"  # one that nobody has waited for yet
+    return True

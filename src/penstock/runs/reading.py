@@ -1,0 +1,191 @@
+"""Reads the folder of a run, also while it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.json_files import read_json
+from penstock.runs.about import FORMAT, About
+from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, RANKS, STEPS, TIMELINES, numbered
+from penstock.runs.records import RankState, StepRecord
+from penstock.schedule import Schedule
+from penstock.schedule.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a plan or a profile said before the run.
+
+    Attributes:
+        source: where it is from, in words.
+        step_seconds: of a whole step, without the optimizer.
+        stage_seconds: F + I + W of one microbatch on each stage.
+        timeline: of a step.
+    """
+
+    source: str
+    step_seconds: float
+    stage_seconds: tuple[float, ...]
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a rank holds in a step.
+
+    Attributes:
+        bytes: after each action of the rank's track in the step's timeline.
+        measured: whether its device had allocated that; otherwise it is what the schedule and the stages' bytes say.
+    """
+
+    rank: int
+    bytes: tuple[int, ...]
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunRead:
+    """A run, as its folder shows it at each call.
+
+    Attributes:
+        about: what does not change.
+    """
+
+    path: Path
+    about: About
+
+    def steps(self) -> list[StepRecord]:
+        """All steps so far, by number. Of one that ran twice, after a resumption, the last counts."""
+        return joined([], self.steps_after(0)[0])
+
+    def steps_after(self, place: int) -> tuple[list[StepRecord], int]:
+        """The steps that were added after a place in the file (0: all), in order of writing, and the place after them.
+
+        `joined` makes one list of what several calls give. A place beyond the end, as after another run began in the
+        folder, is an empty answer with place 0.
+        """
+        try:
+            with (self.path / STEPS).open("rb") as file:
+                if file.seek(0, os.SEEK_END) < place:
+                    return [], 0
+                file.seek(place)
+                text = file.read()
+        except FileNotFoundError:
+            return [], 0
+        except OSError as error:
+            raise ArgumentError(f"{self.path / STEPS} cannot be read: {error.strerror}") from error
+        whole = text[: text.rfind(b"\n") + 1]
+        found = [StepRecord.from_line(line) for line in whole.splitlines()]
+        return [one for one in found if one is not None], place + len(whole)
+
+    def timeline_steps(self) -> list[int]:
+        """The steps whose timelines are there, ascending."""
+        return numbered(self.path / TIMELINES)
+
+    def timeline(self, step: int) -> Timeline:
+        """When each rank's actions ran in a step. Raises ArgumentError if that was not recorded."""
+        file = self.path / TIMELINES / f"{step}.json"
+        if not file.exists():
+            there = ", ".join(map(str, self.timeline_steps()[-8:])) or "none yet"
+            raise ArgumentError(f"run {str(self.path)!r} has no timeline of step {step}; there are: {there}")
+        return Timeline.from_dict(read_json(file, f"timeline {str(file)!r}"))
+
+    def schedule(self, step: int) -> Schedule:
+        """What the ranks ran in a step whose timeline is there, communication included."""
+        rows = [track.actions for track in self.timeline(step).tracks]
+        numbers = [action.microbatch for row in rows for action in row if action.op.is_compute]
+        microbatches = 1 + max((number for number in numbers if number is not None), default=0)
+        return Schedule(self.about.schedule, self.about.stages, microbatches, rows)
+
+    def predicted(self) -> Predicted | None:
+        """What a plan or a profile said before the run; None if there was none."""
+        file = self.path / PREDICTED
+        if not file.exists():
+            return None
+        what = f"prediction {str(file)!r}"
+        given = read_json(file, what)
+        try:
+            return Predicted(
+                str(given["source"]),
+                float(given["step_seconds"]),
+                tuple(map(float, given["stage_seconds"])),
+                Timeline.from_dict(given["timeline"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"{what} is damaged: {error!r}") from None
+
+    def memory(self, step: int) -> tuple[Memory, ...]:
+        """What ranks held in a step whose timeline is there, of those ranks of which it is known: as measured, or else
+        as predicted."""
+        lengths = [len(track) for track in self.timeline(step).tracks]
+        predicted = _read(self.path / MEMORY / "predicted.json")
+        found = []
+        for rank, length in enumerate(lengths):
+            measured = _read(self.path / MEMORY / f"{step}.{rank}.json")
+            if _fits(measured, length):
+                found.append(Memory(rank, tuple(measured), True))
+            elif isinstance(predicted, list) and len(predicted) == len(lengths) and _fits(predicted[rank], length):
+                found.append(Memory(rank, tuple(predicted[rank]), False))
+        return tuple(found)
+
+    def ranks(self) -> list[RankState]:
+        """What every process does, by number: as it says itself, or as process 0 has heard if it writes elsewhere."""
+        states: dict[int, RankState] = {}
+        for number in numbered(self.path / RANKS):
+            given = _read(self.path / RANKS / f"{number}.json")
+            if not isinstance(given, dict) or given.get("run") != self.about.id or "at" not in given:
+                continue
+            for heard in given.get("heard", ()):
+                if (state := RankState.from_dict(heard, given["at"])) is not None and state.number not in states:
+                    states[state.number] = replace(state, heard=True)
+            if (state := RankState.from_dict(given.get("state"), given["at"])) is not None:
+                states[state.number] = state
+        return [states[number] for number in sorted(states)]
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder has a run of penstock in it, of any version."""
+    given = _read(Path(path) / ABOUT)
+    return isinstance(given, dict) and given.get("format") == FORMAT
+
+
+def read_run(path: str | os.PathLike[str]) -> RunRead:
+    """The run in a folder. Raises ArgumentError if there is none, or if another version or another tool wrote it."""
+    folder = Path(path)
+    what = f"run {os.fspath(path)!r}"
+    how = "a training script records one with penstock.pipeline(..., run='runs/NAME')"
+    if not folder.is_dir():
+        raise ArgumentError(f"{what}: {'this is a file, not a folder' if folder.exists() else 'no such folder'}; {how}")
+    if not (folder / ABOUT).exists():
+        inside = sorted(one.parent.name for one in folder.glob(f"*/{ABOUT}"))[:4]
+        hint = f"it has runs in it: {', '.join(inside)}" if inside else how
+        raise ArgumentError(f"{what}: there is no {ABOUT} in this folder; {hint}")
+    return RunRead(folder, About.from_dict(read_json(folder / ABOUT, what), what))
+
+
+def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRecord]:
+    """Steps by number, with those added that come after them, in place. A step that is not greater than those before
+    it takes their place: the run was resumed there."""
+    for one in added:
+        while steps and steps[-1].step >= one.step:
+            steps.pop()
+        steps.append(one)
+    return steps
+
+
+def _read(file: Path) -> Any:
+    """What a file of JSON says; None if there is none, or it is something else."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _fits(given: Any, length: int) -> bool:
+    return isinstance(given, list) and len(given) == length

@@ -1,0 +1,104 @@
+"""What a run adds while it lives: a line for each step, and what each process does."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One training step.
+
+    Attributes:
+        step: its number, counted from 1, as `Pipeline.step_count` after it.
+        loss: None where no loss reaches the process that writes (`share_loss=False`), or if it was not read.
+        seconds: from the call of `Pipeline.step` to its return; on a device, which follows later, between two returns.
+        rows: of the batch, over all replicas.
+        at_seconds: when it ended, since the run started.
+        bubble: the share of the pipeline's time in which ranks did not compute; None unless this step was timed.
+    """
+
+    step: int
+    loss: float | None
+    seconds: float
+    rows: int
+    at_seconds: float
+    bubble: float | None = None
+
+    def to_line(self) -> str:
+        """A line of steps.jsonl. A loss that is no number is written as text ("nan"): JSON has none."""
+        values = asdict(self)
+        if self.loss is not None and not math.isfinite(self.loss):
+            values["loss"] = str(self.loss)
+        return json.dumps(values) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str | bytes) -> StepRecord | None:
+        """What `to_line` wrote; None for anything else, such as half a line after a crash."""
+        try:
+            read = json.loads(line)
+            loss = None if read["loss"] is None else float(read["loss"])
+            bubble = None if read["bubble"] is None else float(read["bubble"])
+            return cls(
+                int(read["step"]), loss, float(read["seconds"]), int(read["rows"]), float(read["at_seconds"]), bubble
+            )
+        except (ValueError, TypeError, KeyError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank does, as its process last said, or as rank 0's process last heard of it.
+
+    Attributes:
+        number: of the process in the whole mesh, as messages call it.
+        replica: which pipeline it belongs to.
+        ranks: of the pipeline that the process drives; usually one.
+        host, pid: of the process; empty and 0 if only rank 0 has heard of it.
+        written: when this was said, in seconds since 1970, by the clock of the host that wrote it.
+        step: the training step under way, or the last one.
+        action: such as 2F3 or 1RECV_F0; empty outside a step.
+        waits_for: the numbers of the processes from which it waits for a message.
+        since: when the action began, or was first seen, on the same clock as `written`.
+        rss_bytes: what the process has in memory.
+        device_bytes: what is allocated on its device; None on a CPU.
+        ended: whether it has closed its pipeline.
+        failure: why the run failed, if it did, as this rank knows it.
+        heard: whether only rank 0 has heard this: the process does not write into this folder.
+    """
+
+    number: int
+    replica: int
+    ranks: tuple[int, ...]
+    host: str = ""
+    pid: int = 0
+    written: float = 0.0
+    step: int | None = None
+    action: str = ""
+    waits_for: tuple[int, ...] = ()
+    since: float = 0.0
+    rss_bytes: int | None = None
+    device_bytes: int | None = None
+    ended: bool = False
+    failure: str | None = None
+    heard: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, without what the file says once: when this was written, and whether it was heard."""
+        values = asdict(self)
+        del values["written"], values["heard"]
+        return values
+
+    @classmethod
+    def from_dict(cls, given: Any, written: float) -> RankState | None:
+        """What `to_dict` wrote; None for anything else."""
+        try:
+            names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
+            values = {name: given[name] for name in names}
+            values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
+            return cls(**values, written=float(written))
+        except (TypeError, KeyError, ValueError):
+            return None

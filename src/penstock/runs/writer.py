@@ -1,0 +1,181 @@
+"""Writes a run's folder from a thread, so that training waits for no disk.
+
+Whatever goes wrong with the files is told once, and never ends a run: `trouble` says what it was.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.json_files import read_json
+from penstock.runs.about import About
+from penstock.runs.folder import (
+    ABOUT,
+    MEMORY,
+    PREDICTED,
+    RANKS,
+    STEPS,
+    TIMELINES,
+    append_lines,
+    clear,
+    end_last_line,
+    set_aside,
+    write_whole,
+)
+from penstock.runs.records import StepRecord
+
+BEAT_SECONDS = 0.25
+"""From one look at what the process does to the next."""
+STEADY_SECONDS = 1.0
+"""How often a process says that it lives if nothing has changed."""
+_MOST_LINES = 100_000
+"""Steps that are kept while the disk takes none."""
+
+
+class Writer:
+    """One process's part of a run's folder.
+
+    Args:
+        number: of the process. Number 0 makes the folder and writes what there is once; the others write their own
+            part as soon as they see it, and nothing if they never do: their host has another file system.
+        state: what the process does now, ready for ranks/N.json; called by the thread.
+        each_beat, at_end: also called by the thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        number: int,
+        state: Callable[[], Mapping[str, Any]],
+        each_beat: Callable[[], None] | None = None,
+        at_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.trouble: str | None = None
+        self._id, self._number, self._state = run_id, number, state
+        self._each_beat, self._at_end = each_beat, at_end
+        self._lines: list[str] = []
+        self._files: list[tuple[Path, Callable[[], Any]]] = []
+        self._lock = threading.Lock()
+        self._there = False
+        self._said: Mapping[str, Any] = {}
+        self._said_at = 0.0
+        self._woken, self._ended = threading.Event(), False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="penstock-run-folder", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def step(self, record: StepRecord) -> None:
+        """Adds a line to steps.jsonl, soon."""
+        with self._lock:
+            self._lines.append(record.to_line())
+            del self._lines[:-_MOST_LINES]
+
+    def file(self, name: str, make: Callable[[], Any]) -> None:
+        """Writes a file, soon. `make` gives its value, on the thread."""
+        with self._lock:
+            self._files.append((self.path / name, make))
+
+    def end(self) -> None:
+        """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says."""
+        if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
+            return
+        self._ended = True
+        self._woken.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            last = self._woken.wait(BEAT_SECONDS)
+            self._guarded(self._beat, last)
+            also = self._at_end if last else self._each_beat
+            if also is not None:
+                self._guarded(also)
+            if last:
+                return
+
+    def _guarded(self, act: Callable[..., None], *args: Any) -> None:
+        try:
+            act(*args)
+        except OSError as error:
+            if self.trouble is None:
+                self.trouble = f"{error.filename or self.path}: {error.strerror or error}"
+
+    def _beat(self, last: bool) -> None:
+        if not self._is_there():
+            return
+        with self._lock:
+            lines, files = self._lines, self._files
+            self._lines, self._files = [], []
+        if lines:
+            try:
+                append_lines(self.path / STEPS, lines)
+            except OSError:
+                with self._lock:
+                    self._lines = [*lines, *self._lines]
+                raise
+        for path, make in files:
+            self._guarded(write_whole, path, make())
+        state, now = self._state(), time.monotonic()
+        if last or state != self._said or now - self._said_at >= STEADY_SECONDS:
+            self._said, self._said_at = state, now
+            write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
+
+    def _is_there(self) -> bool:
+        """Whether process 0 has made the folder where this one sees it."""
+        if not self._there:
+            try:
+                self._there = self._id in (self.path / ABOUT).read_text(encoding="utf-8")
+            except OSError:
+                return False
+        return self._there
+
+
+def begin(path: Path, about: About, first_step: int, earlier: About | None) -> None:
+    """Makes the folder of a run, or continues the one that is there.
+
+    Args:
+        first_step: the number of its first step. If that is 1, whatever was there is set aside.
+        earlier: the run that was in the folder, if any.
+
+    Raises:
+        OSError: something cannot be written.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    if earlier is not None and first_step == 1:
+        set_aside(path, (ABOUT, PREDICTED, STEPS, TIMELINES, MEMORY, RANKS))
+    elif earlier is not None:
+        about = replace(about, started=earlier.started, resumed=(*earlier.resumed, about.started))
+        if not about.same_layout(earlier):
+            set_aside(path, (PREDICTED, TIMELINES, MEMORY))
+    for name in (TIMELINES, MEMORY, RANKS):
+        (path / name).mkdir(exist_ok=True)
+    clear(path / RANKS)
+    clear(path / TIMELINES, first_step)
+    end_last_line(path / STEPS)
+    write_whole(path / ABOUT, about.to_dict())
+
+
+def earlier_run(path: Path) -> About | None:
+    """The run that is in a folder, to be continued or set aside; None if there is none.
+
+    Raises:
+        ArgumentError: the folder has a run of another version or tool, or part of one.
+    """
+    what = f"run={str(path)!r}"
+    if (path / ABOUT).exists():
+        return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
+    if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
+        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; give another folder, or an empty one")
+    return None

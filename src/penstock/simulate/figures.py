@@ -1,0 +1,128 @@
+"""The figures of a simulated schedule: what `penstock simulate --json` prints and the studio shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from penstock.schedule import Op, Placement, Schedule
+from penstock.schedule.timeline import Timeline
+from penstock.simulate.columns import Columns
+from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, each_of
+from penstock.simulate.memory_use import Peaks, peaks
+from penstock.simulate.simulator import timed
+from penstock.simulate.waits import Cause, CriticalPath, Waits
+from penstock.words import counted
+
+WORK = (Op.F, Op.B, Op.I, Op.W)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A simulated schedule and what follows from it, in the units of the costs.
+
+    Attributes:
+        by_stage: the cost of each stage, copies included.
+        columns: those of the timeline's actions, if they are known.
+    """
+
+    schedule: Schedule
+    by_stage: Sequence[OfStage]
+    timeline: Timeline
+    columns: Columns | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST, *, contended: bool = False
+    ) -> Figures:
+        """Simulates a schedule. Raises what `simulate` raises."""
+        return cls(schedule, by_stage, *timed(schedule, by_stage, links, contended=contended))
+
+    @property
+    def peaks(self) -> list[Peaks]:
+        """For each rank, the most that it needs of each kind of memory, and at once."""
+        return peaks(self.schedule, self.by_stage, self.timeline)
+
+    @cached_property
+    def peak_activations(self) -> list[float]:
+        """Each rank's peak, in units of one microbatch's activations on all of the rank's stages."""
+        placement, slices = self.schedule.placement, self.schedule.slices
+        costs = with_activations(placement, self.by_stage, slices)
+        held = peaks(self.schedule, costs, self.timeline)
+        units = units_of_memory(placement, costs, slices)
+        return [one.activations / unit for one, unit in zip(held, units, strict=True)]
+
+    @cached_property
+    def _waits(self) -> Waits:
+        return Waits.of(self.schedule, self.timeline, self.columns)
+
+    @cached_property
+    def idle(self) -> list[dict[Cause, float]]:
+        return self._waits.idle()
+
+    @cached_property
+    def path(self) -> CriticalPath:
+        return self._waits.critical_path()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        path = self.path
+        on_path = {op.value: path.seconds(op) for op in WORK if path.seconds(op)}
+        return {
+            "name": self.schedule.name,
+            "ranks": self.schedule.ranks,
+            "microbatches": self.schedule.microbatches,
+            "chunks": chunks(self.schedule),
+            "slices": self.schedule.slices,
+            "makespan": self.timeline.makespan_seconds,
+            "span": self.timeline.span_seconds,
+            "bubble_rate": self.timeline.bubble_rate,
+            "peak_activations": self.peak_activations,
+            "idle": [{cause.value: time for cause, time in by_cause.items()} for by_cause in self.idle],
+            "critical_path": {"actions": len(path.spans), **on_path, "link": path.link_seconds},
+        }
+
+
+def chunks(schedule: Schedule) -> int:
+    """Stages per rank and copy of the model; the most on any rank, if a file distributes them unevenly."""
+    placement = schedule.placement
+    return max(-(-len(stages) // placement.pipelines) for stages in placement.by_rank)
+
+
+def title(schedule: Schedule) -> str:
+    """A one-line description of the schedule."""
+    counts = {"rank": schedule.ranks, "microbatch": schedule.microbatches, "chunk": chunks(schedule)}
+    text = ", ".join(counted(count, what) for what, count in counts.items())
+    slices = f", {schedule.slices} slices a microbatch" if schedule.slices > 1 else ""
+    copies = ", two copies of the model" if schedule.placement.pipelines > 1 else ""
+    return f"{schedule.name}: {text} a rank{slices}{copies}"
+
+
+def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[OfStage]:
+    """Fills in missing activation sizes: if a rank has none, each counts 1, from the start of F to the end of W."""
+    known = {
+        rank
+        for rank, stage in zip(placement.rank_of, costs, strict=True)
+        if any(cost.activation_bytes for cost in each_of(stage))
+    }
+
+    def counted_ones(stage: OfStage) -> OfStage:
+        made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
+        return made[0] if isinstance(stage, StageCost) else made
+
+    return [
+        stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)
+    ]
+
+
+def units_of_memory(placement: Placement, costs: Sequence[OfStage], slices: int = 1) -> list[float]:
+    """For each rank, what one microbatch keeps on all its stages, on average. A microbatch goes through one copy of the
+    model.
+    """
+    held = [0.0] * placement.ranks
+    for rank, stage in zip(placement.rank_of, costs, strict=True):
+        sizes = [cost.activation_bytes for cost in each_of(stage)]
+        held[rank] += (sizes[0] if len(sizes) == 1 else sum(sizes) / len(sizes)) * slices / placement.pipelines
+    return held

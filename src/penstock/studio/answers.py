@@ -1,0 +1,208 @@
+"""The answer to each question of the page, as plain values for JSON. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from penstock.errors import ArgumentError
+from penstock.report import Moment, walkthrough
+from penstock.schedule import Placement, Schedule, generate, generators
+from penstock.search import Found, search
+from penstock.simulate import LinkCost, StageCost, memory
+from penstock.simulate.costs import OF_MICROBATCH, divided
+from penstock.simulate.figures import Figures, units_of_memory, with_activations
+from penstock.studio.question import MOST, MOST_CELLS, MOST_SECONDS, MOST_TO_SEARCH, Question
+from penstock.web.page_data import band, curve, timeline_data
+
+PlacementName = Literal["loop", "v"]
+SEARCHED = "search"
+"""The name of a schedule that was searched for."""
+
+
+def catalogue() -> dict[str, Any]:
+    """Every schedule that has a name, and the bounds of questions."""
+    known = [
+        {"name": one.name, "rule": one.rule, "chunks": one.chunks, "placement": one.placement, "splits": one.splits}
+        for one in generators()
+    ]
+    return {"schedules": known, "most": MOST, "most_seconds": MOST_SECONDS, "usual": Question().to_dict()}
+
+
+def stage_costs(question: Question, placement: Placement, slices: int = 1) -> list[StageCost]:
+    """What each stage costs, copies included."""
+    per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
+    one = divided(per_rank, placement.depth // placement.ranks)
+    more = {name: getattr(one, name) + question.head * getattr(per_rank, name) for name in OF_MICROBATCH[:3]}
+    stages = [one] * (placement.depth - 1) + [replace(one, **more)]
+    return [divided(stage, slices, OF_MICROBATCH) for stage in stages] * placement.pipelines
+
+
+@lru_cache(maxsize=64)
+def simulated(question: Question, name: str) -> Figures:
+    """One named schedule. Raises ArgumentError if its definition does not allow these numbers."""
+    entry = next(one for one in question.entries() if one.name == name)
+    numbers = question.numbers(entry)
+    schedule = generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
+    return _figures(question, schedule)
+
+
+def named(question: Question, name: str) -> Figures:
+    """One of a question's schedules. Raises ArgumentError if it is not one, or its definition does not allow it."""
+    if name not in (one.name for one in question.entries()):
+        raise ArgumentError(f"schedule={name[:40]!r} is not in the question: {', '.join(question.schedules)}")
+    return simulated(question, name)
+
+
+def _figures(question: Question, schedule: Schedule) -> Figures:
+    costs = stage_costs(question, schedule.placement, schedule.slices)
+    return Figures.of(schedule, costs, LinkCost(question.comm))
+
+
+def simulate(question: Question) -> dict[str, Any]:
+    """Every schedule of a question on one axis of time: `penstock simulate`'s figures, and what a timeline shows."""
+    found, refused = [], []
+    for entry in question.entries():
+        rule = entry.broken(question.numbers(entry))
+        if rule is None:
+            found.append(simulated(question, entry.name))
+        else:
+            refused.append({"name": entry.name, "reason": f"works with {rule.text}"})
+    return {
+        "schedules": [_described(question, one) for one in found],
+        "not_allowed": refused,
+        "timeline": timeline_data([_band(question, one) for one in found], unit="units"),
+    }
+
+
+def _described(question: Question, one: Figures) -> dict[str, Any]:
+    return one.to_dict() | {"fits": fits(question, one)}
+
+
+def fits(question: Question, one: Figures) -> bool:
+    """Whether every rank keeps to the memory limit."""
+    limit = math.inf if question.memory_limit is None else question.memory_limit
+    return max(one.peak_activations) <= limit * (1 + 1e-9)
+
+
+def _band(question: Question, one: Figures) -> dict[str, Any]:
+    placement, slices = one.schedule.placement, one.schedule.slices
+    costs = with_activations(placement, one.by_stage, slices)
+    scaled = [  # so that 1 is one microbatch on all of a rank's stages
+        _per_unit(cost, unit)
+        for cost, unit in zip(costs, _unit_of_each(placement, units_of_memory(placement, costs, slices)), strict=True)
+    ]
+    curves = [
+        curve(held, question.memory_limit, unit="", label="activations")
+        for held in memory(one.schedule, scaled, one.timeline)
+    ]
+    note = f"span {one.timeline.span_seconds:.4g}, bubble {one.timeline.bubble_rate:.1%}"
+    return band(one.schedule.name, one.timeline, one.schedule, path=one.path, memory=curves, note=note)
+
+
+def _unit_of_each(placement: Placement, units: Sequence[float]) -> list[float]:
+    return [units[rank] for rank in placement.rank_of]
+
+
+def _per_unit(cost: Any, unit: float) -> StageCost:
+    return divided(cost, unit, ("activation_bytes", "weight_gradient_bytes"))
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def searched(question: Question, where: PlacementName, seconds: float) -> tuple[Found, Figures]:
+    """The best schedule found for a question's costs within its memory limit.
+
+    Raises:
+        ArgumentError: there is too much to search, or the limit leaves no room.
+    """
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ArgumentError(
+            f"seconds={seconds:g}: the studio searches up to {MOST_SECONDS:g} s; `penstock search` more"
+        )
+    chunks = 2 if where == "v" else question.chunks or 1
+    actions = 3 * question.ranks * question.microbatches * chunks
+    if actions > MOST_TO_SEARCH:
+        raise ArgumentError(
+            f"{question.ranks} ranks and {question.microbatches} microbatches: a schedule has {actions:,} actions, and "
+            f"the studio searches up to {MOST_TO_SEARCH:,}; take fewer, or use `penstock search`"
+        )
+    placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
+    costs = [
+        cost for cost in with_activations(placement, stage_costs(question, placement)) if isinstance(cost, StageCost)
+    ]
+    limit = question.memory_limit
+    found = search(
+        placement,
+        question.microbatches,
+        costs,
+        LinkCost(question.comm),
+        memory_limit=None if limit is None else [limit * unit for unit in units_of_memory(placement, costs)],
+        objective="span",
+        seconds=seconds,
+    )
+    return found, _figures(question, replace_name(found.schedule, SEARCHED))
+
+
+def replace_name(schedule: Schedule, name: str) -> Schedule:
+    """The same schedule with another name."""
+    return Schedule(name, schedule.placement, schedule.microbatches, schedule.rows, schedule.slices)
+
+
+def search_for(question: Question, where: PlacementName, seconds: float) -> dict[str, Any]:
+    """What a search found, its figures, its timeline, and how far it may be from the best."""
+    found, figures = searched(question, where, seconds)
+    return {
+        "schedules": [_described(question, figures)],
+        "timeline": timeline_data([_band(question, figures)], unit="units"),
+        "lower_bound": found.lower_bound_seconds,
+        "gap": found.gap,
+        "best_by_name": found.known,
+        "best_by_name_objective": found.known_seconds if found.known else None,
+        "is_named": found.schedule.name if found.schedule.name != SEARCHED else None,
+        "cut_off": found.cut_off,
+    }
+
+
+# -- walk-through -----------------------------------------------------------------------------------------------------
+
+
+def walk(question: Question) -> dict[str, Any]:
+    """The slots of a question's schedules in words.
+
+    Raises:
+        ArgumentError: they have more slots and ranks than anybody reads.
+    """
+    walks, cells = [], 0
+    for entry in question.entries():
+        if (rule := entry.broken(question.numbers(entry))) is not None:
+            raise ArgumentError(f"{entry.name} works with {rule.text}")
+        found = walkthrough(simulated(question, entry.name).schedule)
+        cells += found.slots * question.ranks
+        if cells > MOST_CELLS:
+            raise ArgumentError(
+                f"{entry.name} with {question.ranks} ranks and {question.microbatches} microbatches has {found.slots} "
+                f"slots, too many to go through; take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
+            )
+        walks.append(
+            {
+                "name": entry.name,
+                "rule": entry.rule,
+                "slots": found.slots,
+                "headlines": [found.headline(slot) for slot in range(found.slots)],
+                "ranks": [[_cell(moment) for moment in moments] for moments in found.ranks],
+            }
+        )
+    return {"walks": walks}
+
+
+def _cell(moment: Moment) -> dict[str, Any]:
+    action = moment.action
+    doing = {} if action is None else {"op": action.op.value, "stage": action.stage, "microbatch": action.microbatch}
+    needs = [[one.rank, one.slot] for one in moment.needs]
+    return {"text": moment.text, "needs": needs, "done": action is None and moment.next is None, **doing}

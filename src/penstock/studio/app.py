@@ -1,0 +1,216 @@
+"""The studio's addresses: each asks the guard, reads its question, and gives one answer."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
+from threading import Lock
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.report.frame import base_style
+from penstock.studio import answers, exports, opened
+from penstock.studio.guard import HEADERS, Guard
+from penstock.studio.library import Library
+from penstock.studio.question import Question, number, whole
+
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+_LONGEST = 4000
+"""Characters of an address's question."""
+
+
+@cache
+def assets() -> Mapping[str, tuple[str, str]]:
+    """The scripts and styles of the page, with their types, by folder and name. Nothing else is served from here."""
+    found = {"studio/base.css": ("text/css", base_style())}
+    for folder in ("web", "studio"):
+        for file in files(f"penstock.{folder}").joinpath("static").iterdir():
+            kind = _TYPES.get(file.name[file.name.rfind(".") :])
+            if kind is not None:
+                found[f"{folder}/{file.name}"] = (kind, file.read_text(encoding="utf-8"))
+    return found
+
+
+class Busy:
+    """One computation at a time, so that several pages together take no more of the machine than one."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+
+    def run(self, act: Callable[..., Any], *given: Any) -> Any:
+        with self._lock:
+            return act(*given)
+
+
+class Studio:
+    """The answers to requests.
+
+    Args:
+        library: the runs folder.
+        guard: who may ask.
+    """
+
+    def __init__(self, library: Library, guard: Guard) -> None:
+        self.library, self.guard = library, guard
+        self._computing, self._searching = Busy(), Busy()
+
+    def app(self) -> ASGIApp:
+        routes = [
+            Route("/", self.page),
+            Route("/static/{folder}/{name}", self.static),
+            Route("/api/catalogue", self._answering(lambda given: answers.catalogue())),
+            Route("/api/simulate", self._answering(lambda given: answers.simulate(Question.of(given)))),
+            Route("/api/walk", self._answering(lambda given: answers.walk(Question.of(given)))),
+            Route("/api/search", self._answering(self._search, self._searching)),
+            Route("/api/library", self._answering(lambda given: self._entries())),
+            Route("/api/open", self._answering(self._open)),
+            Route("/api/live", self._answering(self._live)),
+            Route("/export/{kind}", self.export),
+        ]
+        return Guarded(Starlette(routes=routes), self.guard)
+
+    async def page(self, request: Request) -> Response:
+        if self.guard.brought(request.query_params):
+            rest = {name: value for name, value in request.query_params.items() if name != "token"}
+            moved = RedirectResponse("/" + (f"?{urlencode(rest)}" if rest else ""), status_code=303)
+            moved.set_cookie(self.guard.cookie, self.guard.token or "", httponly=True, samesite="lax")
+            return moved
+        return _asset("studio/index.html")
+
+    async def static(self, request: Request) -> Response:
+        return _asset("{folder}/{name}".format(**request.path_params))
+
+    async def export(self, request: Request) -> Response:
+        def made() -> Response:
+            given = _given(request)
+            name, where, seconds = given.pop("schedule", ""), given.pop("placement", "loop"), given.pop("seconds", "1")
+            question = Question.of(given)
+            searching = name == answers.SEARCHED
+            figures = (
+                answers.searched(question, _where(where), number("seconds", seconds))[1]
+                if searching
+                else answers.named(question, name)
+            )
+            file = exports.export(figures, request.path_params["kind"])
+            return Response(
+                file.content,
+                media_type=file.media_type,
+                headers={"Content-Disposition": f'attachment; filename="{file.name}"'},
+            )
+
+        return await self._tried(made, self._computing)
+
+    def _answering(self, answer: Callable[[dict[str, str]], Any], busy: Busy | None = None) -> Any:
+        async def answered(request: Request) -> Response:
+            return await self._tried(lambda: _json(answer(_given(request))), busy or self._computing)
+
+        return answered
+
+    async def _tried(self, act: Callable[[], Response], busy: Busy) -> Response:
+        try:
+            return await run_in_threadpool(busy.run, act)
+        except PenstockError as error:
+            return _json({"error": str(error)}, 400)
+
+    def _search(self, given: dict[str, str]) -> Any:
+        where, seconds = _where(given.pop("placement", "loop")), number("seconds", given.pop("seconds", "1"))
+        return answers.search_for(Question.of(given), where, seconds)
+
+    def _entries(self) -> Any:
+        return {"folder": self.library.root.name, "entries": [asdict(one) for one in self.library.entries()]}
+
+    def _open(self, given: dict[str, str]) -> Any:
+        name, step = given.pop("name", ""), given.pop("step", "")
+        what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
+        _refuse(given)
+        return opened.opened(self.library.path(name), name, whole("step", step) if step else None, what_ifs)
+
+    def _live(self, given: dict[str, str]) -> Any:
+        name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
+        _refuse(given)
+        return opened.live(self.library.path(name), place)
+
+
+class Guarded:
+    """Asks the guard before each request, and gives every response its headers."""
+
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return  # the studio has no web sockets
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        request = Request(scope)
+        refusal = self._guard.refuses(request.method, request.headers, request.query_params, request.cookies)
+        if refusal is None and len(scope["query_string"]) > _LONGEST:
+            answer: ASGIApp = _json({"error": f"the address is longer than {_LONGEST} characters"}, 414)
+        elif refusal is not None:
+            answer = _json({"error": refusal.reason}, refusal.status)
+        else:
+            answer = self._app
+        await answer(scope, receive, with_headers)
+
+
+def _given(request: Request) -> dict[str, str]:
+    """The parameters of an address, without the token. Raises ArgumentError if one is there twice."""
+    given = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+    if len(found := dict(given)) < len(given):
+        raise ArgumentError("a parameter is there twice; give each once")
+    return found
+
+
+def _refuse(given: Mapping[str, str]) -> None:
+    if given:
+        raise ArgumentError(f"{min(given)!r} is no parameter of this address")
+
+
+def _where(text: str) -> answers.PlacementName:
+    if text == "loop":
+        return "loop"
+    if text == "v":
+        return "v"
+    raise ArgumentError(f"placement={text[:20]!r}: expected loop or v")
+
+
+def _asset(name: str) -> Response:
+    found = assets().get(name)
+    if found is None:
+        return _json({"error": f"there is no file {name[:80]!r}"}, 404)
+    return Response(found[1], media_type=found[0])
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+    return Response(text, status, media_type="application/json")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity and no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value

@@ -1,0 +1,137 @@
+"""The runs folder: what is in it, and the path that a name from an address stands for. Nothing outside is reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ArgumentError
+from penstock.explain.reading import SUFFIXES
+from penstock.runs import is_run
+from penstock.runs.folder import ABOUT
+
+_MOST_ENTRIES = 500
+_DEEPEST = 4
+_MOST_SEEN = 20_000
+MOST_BYTES = 64 << 20
+"""Of a file, and of all files of a folder together, that the studio opens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that can be opened.
+
+    Attributes:
+        name: its path in the runs folder, with slashes.
+        kind: "run" or "file".
+        modified: in seconds since 1970.
+    """
+
+    name: str
+    kind: str
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A runs folder.
+
+    Attributes:
+        root: the folder; it need not be there yet.
+    """
+
+    root: Path
+
+    def entries(self) -> list[Entry]:
+        """What can be opened, the newest first."""
+        found = list(self._found())
+        return sorted(found, key=lambda one: -one.modified)[:_MOST_ENTRIES]
+
+    def _found(self) -> Iterator[Entry]:
+        root, seen = self._real_root, 0
+        for place, folders, files in os.walk(root):  # follows no links
+            folder = Path(place)
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            depth = len(folder.relative_to(root).parts)
+            seen += 1 + len(files)
+            if seen > _MOST_SEEN or depth >= _DEEPEST:
+                folders.clear()
+            if self._is_run(folder):
+                yield self._entry(folder, "run")
+                folders.clear()
+                continue
+            yield from (
+                self._entry(folder / name, "file")
+                for name in files
+                if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
+            )
+
+    def _is_run(self, folder: Path) -> bool:
+        about = (folder / ABOUT).resolve()
+        return about.is_relative_to(self._real_root) and about.is_file() and is_run(folder)
+
+    def _entry(self, path: Path, kind: str) -> Entry:
+        try:
+            modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
+        except OSError:
+            modified = 0.0
+        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified)
+
+    def path(self, name: str) -> Path:
+        """The file or folder of that name.
+
+        Raises:
+            ArgumentError: the name is none, leads out of the runs folder (by itself, or by a link in it), or is of
+                nothing there, of something that is no file, or of too much.
+        """
+        parts = name.split("/")
+        if not name or "\0" in name or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+            raise ArgumentError(
+                f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
+            )
+        try:
+            path = self.root.joinpath(*parts).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            raise ArgumentError(f"there is no {name[:80]!r} in the runs folder") from None
+        self._inside(path, name)
+        if path.is_dir():
+            self._check_folder(path, name)
+        elif not path.is_file():
+            raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
+        elif path.stat().st_size > MOST_BYTES:
+            raise _too_large(name)
+        return path
+
+    def _check_folder(self, folder: Path, name: str) -> None:
+        """A folder whose every file may be read: none leads elsewhere or waits for a writer."""
+        seen = size = 0
+        for place, folders, files in os.walk(folder):
+            for each in (*folders, *files):
+                path = Path(place, each)
+                seen += 1
+                try:
+                    real = path.resolve(strict=True) if path.is_symlink() else path
+                    self._inside(real, name)
+                    size += real.stat().st_size if real.is_file() else 0
+                    if not (real.is_file() or real.is_dir()):
+                        raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
+                except OSError:
+                    continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
+            if seen > _MOST_SEEN or size > 16 * MOST_BYTES:
+                raise _too_large(name)
+
+    def _inside(self, path: Path, name: str) -> None:
+        if not path.is_relative_to(self._real_root):
+            raise ArgumentError(f"{name[:80]!r} leads out of the runs folder, so it is not opened")
+
+    @property
+    def _real_root(self) -> Path:
+        return self.root.resolve()
+
+
+def _too_large(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name[:80]!r} is too large for the studio, which opens up to {MOST_BYTES >> 20} MiB; use `penstock explain`"
+    )

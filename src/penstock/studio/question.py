@@ -1,0 +1,137 @@
+"""What the page asks: numbers and names out of an address, each within bounds, so that no question eats the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from penstock.errors import ArgumentError
+from penstock.schedule import MICROBATCHES, Generator, generator
+from penstock.schedule.generators import Numbers
+
+MOST = {"ranks": 64, "microbatches": 512, "chunks": 8}
+MOST_ACTIONS = 60_000
+"""Of all schedules of one answer together: seconds of work, and a few megabytes."""
+MOST_CELLS = 12_000
+"""Slots times ranks of a walk-through."""
+MOST_TO_SEARCH = 6_000
+MOST_SECONDS = 10.0
+"""Of a search."""
+_LARGEST = 1e6
+"""Of a cost: larger ones are the same question in another unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to simulate. Costs are for one microbatch on one rank, divided evenly among its chunks, so that every
+    schedule trains the same model.
+
+    Attributes:
+        schedules: their names.
+        chunks: stages per rank, for schedules that can have so many; None: each schedule's usual number.
+        forward, backward_input, backward_weight: F, I and W.
+        comm: how long a message between two ranks takes.
+        head: how much more the model's last stage does, as a share of a rank's F, I and W: a large output layer.
+        memory_limit: the most activations that a rank may hold; 1 is one microbatch on all its stages.
+
+    Raises:
+        ArgumentError: a number is out of bounds, a name unknown, or there is too much to answer.
+    """
+
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "zb-h1")
+    ranks: int = 4
+    microbatches: int = MICROBATCHES
+    chunks: int | None = None
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    comm: float = 0.0
+    head: float = 0.0
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise ArgumentError(f"{name}={value}: the studio takes 1 to {most}; `penstock simulate` takes more")
+        for name in ("forward", "backward_input", "backward_weight", "comm", "head"):
+            value = getattr(self, name)
+            if not 0 <= value <= _LARGEST:
+                raise ArgumentError(f"{name}={value:g}: expected a number from 0 to {_LARGEST:,.0f}")
+        if not self.forward + self.backward_input + self.backward_weight:
+            raise ArgumentError("forward, backward_input and backward_weight are all 0: give one of them some time")
+        if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
+            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; give at least 1")
+        entries = self.entries()
+        found = sum(entry.actions(self.numbers(entry)) for entry in entries)
+        if found > MOST_ACTIONS:
+            raise ArgumentError(
+                f"{self.ranks} ranks and {self.microbatches} microbatches: these {len(entries)} schedules have "
+                f"{found:,} actions, and the studio shows {MOST_ACTIONS:,}; take fewer, or use `penstock simulate`"
+            )
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Question:
+        """The question in an address. Raises ArgumentError if a name is unknown or a value is not of its kind."""
+        if unknown := sorted(given.keys() - _READ.keys()):
+            raise ArgumentError(f"{unknown[0]!r} is no part of a question; there are {', '.join(_READ)}")
+        return cls(**{name: _READ[name](name, text) for name, text in given.items() if text})
+
+    def entries(self) -> list[Generator]:
+        """The schedules, each once. Raises ArgumentError if one is unknown."""
+        return [generator(name) for name in dict.fromkeys(self.schedules)]
+
+    def numbers(self, entry: Generator) -> Numbers:
+        """The numbers for a schedule: with its usual chunks, if it cannot have as many as were asked for."""
+        usual = Numbers(self.ranks, self.microbatches, entry.chunks, entry.slices)
+        if self.chunks is None:
+            return usual
+        asked = Numbers(self.ranks, self.microbatches, self.chunks, entry.slices)
+        broken = entry.broken(asked)
+        return usual if broken is not None and broken.argument == "chunks" else asked
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+def whole(name: str, text: str) -> int:
+    """A whole number out of an address. Raises ArgumentError."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise ArgumentError(f"{name}={text[:40]!r}: expected a whole number, such as 4")
+    return int(text)
+
+
+def number(name: str, text: str) -> float:
+    """A finite number out of an address. Raises ArgumentError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ArgumentError(f"{name}={text[:40]!r}: expected a number, such as 1.5")
+    return value
+
+
+def _names(name: str, text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(",") if part.strip())
+    if len(found) > len(_ALL_AT_MOST):
+        raise ArgumentError(f"{name}: expected at most {len(_ALL_AT_MOST)} names")
+    return found
+
+
+_ALL_AT_MOST = range(32)
+_READ: Mapping[str, Callable[[str, str], Any]] = {
+    "schedules": _names,
+    "ranks": whole,
+    "microbatches": whole,
+    "chunks": whole,
+    "forward": number,
+    "backward_input": number,
+    "backward_weight": number,
+    "comm": number,
+    "head": number,
+    "memory_limit": number,
+}

@@ -1,0 +1,71 @@
+// The sliders and the schedules to choose from.
+
+import { make } from "./dom.js";
+import { change, state } from "./state.js";
+
+const none = (text) => (value) => (Number(value) ? value : text);
+
+const SLIDERS = [
+  { name: "ranks", label: "Ranks", from: 1, to: 16, step: 1, most: 64 },
+  { name: "microbatches", label: "Microbatches", from: 1, to: 64, step: 1, most: 512 },
+  { name: "chunks", label: "Chunks a rank", from: 0, to: 8, step: 1, most: 8, text: none("usual"), empty: true },
+  { name: "forward", label: "F, forward", from: 0, to: 4, step: 0.05, cost: true },
+  { name: "backward_input", label: "I, input gradient", from: 0, to: 4, step: 0.05, cost: true },
+  { name: "backward_weight", label: "W, weight gradient", from: 0, to: 4, step: 0.05, cost: true },
+  { name: "comm", label: "Latency of a message", from: 0, to: 2, step: 0.05, cost: true },
+  {
+    name: "head", label: "Last stage heavier by", from: 0, to: 3, step: 0.05, cost: true,
+    text: (value) => `${Math.round(100 * value)}%`,
+  },
+  {
+    name: "memory_limit", label: "Memory limit (microbatches)", from: 0, to: 32, step: 0.5, cost: true, empty: true,
+    text: none("none"),
+  },
+];
+
+/** Fills the panel. `changed` is called after each change. */
+export function controls(panel, catalogue, changed) {
+  const sliders = SLIDERS.map((each) => slider(each, changed));
+  panel.append(
+    make("details", { open: true }, make("summary", {}, "Numbers"), make("div", { className: "numbers" }, ...sliders.map((one) => one.row))),
+    chosen(catalogue, changed),
+  );
+  return { refresh: () => sliders.forEach((one) => one.refresh()) };
+}
+
+function slider(given, changed) {
+  const input = make("input", { type: "range", id: `in-${given.name}`, min: given.from, max: given.to, step: given.step, name: given.name });
+  const output = make("output", { htmlFor: input.id });
+  const label = make("label", { htmlFor: input.id }, given.label);
+  const show = () => {
+    const text = (given.text ?? String)(input.value);
+    output.textContent = text;
+    input.setAttribute("aria-valuetext", text);
+  };
+  input.addEventListener("input", () => {
+    show();
+    change({ [given.name]: given.empty && !Number(input.value) ? "" : input.value });
+    changed();
+  });
+  const refresh = () => {
+    const value = Number(state[given.name] || 0);
+    input.max = Math.max(given.to, Math.min(value, given.most ?? value));
+    input.value = value;
+    show();
+  };
+  refresh();
+  return { row: make("div", { className: `slider${given.cost ? " cost" : ""}` }, label, input, output), refresh };
+}
+
+function chosen(catalogue, changed) {
+  const boxes = catalogue.schedules.map((one) => {
+    const box = make("input", { type: "checkbox", value: one.name, checked: state.schedules.split(",").includes(one.name) });
+    box.addEventListener("change", () => {
+      change({ schedules: boxes.filter((each) => each.checked).map((each) => each.value).join(",") });
+      changed();
+    });
+    return box;
+  });
+  const labels = boxes.map((box, place) => make("label", { title: catalogue.schedules[place].rule }, box, ` ${box.value}`));
+  return make("details", { open: true, className: "choose cost" }, make("summary", {}, "Schedules"), make("div", { className: "chips" }, ...labels));
+}

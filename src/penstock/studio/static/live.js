@@ -1,0 +1,84 @@
+// A run while it lives: asked once a second, only for what is new.
+
+import { chart } from "./chart.js";
+import { ask, bytes, digits, make, percent, seconds } from "./dom.js";
+
+const EVERY = 1000; // milliseconds
+const MOST = 20000; // steps that are kept
+
+/** Watches a run in an element until `signal` is aborted. */
+export function watch(element, name, signal) {
+  const head = make("p", { className: "muted" });
+  const figures = make("dl", { className: "figures" });
+  const charts = make("div", { className: "charts" });
+  const table = make("table", { className: "ranks" });
+  element.replaceChildren(make("h2", {}, "Now"), head, figures, make("div", { className: "wide" }, table), charts);
+  let place = 0;
+  let id = null;
+  let steps = [];
+
+  async function look() {
+    if (document.hidden && id !== null) return;
+    try {
+      const now = await ask("api/live", { name, place }, signal);
+      if (now.id !== id || now.place < place) steps = [];
+      id = now.id;
+      place = now.place;
+      const first = now.steps[0]?.step ?? Infinity; // a run that is resumed writes steps again
+      steps = [...steps.filter((one) => one.step < first), ...now.steps].slice(-MOST);
+      show(now);
+    } catch (error) {
+      if (!signal.aborted) head.textContent = error.message;
+    }
+  }
+
+  function show(now) {
+    const last = steps[steps.length - 1];
+    const alive = now.states.some((one) => one.alive);
+    const shape = `${now.ranks} ranks${now.replicas > 1 ? ` × ${now.replicas} replicas` : ""}`;
+    head.textContent = `${now.model}, ${now.schedule}, ${shape}, ${now.microbatches} microbatches, ${now.device}`;
+    const timed = steps.findLast((one) => one.bubble !== null);
+    const of = now.total_steps ? ` of ${now.total_steps}` : "";
+    figures.replaceChildren(
+      figure("Steps", last ? `${last.step + 1}${of}` : "none yet", alive ? "running" : "not running", "steps"),
+      figure("Loss", last ? digits(last.loss) : "–", "", "loss"),
+      figure("Rows per second", last ? digits(last.rows / last.seconds) : "–", last ? `a step takes ${seconds(last.seconds)}` : "", "speed"),
+      figure("Bubble", timed ? percent(timed.bubble) : "–", timed ? `of step ${timed.step}` : "not timed yet", "bubble"),
+      figure("Time left", left(now, last), "", "left"),
+    );
+    ranks(table, now);
+    charts.replaceChildren(
+      chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
+      chart("Seconds a step", steps.map((one) => [one.step, one.seconds]), seconds),
+    );
+  }
+
+  function left(now, last) {
+    if (!last || !now.total_steps) return "–";
+    const recent = steps.slice(-20);
+    const each = recent.reduce((sum, one) => sum + one.seconds, 0) / recent.length;
+    return seconds(Math.max(0, now.total_steps - last.step - 1) * each);
+  }
+
+  look();
+  const timer = setInterval(look, EVERY);
+  signal.addEventListener("abort", () => clearInterval(timer));
+}
+
+function figure(name, value, of, key) {
+  return make("div", {}, make("dt", {}, name), make("dd", { className: "value", data: { live: key } }, value), make("dd", { className: "of" }, of));
+}
+
+function ranks(table, now) {
+  table.replaceChildren(
+    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col" }, text)))),
+    make("tbody", {}, ...now.states.map((one) =>
+      make("tr", { data: { rank: one.number }, className: one.failure ? "over" : "" },
+        make("th", { scope: "row" }, one.ranks.length > 1 ? `${one.ranks[0]} to ${one.ranks[one.ranks.length - 1]}` : String(one.number)),
+        make("td", {}, one.step === null ? "–" : String(one.step)),
+        make("td", { className: "left does" }, one.doing),
+        make("td", {}, one.alive && one.action ? seconds(one.action_seconds) : "–"),
+        make("td", {}, one.device_bytes === null ? bytes(one.rss_bytes) : bytes(one.device_bytes)),
+        make("td", {}, one.ended ? "ended" : `${seconds(Math.round(one.silent_seconds * 10) / 10)} ago`)))),
+  );
+}

@@ -1,0 +1,149 @@
+// Several schedules on one axis of time, their figures, the search's result beside them, and files of each.
+
+import { ask, asked, digits, make, newestOnly, percent, tell } from "./dom.js";
+import { change, question, state } from "./state.js";
+import { Timeline } from "../web/timeline.js";
+
+const COLUMNS = [
+  ["bubble_rate", "Bubble", percent, (one) => one.bubble_rate],
+  ["span", "Span", digits, (one) => one.span],
+  ["makespan", "Makespan", digits, (one) => one.makespan],
+  ["peak_activations", "Peak memory", digits, (one) => Math.max(...one.peak_activations)],
+];
+const KINDS = { csv: "CSV for torch", svg: "SVG", png: "PNG", perfetto: "Perfetto" };
+
+export function play(panel) {
+  const table = make("table", { className: "figures-table" });
+  const refused = make("ul", { className: "notes" });
+  const picture = make("div", { className: "picture" });
+  const search = searching(() => update());
+  const files = make("div", { className: "files" });
+  panel.append(
+    make("div", { className: "wide" }, table),
+    refused,
+    search.row,
+    picture,
+    make("h2", {}, "Files"),
+    files,
+    make("p", { className: "notes" },
+      "Costs are for one microbatch on one rank, divided among its chunks, as in penstock simulate --schedule a,b. " +
+      "Bubble: the share of the span in which ranks do not compute. Peak memory: the most activations that a rank holds; " +
+      "1 is one microbatch on all its stages."),
+  );
+  let timeline = null;
+  let found = null;
+
+  const update = newestOnly(async () => {
+    try {
+      const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };
+      tell(null);
+      found = state.searched ? await search.find() : null;
+      show(answer, found);
+    } catch (error) {
+      tell(error.message);
+    }
+  });
+
+  function show(answer, best) {
+    const rows = [...answer.schedules, ...(best?.schedules ?? [])];
+    fill(table, rows, best);
+    refused.replaceChildren(...answer.not_allowed.map((one) => make("li", {}, `${one.name} ${one.reason}`)));
+    const bands = [...(answer.timeline?.bands ?? []), ...(best?.timeline.bands ?? [])];
+    const data = { unit: "units", ops: (answer.timeline ?? best?.timeline)?.ops ?? [], bands };
+    picture.hidden = !bands.length;
+    if (!bands.length) return;
+    if (timeline) timeline.setData(data);
+    else timeline = new Timeline(picture, data, {});
+    files.replaceChildren(...rows.map((one) => links(one.name)));
+  }
+
+  return { update };
+}
+
+function fill(table, rows, best) {
+  const shortest = Math.min(...rows.map((one) => one.span));
+  table.replaceChildren(
+    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head]) => make("th", { scope: "col" }, head)))),
+    make("tbody", {}, ...rows.map((one) =>
+      make("tr", { data: { schedule: one.name } },
+        make("th", { scope: "row" }, title(one, best)),
+        ...COLUMNS.map(([name, , text, value]) =>
+          make("td", { data: { figure: name, value: value(one) }, className: classes(name, one, shortest) },
+            text(value(one)) + (name === "peak_activations" && !one.fits ? " over" : ""))),
+      ))),
+  );
+}
+
+function title(one, best) {
+  if (one.name !== "search") return one.chunks > 1 ? `${one.name}, ${one.chunks} chunks` : one.name;
+  const gap = best.gap <= 1e-6 ? "proven best" : `at most ${percent(best.gap)} above the best`;
+  return `search: ${best.is_named ? `as ${best.is_named}, ` : ""}${gap}`;
+}
+
+function classes(name, one, shortest) {
+  if (name === "peak_activations" && !one.fits) return "over";
+  return name === "span" && one.span <= shortest * (1 + 1e-9) ? "best" : "";
+}
+
+function links(name) {
+  const given = { ...question(), schedule: name };
+  if (name === "search") Object.assign(given, { placement: state.placement, seconds: state.searched });
+  return make("p", { data: { files: name } }, make("b", {}, `${name} `),
+    ...Object.entries(KINDS).flatMap(([kind, text]) => {
+      const href = `export/${kind === "png" ? "svg" : kind}?${asked(given)}`;
+      const link = make("a", { href, download: "", data: { kind } }, text);
+      if (kind === "png") link.addEventListener("click", (event) => { event.preventDefault(); savePng(href); });
+      return [link, " "];
+    }));
+}
+
+/** Draws the SVG at an address into a PNG, twice as large, and saves it. */
+async function savePng(address) {
+  try {
+    const response = await fetch(address);
+    if (!response.ok) throw new Error((await response.json()).error);
+    const name = /filename="(.*)\.svg"/.exec(response.headers.get("Content-Disposition"))?.[1] ?? "schedule";
+    const image = new Image();
+    const drawing = URL.createObjectURL(await response.blob());
+    image.src = drawing;
+    await image.decode();
+    const canvas = make("canvas", { width: 2 * image.naturalWidth, height: 2 * image.naturalHeight });
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    URL.revokeObjectURL(drawing);
+    const picture = URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/png")));
+    make("a", { href: picture, download: `${name}.png` }).click();
+    setTimeout(() => URL.revokeObjectURL(picture), 10_000);
+  } catch (error) {
+    tell(error.message);
+  }
+}
+
+/** The button that searches, and its answer for the question as it is. */
+function searching(changed) {
+  const where = make("select", { aria: { label: "Where stages are" } },
+    make("option", { value: "loop" }, "in a loop"), make("option", { value: "v" }, "on a V, 2 chunks"));
+  where.value = state.placement;
+  const box = make("input", { type: "checkbox", checked: Boolean(state.searched), id: "searched" });
+  const status = make("span", { className: "muted", aria: { role: "status" } });
+  const ticked = () => {
+    change({ searched: box.checked ? "1" : "", placement: where.value });
+    changed();
+  };
+  box.addEventListener("change", ticked);
+  where.addEventListener("change", ticked);
+  return {
+    row: make("p", { className: "searching" },
+      make("label", {}, box, " Search for a better one,"), " ", where, " ", status),
+    async find() {
+      status.textContent = "searching…";
+      try {
+        const found = await ask("api/search", { ...question(), schedules: "naive", placement: state.placement, seconds: state.searched });
+        status.textContent = found.cut_off ? "cut off by the clock" : "";
+        return found;
+      } catch (error) {
+        status.textContent = error.message;
+        return null;
+      }
+    },
+  };
+}

@@ -1,0 +1,124 @@
+"""A measured step, explained -> what a report shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.explain import Explanation
+from penstock.report.text import TURNS
+from penstock.schedule.timeline import Timeline
+from penstock.simulate.figures import title
+from penstock.web.page_data import band
+from penstock.web.shown import Figure, Idle, Improvement, Shown, duration
+from penstock.words import counted
+
+_MOST = 6
+"""Improvements that are shown."""
+_IDLE_NOTE = (
+    "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
+)
+
+
+def of_explanation(found: Explanation, name: str) -> Shown:
+    """What `penstock explain` found of a step.
+
+    Args:
+        name: of the file or folder.
+    """
+    step = found.step
+    slowest = step.slowest
+    return Shown(
+        title=title(slowest.schedule),
+        headings=tuple(_headings(found, name)),
+        warnings=found.run.notes,
+        figures=tuple(figures_of(found)),
+        bands=(band(_measured(found), slowest.timeline, slowest.schedule), *compared(found)),
+        idle=idle_of(found),
+        improvements=tuple(improvements_of(found)),
+        numbers=found.to_dict(),
+    )
+
+
+def _headings(found: Explanation, name: str) -> list[str]:
+    replicas = len(found.step.replicas)
+    several = [counted(len(found.run.steps), "step")] if len(found.run.steps) > 1 else []
+    more = [f"{counted(replicas, 'replica')}; the slowest is shown"] if replicas > 1 else []
+    return [name, *several, *more]
+
+
+def _measured(found: Explanation) -> str:
+    return f"measured, step {found.step.number}" if len(found.run.steps) > 1 else "measured"
+
+
+def compared(found: Explanation) -> list[dict[str, Any]]:
+    """What the measured timeline is compared with: the prediction, or else the same order with everything alike."""
+    schedule = found.step.slowest.schedule
+    if found.predicted is not None:
+        return [band("predicted", found.predicted, schedule, note="by what the plan or profile said of each stage")]
+    return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
+
+
+def figures_of(found: Explanation) -> list[Figure]:
+    """The summary of a step."""
+    step, idle = found.step, idle_of(found)
+    several = f"step {step.number}, the median of {len(found.run.steps)}" if len(found.run.steps) > 1 else ""
+    outside = step.seconds - step.pipeline_seconds
+    if outside > 0.001 * step.seconds:
+        several = "; ".join(filter(None, [several, f"{duration(outside)} outside the pipeline"]))
+    figures = [
+        Figure("a step takes", duration(step.seconds), several),
+        Figure("idle", f"{idle.share:.1%}", f"of all ranks' time; most: {idle.worst}" if idle.worst else ""),
+        Figure(
+            "if all were even",
+            duration(found.where.even_seconds),
+            f"of the pipeline's {duration(step.pipeline_seconds)}",
+        ),
+    ]
+    if found.predicted_seconds is not None:
+        figures.append(against("pipeline, predicted", found.predicted_seconds, step.pipeline_seconds))
+    return figures
+
+
+def against(name: str, predicted: float, measured: float) -> Figure:
+    """A prediction beside the measurement."""
+    wrong = f"; {predicted / measured - 1:+.1%}" if measured else ""
+    return Figure(name, duration(predicted), f"measured {duration(measured)}{wrong}")
+
+
+def idle_of(found: Explanation) -> Idle:
+    """Why ranks are idle, by `penstock explain`."""
+    ranks = found.where.ranks
+    causes = tuple({reason.value: value for reason, value in one.idle_seconds.items()} for one in ranks)
+    return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
+
+
+def improvements_of(found: Explanation) -> list[Improvement]:
+    """What to change first, then other ways."""
+    error = f"± {found.change_error:.1%}" if found.change_error >= 0.001 else "± <0.1%"
+    ordered = sorted(found.changes, key=lambda one: not one.mends)[:_MOST]
+    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
+
+
+def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:
+    """Timelines of ranks that took turns in one process: their durations are real, their starts cannot be compared."""
+    timeline = timelines[-1]
+    busy = [timeline.busy_seconds(rank) for rank in range(timeline.ranks)]
+    return Shown(
+        title=name,
+        headings=(counted(timeline.ranks, "rank"), "in one process"),
+        warnings=(TURNS_NOTE,),
+        figures=(
+            Figure("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),
+            Figure("the longest rank computes", duration(max(busy, default=0.0)), "the least that a step can take"),
+        ),
+        bands=(band("measured, in turns", timeline, note="durations are real; starts cannot be compared"),),
+        numbers={"makespan": timeline.makespan_seconds, "busy": busy},
+    )
+
+
+TURNS_NOTE = (
+    "One process ran all ranks in turns. Durations are real, but starts say nothing of ranks with a device each: "
+    f"{TURNS}."
+)
+"""What is said of ranks that took turns."""

@@ -1,0 +1,73 @@
+"""A report as one page of HTML that needs nothing else: no other file, no server, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from penstock.errors import require
+from penstock.report.frame import frame
+from penstock.web.assets import asset, bundle, embedded
+from penstock.web.page_data import timeline_data
+from penstock.web.shown import Held, Idle, Shown, duration
+from penstock.words import sized
+
+_MOST = 32
+"""Ranks of which each has a line."""
+
+
+def page(shown: Shown) -> str:
+    """The report of what was found.
+
+    Raises:
+        MissingExtraError: jinja2 is not installed.
+    """
+    require("report", "jinja2", for_what="a report")
+    from jinja2 import Environment, StrictUndefined
+
+    templates = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = templates.from_string(files("penstock.web").joinpath("templates/report.html").read_text("utf-8"))
+    courses = [{"name": one.name, "unit": one.unit, "x": one.steps, "y": one.values} for one in shown.courses]
+    body = template.render(
+        shown=shown,
+        duration=duration,
+        sized=sized,
+        percent=_percent,
+        longest=_longest,
+        largest=_largest,
+        ranks_shown=_ranks,
+        data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
+        numbers=embedded("numbers", _plain(dict(shown.numbers))),
+        courses=embedded("course-data", courses),
+    )
+    style = asset("timeline.css") + asset("report.css")
+    return frame(f"{shown.title} - Penstock", body, style=style, script=bundle("report.js"))
+
+
+def _percent(value: float, whole: float) -> str:
+    return f"{100 * min(1.0, value / whole):.3f}%" if whole > 0 else "0%"
+
+
+def _longest(idle: Idle) -> float:
+    return max(map(idle.total, range(len(idle.computes))), default=0.0)
+
+
+def _largest(memory: Sequence[Held]) -> float:
+    return max((one.peak for one in memory), default=0.0)
+
+
+def _ranks(count: int) -> list[int]:
+    """Those that have a line: all, or the first and the last."""
+    return [*range(count)] if count <= _MOST else [*range(_MOST // 2), *range(count - _MOST // 2, count)]
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: infinite and undefined numbers are null."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value

@@ -1,0 +1,75 @@
+"""A page as a picture, made by a browser without a window."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from penstock.errors import ArgumentError, MissingExtraError
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--virtual-time-budget=4000",
+)  # fmt: skip
+_SECONDS = 120
+_HIGHEST = 16_000
+"""Pixels: what a browser can draw in one picture."""
+
+
+def browser(path: Path) -> str:
+    """The path of a browser that can draw pages. Raises MissingExtraError if there is none.
+
+    Args:
+        path: of the picture that it is to make.
+    """
+    found = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if found is None:
+        raise MissingExtraError(
+            f"--png {path}: a browser draws the picture, and there is none of {', '.join(BROWSERS[:3])}: install "
+            "chromium, or print the page from yours"
+        )
+    return found
+
+
+def write_picture(page: str, path: Path, width: int = 1280) -> None:
+    """Draws a page, as high as it is.
+
+    Args:
+        page: its HTML.
+        path: of the PNG.
+        width: of the window, in pixels.
+
+    Raises:
+        MissingExtraError: there is no browser.
+        ArgumentError: the picture could not be made or written.
+    """
+    found = browser(path)
+    with tempfile.TemporaryDirectory() as folder:
+        source, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
+        source.write_text(page, encoding="utf-8")
+        own = (found, *_FLAGS, f"--user-data-dir={folder}/profile")
+        text = _run([*own, f"--window-size={width},900", "--dump-dom", source.as_uri()], path)
+        height = re.search(r'data-height="(\d+)"', text)
+        high = min(_HIGHEST, int(height[1])) if height else 900
+        _run([*own, f"--window-size={width},{high}", f"--screenshot={drawn}", source.as_uri()], path)
+        if not drawn.exists():
+            raise ArgumentError(f"--png {path}: {found} made no picture")
+        try:
+            shutil.copyfile(drawn, path)
+        except OSError as error:
+            raise ArgumentError(f"--png {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _run(command: list[str], path: Path) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ArgumentError(f"--png {path}: {command[0]} took more than {_SECONDS} s") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        raise ArgumentError(f"--png {path}: {command[0]} ended with status {done.returncode}: {last}")
+    return done.stdout

@@ -1,0 +1,81 @@
+"""A plan, or a schedule with costs -> what a report shows: a prediction only."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.plan import Plan
+from penstock.plan.predict import order_of
+from penstock.schedule import Schedule
+from penstock.simulate import StageCost, simulate
+from penstock.simulate.figures import title
+from penstock.web.page_data import band
+from penstock.web.shown import Figure, Held, Idle, Shown, duration
+from penstock.words import counted, sized
+
+_NOTE = (
+    "A plan keeps what each stage takes, not its parts: the timeline divides that evenly into F, I and W, and has no "
+    "messages. The figures are the plan's own."
+)
+
+
+def of_plan(plan: Plan, name: str) -> Shown:
+    """What a plan says.
+
+    Args:
+        name: of its file.
+    """
+    choice, schedule = plan.choice, _order(plan)
+    parts = [seconds / 3 for seconds in plan.stage_seconds]
+    costs = [StageCost(part, part, part) for part in parts] * schedule.placement.pipelines
+    timeline = simulate(schedule, costs)
+    limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
+    held = tuple(
+        Held(rank, peak, limit, "predicted")
+        for rank, (peak, limit) in enumerate(zip(plan.memory_bytes, limits, strict=True))
+    )
+    fullest, limit = held[plan.fullest], limits[plan.fullest]
+    of = f"of {sized(limit)}" if limit is not None else "no limit"
+    worst = max(plan.idle, key=plan.idle.__getitem__, default="")
+    return Shown(
+        title=title(schedule),
+        headings=(name, "a plan, nothing has run", counted(choice.replicas, "replica")),
+        figures=(
+            Figure("a step takes", duration(plan.step_seconds), "predicted, without the optimizer"),
+            Figure("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),
+            Figure("idle", f"{plan.bubble:.1%}", f"of all ranks' time; most: {worst}" if plan.bubble else ""),
+            Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, the fullest"),
+        ),
+        warnings=(_NOTE,),
+        bands=(band("predicted", timeline, schedule, note="roughly, without messages"),),
+        idle=_idle(plan),
+        memory=held,
+        facts_head="What is planned",
+        facts=tuple(_facts(plan)),
+        numbers=plan.to_dict(),
+    )
+
+
+def _idle(plan: Plan) -> Idle | None:
+    """Of all ranks together: a plan does not keep those of each."""
+    if not plan.idle:
+        return None
+    whole = plan.pipeline_seconds
+    causes = {cause: share * whole for cause, share in plan.idle.items()}
+    return Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
+
+
+def _order(plan: Plan) -> Schedule:
+    order = plan.schedule
+    return order_of(plan.choice) if isinstance(order, str) else order
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    choice = plan.choice
+    found = [("microbatches", f"{choice.microbatches} of {counted(choice.rows, 'row')}, on each replica")]
+    if plan.cuts:
+        found.append(("stages begin with", ", ".join(("the input", *plan.cuts))))
+    for name, stages in (("recomputed", plan.recompute), ("offloaded", plan.offload)):
+        if stages:
+            found.append((f"{name} stages", ", ".join(map(str, stages))))
+    return found

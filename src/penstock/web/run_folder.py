@@ -1,0 +1,153 @@
+"""The folder of a training run -> what a report shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ArgumentError
+from penstock.explain import Explanation
+from penstock.runs import RunRead, StepRecord
+from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of
+from penstock.web.page_data import band
+from penstock.web.shown import Course, Figure, Held, Shown, duration
+from penstock.words import counted, in_ranges, sized
+
+
+def of_run(run: RunRead, found: Explanation | None, step: int | None) -> Shown:
+    """What a run recorded.
+
+    Args:
+        run: the folder.
+        found: the explanation of one of its steps; None: nothing can be explained of ranks that took turns, nor of a
+            run without timelines.
+        step: the step whose timeline is shown; None: no timeline was recorded.
+    """
+    about, steps, predicted = run.about, run.steps(), run.predicted()
+    bands: list[dict[str, Any]] = []
+    memory: list[Held] = []
+    warnings = list(found.run.notes) if found else []
+    if step is None:
+        warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
+    else:
+        timeline = run.timeline(step)
+        if timeline.in_turns:
+            warnings.append(TURNS_NOTE)
+        curves, memory = _memory(run, step)
+        note = "durations are real; starts cannot be compared" if timeline.in_turns else ""
+        bands.append(band(f"measured, step {step}", timeline, run.schedule(step), memory=curves, note=note))
+    if predicted is not None:
+        bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
+    elif found is not None:
+        bands += compared(found)
+    numbers = {"explained": found.to_dict() if found else None, "steps": len(steps)}
+    return Shown(
+        title=about.name,
+        headings=tuple(_headings(run, steps)),
+        warnings=tuple(warnings),
+        figures=(*_figures(run, steps, memory), *_of_prediction(run, found, steps)),
+        bands=tuple(bands),
+        idle=idle_of(found) if found else None,
+        improvements=tuple(improvements_of(found)) if found else (),
+        memory=tuple(memory),
+        courses=tuple(_courses(steps)),
+        facts=tuple(_facts(run)),
+        numbers=numbers,
+    )
+
+
+def _headings(run: RunRead, steps: Sequence[StepRecord]) -> list[str]:
+    about = run.about
+    replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
+    counts = [counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas]
+    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {about.started}"]
+
+
+def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
+    figures = []
+    later = steps[1:] or steps  # the first step sets things up
+    if later:
+        seconds = median(one.seconds for one in later)
+        rate = median(one.rows / one.seconds for one in later if one.seconds) if seconds else math.nan
+        figures += [
+            Figure("speed", f"{rate:,.4g} rows/s", "median over steps"),
+            Figure("a step takes", duration(seconds), f"median of {len(later):,}"),
+        ]
+    losses = [one for one in steps if one.loss is not None]
+    if losses:
+        figures.append(Figure("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
+    if memory:
+        fullest = max(memory, key=lambda one: one.peak / (one.limit or math.inf) or one.peak)
+        of = f"of {sized(fullest.limit)}" if fullest.limit is not None else "no limit given"
+        figures.append(Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, {fullest.source}"))
+    return figures
+
+
+def _of_prediction(run: RunRead, found: Explanation | None, steps: Sequence[StepRecord]) -> list[Figure]:
+    """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
+    figures = [one for one in figures_of(found) if one.name in ("idle", "if all were even")] if found else []
+    predicted = run.predicted()
+    if predicted is not None and steps:
+        measured = found.step.pipeline_seconds if found else median(one.seconds for one in steps[1:] or steps)
+        figures.append(against("a step, predicted", predicted.step_seconds, measured))
+    return figures
+
+
+def _memory(run: RunRead, step: int) -> tuple[list[dict[str, Any] | None], list[Held]]:
+    """Each rank's memory over a step as curves, and the peaks."""
+    timeline, limit = run.timeline(step), run.about.memory_limit
+    curves: list[dict[str, Any] | None] = [None] * timeline.ranks
+    held = []
+    for one in run.memory(step):
+        source = "measured" if one.measured else "predicted"
+        moments = np.array(timeline.tracks[one.rank].end)
+        sizes = np.array(one.bytes, np.float64)
+        curves[one.rank] = {"t": moments, "bytes": sizes, "limit": limit, "unit": "bytes", "label": source}
+        held.append(Held(one.rank, float(sizes.max(initial=0.0)), limit, source))
+    return curves, held
+
+
+def _fitting(run: RunRead, step: int | None) -> Any:
+    """The schedule of the predicted timeline, if it is that of a step."""
+    predicted = run.predicted()
+    if step is None or predicted is None:
+        return None
+    schedule = run.schedule(step)
+    rows = [track.actions for track in predicted.timeline.tracks]
+    try:
+        return schedule.with_rows(rows)
+    except ArgumentError:
+        return None
+
+
+def _courses(steps: Sequence[StepRecord]) -> list[Course]:
+    """The loss, and what steps took."""
+    numbers = [one.step for one in steps]
+    losses = [one.loss if one.loss is not None and math.isfinite(one.loss) else None for one in steps]
+    found = [Course("loss", numbers, losses)] if any(one is not None for one in losses) else []
+    if len(steps) > 1:
+        found.append(Course("seconds a step", numbers, [one.seconds for one in steps], "s"))
+    return found
+
+
+def _facts(run: RunRead) -> list[tuple[str, str]]:
+    about = run.about
+    found = [
+        ("model", about.model),
+        ("device", f"{about.device}, {about.processes:,} process{'es' if about.processes > 1 else ''}"),
+        (
+            "schedule",
+            f"{about.schedule}, {counted(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
+        ),
+        ("stages on ranks", about.placement),
+        ("versions", f"penstock {about.penstock}, torch {about.torch}"),
+        ("host", about.host),
+    ]
+    if about.resumed:
+        found.append(("resumed", ", ".join(about.resumed)))
+    found += [(f"stage {stage}", ", ".join(in_ranges(units))) for stage, units in enumerate(about.units)]
+    return found

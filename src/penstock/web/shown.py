@@ -1,0 +1,117 @@
+"""What a report shows of anything: figures, a timeline, why ranks are idle, memory, and the course of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+class Figure(NamedTuple):
+    """A number that is shown large: what it is, its value with unit, and what else is to be said of it."""
+
+    name: str
+    value: str
+    of: str = ""
+
+
+class Improvement(NamedTuple):
+    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is."""
+
+    gain: str
+    error: str
+    text: str
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Why ranks are idle: for each rank how long it computes, and how long it idles for each cause, in seconds."""
+
+    computes: tuple[float, ...]
+    causes: tuple[Mapping[str, float], ...]
+    note: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The causes that make any rank wait for a thousandth of its time or more."""
+        whole = max(map(self.total, range(len(self.computes))), default=0.0)
+        every = dict.fromkeys(name for one in self.causes for name in one)
+        return [name for name in every if any(one.get(name, 0.0) > 0.001 * whole for one in self.causes)]
+
+    def total(self, rank: int) -> float:
+        return self.computes[rank] + sum(self.causes[rank].values())
+
+    @property
+    def share(self) -> float:
+        """The share of all ranks' time in which they do not compute; 0 if nothing took any time."""
+        whole = sum(map(self.total, range(len(self.computes))))
+        return 1 - sum(self.computes) / whole if whole else 0.0
+
+    @property
+    def worst(self) -> str:
+        """The cause that costs most; empty if none costs anything."""
+        sums = {name: sum(one.get(name, 0.0) for one in self.causes) for name in self.names}
+        return max(sums, key=sums.__getitem__, default="")
+
+
+class Held(NamedTuple):
+    """The most that a rank holds, in bytes, its limit if it has one, and where the number is from."""
+
+    rank: int
+    peak: float
+    limit: float | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A figure over the steps of training, in order; a value that is no number leaves a gap."""
+
+    name: str
+    steps: list[int]
+    values: list[float | None]
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Everything that a page shows of a run, a trace or a plan.
+
+    Attributes:
+        title: what it is of.
+        headings: what else there is to know of it, in short.
+        warnings: what a reader has to know to read it right.
+        figures: the summary.
+        bands: the timelines, as `penstock.web.band` makes them.
+        idle: None: nothing is known of why ranks are idle.
+        improvements: what to change first.
+        memory: of each rank, if it is known.
+        courses: the loss and the like.
+        facts: what was run, and where; `facts_head` stands above them.
+        numbers: the figures as numbers, for those who read the page by program.
+    """
+
+    title: str
+    headings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    figures: tuple[Figure, ...] = ()
+    bands: tuple[dict[str, Any], ...] = ()
+    idle: Idle | None = None
+    improvements: tuple[Improvement, ...] = ()
+    memory: tuple[Held, ...] = ()
+    courses: tuple[Course, ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()
+    facts_head: str = "What was run"
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "s"
+
+
+def duration(seconds: float) -> str:
+    """With four digits and a unit: 1.234 ms."""
+    scale, unit = next(((s, u) for s, u in _UNITS if abs(seconds) >= s * 0.99995), _UNITS[-1 if seconds else 0])
+    value = seconds / scale
+    places = max(0, 3 - len(str(int(abs(value)))) + 1)
+    return f"{value:,.{places}f} {unit}"

@@ -1,0 +1,86 @@
+"""A path -> what a report shows: the folder of a run, a plan, or whatever `penstock explain` reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.explain import Explanation, Predicted, Run, explain, read_run, run_of
+from penstock.plan import Plan
+from penstock.runs import read_run as read_folder
+from penstock.schedule.timeline import Timeline
+from penstock.web.measured import in_turns, of_explanation
+from penstock.web.planned import of_plan
+from penstock.web.run_folder import of_run
+from penstock.web.shown import Shown
+
+Prediction = Callable[[Run], Predicted | None]
+"""What was predicted of a run, once its stages are known."""
+
+
+def is_fabric(path: Path) -> bool:
+    """Whether a folder has a run of `penstock fabric` in it."""
+    given = _json(path / "run.json") if path.is_dir() else None
+    return isinstance(given, dict) and "workload" in given and "hosts" in given
+
+
+def shown(paths: Sequence[Path], step: int | None = None, prediction: Prediction = lambda _: None) -> Shown:
+    """What a report shows of these files or this folder.
+
+    Args:
+        paths: the folder of a run; a plan; or timelines, traces and columns, as `penstock.explain.read_run` reads them.
+        step: which step; None: the one whose time is the median.
+        prediction: of the run, to compare with.
+
+    Raises:
+        ArgumentError: they are none of these, or have no such step.
+    """
+    first = paths[0]
+    if len(paths) == 1 and first.is_dir() and (first / "run.json").exists():
+        return _of_folder(first, step, prediction)
+    given = _json(first) if len(paths) == 1 and first.suffix == ".json" else None
+    if isinstance(given, dict) and "choice" in given:
+        return of_plan(Plan.from_dict(given, f"plan {str(first)!r}"), first.name)
+    turns = _in_turns(given)
+    if turns:
+        return in_turns(turns, first.name)
+    names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    return of_explanation(_explained(paths, step, prediction), names)
+
+
+def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction) -> Explanation:
+    run = run_of(read_run(paths))
+    return explain(run, step=step, predicted=prediction(run))
+
+
+def _of_folder(path: Path, step: int | None, prediction: Prediction) -> Shown:
+    run = read_folder(path)
+    recorded = run.timeline_steps()
+    if step is not None and step not in recorded:
+        run.timeline(step)  # says which there are
+    if not recorded:
+        return of_run(run, None, None)
+    if any(run.timeline(one).in_turns for one in recorded):
+        return of_run(run, None, recorded[-1] if step is None else step)
+    found = _explained([path], step, prediction)
+    return of_run(run, found, found.step.number)
+
+
+def _in_turns(given: Any) -> list[Timeline]:
+    """The timelines of a file, if ranks took turns; none if it is something else."""
+    several = given if isinstance(given, list) else [given]
+    if not all(isinstance(one, dict) and "ranks" in one for one in several):
+        return []
+    if not any(one.get("in_turns") for one in several):
+        return []
+    return [Timeline.from_dict(one) for one in several]
+
+
+def _json(path: Path) -> Any:
+    """What a file of JSON says; None if it is something else."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,187 @@
+"""`penstock report`: one page of what explain, a plan or the fabric found, with their numbers, for any browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+from test_explain import measured, profile
+
+from penstock.report import to_perfetto
+from penstock.schedule import generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, simulate
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(measured().to_dict()))
+    return path
+
+
+def report(*arguments: str | Path) -> Path:
+    """The page that the command writes."""
+    *_, said = output("report", *map(str, arguments), columns=200).splitlines()[:1]
+    return Path(said.removeprefix("wrote "))
+
+
+def numbers(page: Any) -> Any:
+    return json.loads(page.locator("#numbers").text_content())
+
+
+def seconds(text: str) -> float:
+    value, unit = re.fullmatch(r"([\d.,]+) (s|ms|µs)", text.strip()).groups()
+    return float(value.replace(",", "")) * {"s": 1, "ms": 1e-3, "µs": 1e-6}[unit]
+
+
+def test_its_numbers_are_those_of_explain(trace: Path, open_page: Any) -> None:
+    made = report(trace)
+    assert made == trace.with_suffix(".html")
+    page, found = open_page(made), as_json("explain", str(trace))
+    assert numbers(page) == found
+    cards = dict(
+        zip(page.locator(".figures dt").all_inner_texts(), page.locator(".value").all_inner_texts(), strict=True)
+    )
+    assert seconds(cards["a step takes"]) == pytest.approx(found["step_seconds"], rel=1e-3)
+    assert seconds(cards["if all were even"]) == pytest.approx(found["even_seconds"], rel=1e-3)
+    heads = page.locator(".shares").first.locator("th").all_inner_texts()
+    for rank, line in enumerate(found["by_rank"]):
+        cells = page.locator(".shares").first.locator("tr").nth(rank + 1).locator("td").all_inner_texts()
+        shown = dict(zip(heads, cells, strict=True))
+        assert seconds(shown["computes"]) == pytest.approx(line["compute_seconds"], rel=1e-3)
+        for cause, value in line["idle_seconds"].items():
+            if value > 1e-3 * found["pipeline_seconds"]:
+                assert seconds(shown[cause]) == pytest.approx(value, rel=1e-3)
+    compute = sum(line["compute_seconds"] for line in found["by_rank"])
+    idle = sum(sum(line["idle_seconds"].values()) for line in found["by_rank"])
+    assert cards["idle"] == f"{idle / (compute + idle):.1%}"
+    assert page.locator(".changes tr").count() == min(6, len(found["changes"]))
+    for change in found["changes"][:1]:
+        assert change["text"] in page.inner_text(".changes")
+
+
+def test_the_timeline_is_the_measured_one_above_what_it_could_be(trace: Path, open_page: Any) -> None:
+    page = open_page(report(trace))
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["measured", "if all were even"]
+    spans = list(measured())
+    ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
+    assert ends == pytest.approx([span.end_seconds for span in spans])
+    even = as_json("explain", str(trace))["even_seconds"]
+    assert page.evaluate("timeline.bands[1].end") == pytest.approx(even)
+
+
+def test_a_prediction_lies_under_the_measurement(trace: Path, tmp_path: Path, open_page: Any) -> None:
+    given = profile(tmp_path, [0.01] * 4)
+    page = open_page(report(trace, "--profile", given))
+    predicted = as_json("explain", str(trace), "--profile", given)["predicted_seconds"]
+    assert page.evaluate("timeline.bands[1].name") == "predicted"
+    assert page.evaluate("timeline.bands[1].end") == pytest.approx(predicted)
+    assert f"{predicted / measured().makespan_seconds - 1:+.1%}" in page.inner_text(".figures")
+
+
+def test_traces_are_read_as_explain_reads_them(tmp_path: Path, open_page: Any) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(to_perfetto(measured())))
+    page = open_page(report(path, "--out", tmp_path / "page.html"))
+    assert page.evaluate("timeline.bands[0].length") == len(measured())
+
+
+def test_the_actions_are_there_as_a_table(trace: Path, open_page: Any) -> None:
+    page = open_page(report(trace))
+    page.click("#actions summary")
+    page.select_option("#actions select", label="measured: rank 2")
+    rows = page.locator("#actions tr").all_inner_texts()
+    spans = [span for span in measured() if span.rank == 2]
+    assert len(rows) == 1 + len(spans)
+    assert rows[1].split()[0] == str(spans[0].action)
+
+
+def test_ranks_that_took_turns_are_shown_and_not_compared(tmp_path: Path, open_page: Any) -> None:
+    path = tmp_path / "turns.json"
+    path.write_text(json.dumps({**measured().to_dict(), "in_turns": True}))
+    page = open_page(report(path))
+    assert "One process ran all ranks in turns" in page.inner_text(".warning")
+    assert "bubble" not in page.inner_text(".figures")
+    assert page.evaluate("timeline.bands[0].hasCritical") is False
+
+
+def test_a_plan_is_shown_as_a_prediction(tmp_path: Path, open_page: Any) -> None:
+    path = tmp_path / "plan.json"
+    plan = _plan()
+    path.write_text(json.dumps(plan))
+    page = open_page(report(path))
+    text = page.inner_text(".figures")
+    assert "nothing has run" in page.inner_text("header")
+    assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
+    assert "8.0 GB" in page.inner_text("main"), "the limit"
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]
+
+
+def _plan() -> dict[str, Any]:
+    from penstock.plan import Choice, Plan
+
+    made = Plan(
+        Choice(2, 2, 1, "1f1b", 4, 8), ("layer2",), (), (0.03, 0.03), 0.15, 0.01, {"warm-up": 0.1, "cool-down": 0.1},
+        (5e9, 4e9), (8e9, 8e9),
+    )  # fmt: skip
+    return made.to_dict()
+
+
+def test_nothing_in_a_file_becomes_markup(tmp_path: Path, open_page: Any) -> None:
+    evil = "<img src=x onerror=alert(1)></script><script>window.ran=1<"
+    folder = tmp_path / evil.replace("/", "_")
+    folder.mkdir()
+    path = folder / (evil.replace("/", "_") + ".json")
+    path.write_text(json.dumps({**measured().to_dict(), "in_turns": True}))
+    page = open_page(report(path, "--out", tmp_path / "page.html"))
+    assert "onerror" in page.inner_text("h1")
+    assert page.evaluate("[window.ran, document.querySelectorAll('img').length]") == [None, 0]
+
+
+@pytest.mark.parametrize("content", ["{}", "not json", '{"ranks": 3}', "[]"])
+def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "odd.json"
+    path.write_text(content)
+    assert str(path) in refusal("report", str(path)) or "timeline" in refusal("report", str(path))
+    assert not path.with_suffix(".html").exists()
+
+
+def test_a_run_of_another_tool_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"some": "thing"}')
+    assert "is not of a run of penstock" in refusal("report", str(tmp_path))
+
+
+def test_a_picture_needs_a_browser(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = refusal("report", str(trace), "--png", str(tmp_path / "page.png"))
+    assert "install chromium" in said
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_a_picture_is_as_high_as_the_page(trace: Path, tmp_path: Path) -> None:
+    output("report", str(trace), "--png", str(tmp_path / "page.png"))
+    data = (tmp_path / "page.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert width == 1280
+    assert height > 1000
+
+
+def test_the_page_names_no_other_file(trace: Path) -> None:
+    text = report(trace).read_text()
+    assert not re.search(r'(?:src|href)="', text)
+    assert "import " not in text.split('<script type="module">')[1]
+
+
+def test_long_runs_stay_small(tmp_path: Path) -> None:
+    timeline = simulate(generate("1f1b", 8, 200), StageCost(0.1, 0.1, 0.1))
+    assert isinstance(timeline, Timeline)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(timeline.to_dict()))
+    assert report(path).stat().st_size < 70 * 2 * len(timeline) + 100_000, "bytes for each action of both timelines"

@@ -1,0 +1,145 @@
+"""`penstock top`: what a run's folder says of its ranks, and what it cannot say."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, output, refusal
+
+from penstock.runs import About, RankState, StepRecord
+from penstock.runs.folder import append_lines, write_whole
+from penstock.runs.health import health
+from penstock.runs.progress import Progress, in_time
+from penstock.schedule import add_communication, generate
+from penstock.simulate import StageCost, simulate
+
+ABOUT = About(
+    name="gpt",
+    id="abc",
+    started="2026-01-01T00:00:00.000+00:00",
+    resumed=(),
+    penstock="0.1.0",
+    torch="2.13.0",
+    host="node",
+    device="cpu",
+    model="GPT",
+    ranks=2,
+    replicas=1,
+    processes=2,
+    chunks=1,
+    schedule="1f1b",
+    microbatches=4,
+    rows=64,
+    placement="0 1",
+    cuts=("b",),
+    units=(("a",), ("b",)),
+    parameter_bytes=(4, 4),
+    gradient_bytes=(4, 4),
+    activation_bytes=(),
+    memory_limit=None,
+    total_steps=100,
+)
+NOW = 1_000_000.0
+STATE = RankState(0, 0, (0,), "node", 7, NOW, step=9, action="0F3", since=NOW - 2, rss_bytes=10**9)
+
+
+def a_run(folder: Path, *states: RankState, written: float | None = None, heard: tuple[RankState, ...] = ()) -> str:
+    for name in ("ranks", "timelines"):
+        (folder / name).mkdir(parents=True)
+    write_whole(folder / "run.json", ABOUT.to_dict())
+    steps = [
+        StepRecord(step, 3.0 - step / 10, 0.2, 64, 0.25 * step, 0.2 if step == 5 else None) for step in range(1, 10)
+    ]
+    append_lines(folder / "steps.jsonl", [step.to_line() for step in steps])
+    for state in states:
+        value = {"run": "abc", "at": time.time() if written is None else written, "state": state.to_dict()}
+        write_whole(folder / "ranks" / f"{state.number}.json", {**value, "heard": [one.to_dict() for one in heard]})
+    return str(folder)
+
+
+def test_a_rank_is_judged_by_what_it_said_and_whether_its_process_lives() -> None:
+    def judged(state: RankState, now: float = NOW + 1, *, lives: bool = True, host: str = "node") -> str:
+        return health(state, now, host, lambda pid: lives)
+
+    assert judged(STATE) == "computes"
+    assert judged(replace(STATE, waits_for=(1,))) == "waits"
+    assert judged(replace(STATE, action="")) == "between steps"
+    assert judged(STATE, NOW + 6) == "silent"
+    assert judged(STATE, lives=False) == "gone"
+    assert judged(STATE, lives=False, host="elsewhere") == "computes"  # nobody here can tell
+    assert judged(replace(STATE, ended=True), NOW + 60, lives=False) == "ended"
+    assert judged(replace(STATE, failure="rank 1 failed"), NOW + 60, lives=False) == "failed"
+    assert health(replace(STATE, written=time.time(), host=socket.gethostname(), pid=os.getpid())) == "computes"
+    assert health(replace(STATE, written=time.time(), host=socket.gethostname(), pid=2**22 + 1)) == "gone"
+
+
+def test_progress_is_that_of_the_last_steps() -> None:
+    steps = [StepRecord(step, None if step == 9 else 1.0 / step, 0.2, 64, 0.25 * step) for step in range(1, 10)]
+    found = Progress.of(steps, 100)
+    assert found is not None
+    assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
+    assert found.left_seconds == pytest.approx(91 * 0.25)
+    assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
+    assert Progress.of([]) is None
+    assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
+    said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
+    assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
+
+
+def test_top_shows_each_rank(tmp_path: Path) -> None:
+    other = replace(STATE, number=1, ranks=(1,), action="1RECV_F4", waits_for=(0,), since=time.time() - 3)
+    run = a_run(tmp_path / "gpt", replace(STATE, since=time.time() - 2), other)
+    said = output("top", run, "--once", columns=120)
+    assert f"{run}  GPT: 1f1b, 2 ranks, 4 microbatches, cpu" in said
+    assert "step 9 of 100, loss 2.1000, 256 rows/s, bubble 20%, 22.8 s left" in said
+    lines = [line.split() for line in said.splitlines() if line[:1].isdigit()]
+    assert [line[:4] for line in lines] == [["0", "computes", "0F3", "2.0"], ["1", "waits", "1RECV_F4", "3.0"]]
+    assert lines[1][5:9] == ["rank", "0", "9", "1.0"]
+    found = as_json("top", run)
+    assert [one["health"] for one in found["ranks"]] == ["computes", "waits"]
+    assert found["progress"]["step"] == 9
+
+
+def test_top_says_who_is_silent_and_who_was_only_heard_of(tmp_path: Path) -> None:
+    heard = RankState(1, 0, (1,), action="1B2", since=NOW)
+    found = as_json("top", a_run(tmp_path / "gpt", STATE, written=NOW, heard=(heard,)))
+    assert [(one["number"], one["health"], one["heard"]) for one in found["ranks"]] == [
+        (0, "silent", False),
+        (1, "silent", True),
+    ]
+    fresh = as_json("top", a_run(tmp_path / "other", STATE, replace(STATE, number=1, ranks=(1,)), heard=(heard,)))
+    assert [one["heard"] for one in fresh["ranks"]] == [False, False]  # its own word counts
+
+
+def test_top_is_never_broken_by_what_it_finds(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    (tmp_path / "gpt" / "ranks" / "1.json").write_text('{"run": "abc", "at"')
+    (tmp_path / "gpt" / "ranks" / "2.json").write_text(json.dumps({"run": "older", "at": 1, "state": {}}))
+    (tmp_path / "gpt" / "steps.jsonl").write_text(StepRecord(1, float("nan"), 0.1, 8, 0.1).to_line())
+    found: Any = as_json("top", run)
+    assert ([one["number"] for one in found["ranks"]], found["progress"]["loss"]) == ([0], "nan")
+    assert "no such folder" in refusal("top", str(tmp_path / "none"))
+
+
+def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    assert "has no timeline: the first is of step 5" in refusal("explain", run)
+    order = add_communication(generate("1f1b", 2, 4))
+    for number, heavy in ((5, 1.0), (50, 1.5), (100, 1.6)):
+        costs = [StageCost(0.01, 0.01, 0.01), StageCost(0.01 * heavy, 0.01, 0.01)]
+        write_whole(tmp_path / "gpt" / "timelines" / f"{number}.json", simulate(order, costs).to_dict())
+    found = as_json("explain", run)
+    assert (found["step"], len(found["steps"])) == (50, 3)
+    assert as_json("explain", run, "--step", "100")["step"] == 100
+    assert [one["predicted_seconds"] for one in found["stages"]] == [None, None]
+    before = {"source": "a plan", "step_seconds": 0.2, "stage_seconds": [0.03, 0.03]}
+    timeline = simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict()
+    write_whole(tmp_path / "gpt" / "predicted.json", {**before, "timeline": timeline})
+    assert [one["predicted_seconds"] for one in as_json("explain", run)["stages"]] == [0.03, 0.03]

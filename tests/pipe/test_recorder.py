@@ -1,0 +1,193 @@
+"""A pipeline with `run=` leaves a folder that says what happened, and nothing that goes wrong with it ends a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import penstock
+from penstock import ArgumentError
+from penstock.runs import RunFolder, RunRead, is_run, read_run
+from scaffolding.models import squared_error
+from scaffolding.small import batch, mlp
+
+X, Y = batch()
+
+
+def train(run: Any, steps: int = 6, *, first: int = 0, **options: Any) -> list[penstock.StepResult]:
+    given = {"ranks": 2, "microbatches": 2, "loss_fn": squared_error, **options}
+    with penstock.pipeline(mlp(), (X,), run=run, **given) as pipe:
+        pipe.step_count = first
+        return [pipe.step(X, target=Y) for _ in range(steps)]
+
+
+def test_a_folder_says_what_happened(tmp_path: Path) -> None:
+    results = train(tmp_path / "gpt")
+    assert is_run(tmp_path / "gpt")
+    run = read_run(tmp_path / "gpt")
+    assert (run.about.name, run.about.ranks, run.about.schedule, run.about.device) == ("gpt", 2, "1f1b", "cpu")
+    assert len(run.about.cuts) == 1
+    assert run.about.units[1][0] == run.about.cuts[0]
+    steps = run.steps()
+    assert [one.step for one in steps] == [1, 2, 3, 4, 5, 6]
+    assert [one.loss for one in steps] == [float(result.loss) for result in results]
+    assert all(one.rows == len(X) and one.seconds > 0 for one in steps)
+    assert sorted(one.at_seconds for one in steps) == [one.at_seconds for one in steps]
+    assert all(result.timeline is None for result in results)  # nobody asked for it
+    assert run.timeline_steps() == [5]
+    assert run.timeline(5).ranks == 2
+    assert [str(row) for row in run.schedule(5).rows] == [str(track.actions) for track in run.timeline(5).tracks]
+    (state,) = run.ranks()
+    assert (state.pid, state.ranks, state.step, state.ended, state.failure) == (os.getpid(), (0, 1), 6, True, None)
+    assert state.rss_bytes
+    assert not [file for file in (tmp_path / "gpt").rglob("*") if ".new" in file.name]
+
+
+def test_a_pipeline_without_a_step_leaves_no_folder(tmp_path: Path) -> None:
+    train(tmp_path / "gpt", steps=0)
+    assert not (tmp_path / "gpt").exists()
+
+
+def test_timelines_come_as_often_as_asked(tmp_path: Path) -> None:
+    train(RunFolder(tmp_path / "a", timeline_every=3), steps=9)
+    assert read_run(tmp_path / "a").timeline_steps() == [3, 5, 6, 9]
+    train(RunFolder(tmp_path / "b", timeline_every=0), steps=5)
+    assert read_run(tmp_path / "b").timeline_steps() == []
+
+
+def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
+    train(RunFolder(tmp_path, timeline_every=1), steps=5)
+    began = read_run(tmp_path).about.started
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # the process died here
+    train(RunFolder(tmp_path, timeline_every=3), steps=4, first=3)
+    run = read_run(tmp_path)
+    assert [one.step for one in run.steps()] == [1, 2, 3, 4, 5, 6, 7]
+    times = [one.at_seconds for one in run.steps()]
+    assert sorted(times) == times
+    assert (run.about.started, len(run.about.resumed)) == (began, 1)
+    assert run.timeline_steps() == [1, 2, 3, 6]  # of the steps that ran again, only what is new
+    assert not (tmp_path / "earlier").exists()
+
+
+def test_another_layout_sets_the_timelines_aside(tmp_path: Path) -> None:
+    train(tmp_path, steps=6)
+    train(tmp_path, steps=1, first=6, microbatches=4)
+    run = read_run(tmp_path)
+    assert (run.timeline_steps(), len(run.steps())) == ([], 7)
+    assert [file.name for file in (tmp_path / "earlier" / "1" / "timelines").iterdir()] == ["5.json"]
+
+
+def test_a_new_run_sets_the_old_one_aside(tmp_path: Path) -> None:
+    train(tmp_path, steps=6)
+    train(tmp_path, steps=2)
+    assert len(read_run(tmp_path).steps()) == 2
+    assert len(read_run(tmp_path / "earlier" / "1").steps()) == 6
+
+
+def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"run=.*file' is a file; expected a folder"):
+        train(tmp_path / "file")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "run.json").write_text(json.dumps({"format": "penstock run", "version": 9, "penstock": "7.0"}))
+    with pytest.raises(ArgumentError, match=r"is of version 9, and this penstock reads version 1: use .* \(7.0\)"):
+        train(tmp_path / "old")
+    (tmp_path / "mine" / "ranks").mkdir(parents=True)
+    with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; give another folder"):
+        train(tmp_path / "mine")
+    with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected a whole number"):
+        RunFolder("runs/x", timeline_every=-1)
+
+
+def no_folder_can_be_made(path: Path, patch: pytest.MonkeyPatch) -> None:
+    (path / "in_the_way").write_text("")
+    patch.setattr(Path, "exists", lambda self: False)
+
+
+def the_disk_is_full(path: Path, patch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "steps.jsonl")
+
+    patch.setattr("penstock.runs.writer.append_lines", full)
+
+
+@pytest.mark.parametrize("happens", [no_folder_can_be_made, the_disk_is_full])
+def test_what_goes_wrong_with_files_warns_once(
+    happens: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happens(tmp_path, monkeypatch)
+    folder = tmp_path / "in_the_way" / "run" if happens is no_folder_can_be_made else tmp_path / "run"
+    with pytest.warns(UserWarning, match="the run is not recorded in full; training goes on: ") as seen:
+        results = train(folder, steps=3)
+    assert len(seen) == 1
+    assert len(results) == 3
+
+
+def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
+    import gc
+    import threading
+
+    pipe = penstock.pipeline(mlp(), (X,), microbatches=2, loss_fn=squared_error, run=tmp_path)
+    pipe.step(X, target=Y)
+    del pipe
+    gc.collect()
+    assert "penstock-run-folder" not in [thread.name for thread in threading.enumerate()]
+    assert len(read_run(tmp_path).steps()) == 1
+
+
+def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=90, highlight=False)
+    monkeypatch.setattr("penstock.pipe.live_line.Console", lambda **_: console)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    train(tmp_path / "quiet")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    train(RunFolder(tmp_path / "off", line=False))
+    assert shown.getvalue() == ""
+    train(RunFolder(tmp_path / "seen", steps=8))
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "\n", shown.getvalue()).split("\n")]
+    last = [line for line in lines if line][-1]
+    loss = read_run(tmp_path / "seen").steps()[-1].loss
+    assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ rows/s, .* left", last)
+
+
+def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:
+    class Diverges(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with penstock.pipeline(nn.Sequential(nn.Linear(16, 16), Diverges()), (torch.ones(2, 16),), microbatches=1,
+                           loss_fn=lambda out: out.sum() / 0.0, run=tmp_path) as pipe:  # fmt: skip
+        pipe.step(torch.ones(2, 16))
+    (one,) = read_run(tmp_path).steps()
+    assert one.loss in (float("inf"), float("-inf"))
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    def refused(match: str, path: Path) -> None:
+        with pytest.raises(ArgumentError, match=match):
+            read_run(path)
+
+    refused(r"run '.*/none': no such folder; a training script records one", tmp_path / "none")
+    refused("there is no run.json in this folder", tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    refused("is not of a run of penstock", tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    refused("is not JSON", tmp_path)
+    assert not is_run(tmp_path)
+    train(tmp_path / "runs" / "gpt", steps=1)
+    refused("it has runs in it: gpt", tmp_path / "runs")
+    damaged: Callable[[RunRead], dict[str, Any]] = lambda run: {**run.about.to_dict(), "placement": "0 x"}  # noqa: E731
+    (tmp_path / "run.json").write_text(json.dumps(damaged(read_run(tmp_path / "runs" / "gpt"))))
+    refused("is damaged: placement is '0 x'", tmp_path)

@@ -1,0 +1,89 @@
+"""Schedules and timelines draw themselves: in notebooks, with matplotlib, as PNG."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from penstock.errors import MissingExtraError, ScheduleError
+from penstock.report.colours import DARK, LIGHT, Kind, shade
+from penstock.report.plot import write_png
+from penstock.report.svg import panel_of, schedule_svg, timeline_svg
+from penstock.schedule import Action, Placement, Schedule, generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, simulate
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return simulate(generate("gpipe", 2, 2), StageCost(0.002, 0.002, 0.002))
+
+
+def test_a_notebook_shows_the_picture(timeline: Timeline) -> None:
+    schedule = generate("zb-v", 2, 4)
+    assert schedule._repr_html_() == schedule_svg(schedule)
+    assert timeline._repr_html_() == timeline_svg(timeline)
+    assert "2 ranks, 18 ms; bubble 33.3%" in timeline_svg(timeline)
+
+
+def test_a_schedule_that_cannot_run_is_shown_as_text() -> None:
+    stuck = Schedule("stuck", Placement.loop(1), 1, [[Action.parse("0B0"), Action.parse("0F0")]])
+    assert stuck._repr_html_() is None
+    with pytest.raises(ScheduleError):
+        stuck.plot(Figure().subplots())
+
+
+def test_schedules_load_what_draws_them_only_when_asked() -> None:
+    code = (
+        "import sys; from penstock.schedule import generate; s = generate('gpipe', 2, 2); "
+        "assert not [m for m in sys.modules if m.startswith(('penstock.report', 'matplotlib', 'torch', 'numpy'))]; "
+        "assert s._repr_html_().startswith('<svg'); "
+        "assert not [m for m in sys.modules if m.startswith(('matplotlib', 'torch', 'numpy'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("face", "theme"), [("white", LIGHT), ("#101010", DARK)])
+def test_plot_draws_each_action_in_its_colour(face: str, theme: object) -> None:
+    schedule = generate("zb-h1", 2, 3)
+    axes = Figure(figsize=(9, 3)).subplots()
+    axes.set_facecolor(face)
+    assert schedule.plot(axes) is axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert axes.get_title(loc="left").startswith("zb-h1: 2 ranks, 3 microbatches; bubble")
+    assert axes.get_xlabel() == "slots"
+    fills = {to_hex(colour) for bars in axes.collections for colour in bars.get_facecolor()}
+    known = DARK if theme is DARK else LIGHT
+    assert fills == {known.fills[Kind.WAIT]} | {
+        shade(known, kind, 0, number) for kind in (Kind.F, Kind.I, Kind.W) for number in (0, 1)
+    }
+    assert sorted(text.get_text() for text in axes.texts) == sorted("012" * 6)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "forward", "input gradient", "weight gradient", "idle",
+    ]  # fmt: skip
+
+
+def test_plot_is_in_proportion_to_time(timeline: Timeline) -> None:
+    axes = timeline.plot(Figure(figsize=(9, 3)).subplots())
+    assert axes.get_xlim() == (0, timeline.makespan_seconds)
+    assert axes.get_xlabel() == "ms"
+    starts = {round(path.vertices[:, 0].min(), 6) for bars in axes.collections for path in bars.get_paths()}
+    assert starts == {0.0, *(round(span.start_seconds, 6) for span in timeline)}
+
+
+def test_plot_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"plot\(\): this needs matplotlib, pip install 'penstock\[plot\]'"):
+        generate("gpipe", 2, 2).plot()
+
+
+def test_png_has_two_dots_a_pixel(timeline: Timeline, tmp_path: Path) -> None:
+    write_png(panel_of(timeline), tmp_path / "picture.png", width=480)
+    data = (tmp_path / "picture.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(data[16:20]) == 960

@@ -1,0 +1,33 @@
+"""A studio that runs beside a test, on a port of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.studio.serve import Server, bind
+
+
+@pytest.fixture
+def studio(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Starts one, as `studio(folder)`."""
+    ends = []
+
+    def started(folder: Path = tmp_path, *, with_token: bool = False) -> Server:
+        server = bind("127.0.0.1", 0, folder, with_token=with_token)
+        made = server.made()
+        thread = threading.Thread(target=made.run, kwargs={"sockets": [server.socket]})
+        thread.start()
+        ends.append((made, thread))
+        while not made.started:
+            time.sleep(0.01)
+        return server
+
+    yield started
+    for made, thread in ends:
+        made.should_exit = True
+        thread.join()

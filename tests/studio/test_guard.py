@@ -1,0 +1,161 @@
+"""Who may ask: other origins, other names for this server, writing, and missing tokens are refused, over real HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from penstock.studio.app import Studio, assets
+from penstock.studio.guard import Guard, is_loopback
+from penstock.studio.library import Library
+
+TOKEN = "s3cret-token"
+HOST = "127.0.0.1:8470"
+
+
+def client(folder: Path, host: str = "127.0.0.1", token: str | None = None, **more: Any) -> TestClient:
+    app = Studio(Library(folder), Guard.of(host, 8470, token)).app()
+    return TestClient(app, base_url=f"http://{HOST}", follow_redirects=False, **more)
+
+
+@pytest.mark.parametrize(
+    "name", ["127.0.0.1:8470", "localhost:8470", "localhost:9000", "[::1]:8470", "LOCALHOST", "127.0.0.2"]
+)
+def test_own_names_are_answered(tmp_path: Path, name: str) -> None:
+    assert client(tmp_path).get("/api/catalogue", headers={"host": name}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "evil.example",
+        "evil.example:8470",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "",
+        "@",
+        "[::1",
+    ],
+)
+def test_a_name_made_to_point_here_is_refused(tmp_path: Path, name: str) -> None:
+    refused = client(tmp_path).get("/api/catalogue", headers={"host": name})
+    assert refused.status_code == 421
+    assert "schedules" not in refused.text
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "http://evil.example",
+        "null",
+        "http://localhost:8470",
+        "http://127.0.0.1:9999",
+        "file://",
+        f"http://{HOST}.evil.example",
+    ],
+)
+def test_other_origins_are_refused(tmp_path: Path, origin: str) -> None:
+    assert client(tmp_path).get("/api/catalogue", headers={"origin": origin}).status_code == 403
+
+
+def test_its_own_origin_is_answered_and_no_other_may_read(tmp_path: Path) -> None:
+    answered = client(tmp_path).get("/api/catalogue", headers={"origin": f"http://{HOST}"})
+    assert answered.status_code == 200
+    assert not [name for name in answered.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_pages_of_other_sites_cannot_keep_it_busy(tmp_path: Path, site: str) -> None:
+    image = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+    frame = {"sec-fetch-site": site, "sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}
+    link = {"sec-fetch-site": site, "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+    studio = client(tmp_path)
+    assert studio.get("/api/search", headers=image).status_code == 403
+    assert studio.get("/", headers=frame).status_code == 403
+    assert studio.get("/", headers=link).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+def test_nothing_but_reading(tmp_path: Path, method: str) -> None:
+    assert client(tmp_path).request(method, "/api/catalogue").status_code == 405
+
+
+def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
+    studio = client(tmp_path)
+    for path in ("/", "/api/catalogue", "/static/studio/studio.js", "/nothing", "/api/open?name=../x"):
+        headers = studio.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"  # a token in an address goes nowhere else
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    for name, (_, text) in assets().items():
+        found = text.replace("http://www.w3.org/2000/svg", "")
+        assert "http://" not in found, name
+        assert "https://" not in found, name
+
+
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    studio = client(tmp_path, "0.0.0.0", TOKEN)
+    for path in ("/", "/api/catalogue", "/static/studio/studio.js", "/export/csv"):
+        assert studio.get(path).status_code == 401
+        assert studio.get(path, params={"token": TOKEN[:-1]}).status_code == 401
+        assert studio.get(path, params={"token": ""}).status_code == 401
+        assert studio.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
+    assert studio.get("/api/catalogue", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
+    assert studio.get("/api/catalogue", params={"token": TOKEN}).status_code == 200
+
+
+def test_the_link_leaves_a_cookie_and_no_token_in_the_address(tmp_path: Path) -> None:
+    studio = client(tmp_path, "0.0.0.0", TOKEN)
+    moved = studio.get("/", params={"token": TOKEN})
+    assert (moved.status_code, moved.headers["location"]) == (303, "/")
+    cookie = moved.headers["set-cookie"]
+    assert "penstock-studio-8470=" in cookie
+    assert "httponly" in cookie.lower()
+    assert "samesite=lax" in cookie.lower()
+    assert studio.get("/").status_code == 200  # the client keeps cookies
+    assert studio.get("/api/catalogue").status_code == 200
+
+
+def test_on_other_addresses_it_answers_to_addresses_but_not_to_other_names(tmp_path: Path) -> None:
+    studio = client(tmp_path, "0.0.0.0", TOKEN)
+    for name, status in (
+        ("10.1.2.3:8470", 200),
+        ("[fe80::1]:8470", 200),
+        ("localhost:8470", 200),
+        ("evil.example", 421),
+    ):
+        assert studio.get("/api/catalogue", params={"token": TOKEN}, headers={"host": name}).status_code == status
+    assert (
+        client(tmp_path, "box.lan", TOKEN)
+        .get("/", params={"token": TOKEN}, headers={"host": "box.lan:8470"})
+        .is_redirect
+    )
+
+
+def test_long_addresses_and_doubled_parameters_are_refused(tmp_path: Path) -> None:
+    studio = client(tmp_path)
+    assert studio.get("/api/simulate", params={"schedules": "1f1b," * 2000}).status_code == 414
+    twice = studio.get("/api/simulate?ranks=2&ranks=3")
+    assert (twice.status_code, twice.json()) == (400, {"error": "a parameter is there twice; give each once"})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.10", "localhost", "LocalHost", "::1", "[::1]", "localhost."])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", "127.0.0.1.nip.io", ""]
+)
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)

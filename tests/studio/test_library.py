@@ -1,0 +1,127 @@
+"""Nothing outside the runs folder is opened, whatever an address says and whatever links are in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from penstock.errors import ArgumentError
+from penstock.report import write_perfetto
+from penstock.schedule import generate, write_csv
+from penstock.simulate import StageCost, simulate
+from penstock.studio import library
+from penstock.studio.app import Studio
+from penstock.studio.guard import Guard
+from penstock.studio.library import Library
+
+SECRET = "the secret outside"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A runs folder with a trace and a schedule, and a secret beside it."""
+    runs = tmp_path / "runs"
+    (runs / "deep").mkdir(parents=True)
+    (tmp_path / "secret.json").write_text(json.dumps({"traceEvents": [], "note": SECRET}))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "run.json").write_text(json.dumps({"format": "penstock run", "note": SECRET}))
+    schedule = generate("1f1b", 2, 4)
+    write_perfetto(simulate(schedule, StageCost(1.0, 1.0, 1.0)), runs / "trace.json")
+    write_csv(schedule, runs / "deep" / "mine.csv")
+    return runs
+
+
+@pytest.fixture
+def studio(folder: Path) -> TestClient:
+    app = Studio(Library(folder), Guard.of("127.0.0.1", 8470, None)).app()
+    return TestClient(app, base_url="http://127.0.0.1:8470")
+
+
+def test_what_is_there_is_listed_and_opens(studio: TestClient) -> None:
+    listed = studio.get("/api/library").json()
+    assert {one["name"] for one in listed["entries"]} == {"trace.json", "deep/mine.csv"}
+    assert studio.get("/api/open", params={"name": "trace.json"}).json()["kind"] == "run"
+    assert studio.get("/api/open", params={"name": "deep/mine.csv"}).json()["ranks"] == 2
+
+
+NAMES = [
+    "../secret.json", "deep/../../secret.json", "..", ".", "", "/etc/passwd", "//etc/passwd", "deep//mine.csv", "deep/",
+    "..\\secret.json", "deep/..\\..\\secret.json", "trace.json\0", "trace.json\0.csv", "../secret.json\0", "C:/secret",
+    "%2e%2e/secret.json", "..%2fsecret.json", "%2e%2e%2fsecret.json", "....//secret.json", "~/secret.json",
+    "\u2025/secret.json", "\uff0e\uff0e/secret.json", "nothing.json", "./trace.json", "file:///etc/passwd",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("address", ["/api/open", "/api/live"])
+def test_names_that_lead_out_are_refused(studio: TestClient, address: str, name: str) -> None:
+    refused = studio.get(address, params={"name": name})
+    assert refused.status_code == 400
+    assert SECRET not in refused.text
+    assert "root:" not in refused.text
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "/../secret.json", "/static/../secret.json", "/static/studio/../../secret.json", "/static/%2e%2e/secret.json",
+        "/static/studio/%2e%2e%2f%2e%2e%2fsecret.json", "/static/studio/..%5c..%5csecret.json", "/static//etc/passwd",
+        "/static/studio/%00", "/static/studio/app.py", "/export/..%2fsecret.json", "/runs/trace.json",
+    ],
+)  # fmt: skip
+def test_addresses_are_no_paths(studio: TestClient, address: str) -> None:
+    refused = studio.get(address)
+    assert refused.status_code in (400, 404)
+    assert SECRET not in refused.text
+
+
+def test_links_out_are_refused(studio: TestClient, folder: Path) -> None:
+    (folder / "link.json").symlink_to(folder.parent / "secret.json")
+    (folder / "away").symlink_to(folder.parent / "outside")
+    (folder / "inner").mkdir()
+    (folder / "inner" / "run.json").symlink_to(folder.parent / "outside" / "run.json")
+    (folder / "hop").symlink_to("away")
+    for name in ("link.json", "away", "away/run.json", "inner", "inner/run.json", "hop"):
+        for address in ("/api/open", "/api/live"):
+            refused = studio.get(address, params={"name": name})
+            assert refused.status_code == 400, name
+            assert "leads out of the runs folder" in refused.json()["error"]
+            assert SECRET not in refused.text
+
+
+def test_links_within_the_folder_are_followed(studio: TestClient, folder: Path) -> None:
+    (folder / "latest.json").symlink_to("trace.json")
+    assert studio.get("/api/open", params={"name": "latest.json"}).status_code == 200
+
+
+def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
+    os.mkfifo(folder / "pipe.json")
+    (folder / "run").mkdir()
+    os.mkfifo(folder / "run" / "run.json")
+    for name in ("pipe.json", "run"):
+        assert "neither a file nor a folder" in studio.get("/api/open", params={"name": name}).json()["error"]
+    assert "pipe.json" not in studio.get("/api/library").text
+
+
+def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "MOST_BYTES", 100)
+    with pytest.raises(ArgumentError, match="too large for the studio"):
+        Library(folder).path("trace.json")
+
+
+def test_a_folder_that_is_not_there_yet_is_empty(tmp_path: Path) -> None:
+    assert Library(tmp_path / "runs").entries() == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": "penstock run"}', '{"choice": 1}', "[" * 100_000])
+def test_files_of_something_else_get_one_clear_error(studio: TestClient, folder: Path, text: str) -> None:
+    (folder / "odd.json").write_text(text)
+    (folder / "odd.csv").write_text(text)
+    for name in ("odd.json", "odd.csv"):
+        refused = studio.get("/api/open", params={"name": name})
+        assert refused.status_code == 400
+        assert "\n" not in refused.json()["error"]
