@@ -67,8 +67,8 @@ def profile(
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
         links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
-            model's. Every rank of a job calls this. All measure the units at the same time, since devices of one machine
-            are slower when all of them work, and get rank 0's profile.
+            model's. Every rank of a job calls this. All measure the units at the same time, as they will work, since a
+            machine's devices may slow each other down; all get rank 0's profile.
 
     Raises:
         ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -133,25 +133,23 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
         size = sum(t.numel() * t.element_size() for t in held)
         trained = sum(t.numel() * t.element_size() for t in held if t.requires_grad)
         sent, back = crossing[index]
-        found.append(
-            UnitCost(
-                unit.name,
-                times.forward,
-                times.input_gradient,
-                times.weight_gradient,
-                activation_bytes=run.saved_bytes,
-                parameter_bytes=size,
-                gradient_bytes=trained,
-                optimizer_bytes=OPTIMIZER_VALUES * trained,
-                boundary_bytes=sent,
-                boundary_gradient_bytes=back,
-                spread=times.spread,
-                like=like,
-                recompute_seconds=times.again,
-                operations=None if like else run.operations(),
-                **({} if times.split is None else dict(zip(SPLIT_SECONDS, times.split, strict=True))),
-            )
+        cost = UnitCost(
+            unit.name,
+            times.forward,
+            times.input_gradient,
+            times.weight_gradient,
+            activation_bytes=run.saved_bytes,
+            parameter_bytes=size,
+            gradient_bytes=trained,
+            optimizer_bytes=OPTIMIZER_VALUES * trained,
+            boundary_bytes=sent,
+            boundary_gradient_bytes=back,
+            spread=times.spread,
+            like=like,
+            recompute_seconds=times.again,
+            operations=None if like else run.operations(),
         )
+        found.append(replace(cost, **dict(zip(SPLIT_SECONDS, times.split or (), strict=False))))
     return tuple(found)
 
 
