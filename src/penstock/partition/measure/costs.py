@@ -149,7 +149,10 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
             recompute_seconds=times.again,
             operations=None if like else run.operations(),
         )
-        found.append(replace(cost, **dict(zip(SPLIT_SECONDS, times.split or (), strict=False))))
+        if times.split is not None:
+            apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, times.split, strict=True))
+            cost = replace(cost, **apart)
+        found.append(cost)
     return tuple(found)
 
 
