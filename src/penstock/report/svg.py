@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.errors import ArgumentError
 from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, longest_label, marks, runs
+from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
@@ -24,17 +24,25 @@ WIDTH = 960
 _SLOT = 30.0
 """The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
+_AT_ONCE = 100_000
+"""So many actions take a second or two."""
 _DIGIT = 6.8
 """The width of a digit of labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline to draw, with the line above it. `slices`: as in `Schedule.slices`."""
+    """A timeline to draw, with the line above it.
+
+    Attributes:
+        slices: as in `Schedule.slices`.
+        lighter: what has lighter colours, if a rank has several stages.
+    """
 
     title: str
     timeline: Timeline
     slices: int = 1
+    lighter: str = "later chunks"
 
 
 def schedule_svg(
@@ -72,7 +80,11 @@ def timeline_svg(
 
 
 def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as SVG. Errors as for `schedule_svg`."""
+    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
+    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
+    if count > _AT_ONCE:
+        what = "timeline" if isinstance(drawn, Timeline) else "schedule"
+        return f"<pre>{count:,} actions; penstock.report.{what}_svg({what}) draws them, in a while</pre>"
     return svg([panel_of(drawn)], unit_of(drawn))
 
 
@@ -85,7 +97,8 @@ def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title
     if title is None:
         numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
         title = f"{drawn.name}: {numbers}; {_bubble(known)}"
-    return Panel(title, known, drawn.slices)
+    lighter = "the copy" if drawn.placement.pipelines > 1 else "later chunks"
+    return Panel(title, known, drawn.slices, lighter)
 
 
 def unit_of(drawn: Schedule | Timeline) -> str:
@@ -93,11 +106,24 @@ def unit_of(drawn: Schedule | Timeline) -> str:
     return "slots" if isinstance(drawn, Schedule) else "s"
 
 
-def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "auto", width: int = WIDTH) -> str:
-    """Several timelines under each other on one axis of time, as SVG. Arguments and errors as for `schedule_svg`."""
+def svg(
+    panels: Sequence[Panel],
+    unit: str = "s",
+    *,
+    background: Background = "auto",
+    width: int = WIDTH,
+    hover: bool = True,
+) -> str:
+    """Several timelines under each other on one axis of time, as SVG.
+
+    Args:
+        hover: whether actions are named under the pointer, which pages do not do for pictures that are files.
+
+    The other arguments, and errors, are as for `schedule_svg`.
+    """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
-    frame = _Frame.of(panels, unit, width)
+    frame = _Frame.of(panels, unit, width, hover)
     top, drawn = float(_MARGIN), []
     for panel in panels:
         drawn.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
@@ -105,7 +131,8 @@ def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "a
         top += _TITLE + frame.row * panel.timeline.ranks + _GAP
     bottom = top - _GAP
     drawn += frame.axis(bottom)
-    legend, height = frame.legend(bottom + _AXIS)
+    lighter = " or ".join(dict.fromkeys(panel.lighter for panel in panels if has_chunks(panel.timeline)))
+    legend, height = frame.legend(bottom + _AXIS, lighter)
     drawn += legend
     said = escape("; ".join(panel.title for panel in panels), quote=True)
     size = f'viewBox="0 0 {frame.width:g} {height:g}" width="{frame.width:g}" height="{height:g}"'
@@ -129,11 +156,12 @@ class _Frame:
     unit: str
     few: bool
     """Whether each action is drawn."""
+    hover: bool
     clock: Axis
     used: set[tuple[Kind, int, int]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, panels: Sequence[Panel], unit: str, width: int) -> _Frame:
+    def of(cls, panels: Sequence[Panel], unit: str, width: int, hover: bool) -> _Frame:
         ranks = max((panel.timeline.ranks for panel in panels), default=0)
         longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
         left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
@@ -153,6 +181,7 @@ class _Frame:
             words,
             unit,
             few,
+            hover,
             Axis.of(longest, unit),
         )
 
@@ -181,13 +210,14 @@ class _Frame:
         gap = 1.0 if wide > 6 else 0.15 * wide
         corner = ' rx="2"' if wide > 8 and not strip else ""
         times = f"{self.clock.text(mark.start)} to {self.clock.text(mark.end)}"
+        title = f"<title>{mark.said}: {times}</title>" if self.hover else ""
         box = f'<rect x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" height="{high:g}"{corner}/>'
         size = min(12.0, high - 3, (wide - gap - 2) / longest * 12 / _DIGIT)
         text = ""
         if mark.label and size >= 8 and not strip:
             middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
             text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
-        return f'<g class="{self._colour(mark)}"><title>{mark.said}: {times}</title>{box}{text}</g>'
+        return f'<g class="{self._colour(mark)}">{title}{box}{text}</g>'
 
     def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
         """One path for each kind, a pixel at a time."""
@@ -220,10 +250,10 @@ class _Frame:
             yield f'<text class="time" x="{x:.2f}" y="{bottom + 17:g}">{text}</text>'
         yield f'<text class="rank" x="{_MARGIN}" y="{bottom + 17:g}">{escape(axis.unit)}</text>'
 
-    def legend(self, top: float) -> tuple[list[str], float]:
+    def legend(self, top: float, lighter: str) -> tuple[list[str], float]:
         """What the colours stand for, and where the picture ends."""
         drawn, x, y = [], float(_MARGIN), top
-        for css, words in self._legend():
+        for css, words in self._legend(lighter):
             box = 20 if css else 0
             wide = box + 6.5 * len(words)
             if x > _MARGIN and x + wide > self.width - _MARGIN:
@@ -234,12 +264,12 @@ class _Frame:
             x += wide + 16
         return drawn, y + _LEGEND + 4
 
-    def _legend(self) -> list[tuple[str, str]]:
+    def _legend(self, lighter: str) -> list[tuple[str, str]]:
         kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
         self.used.update((kind, 0, 0) for kind in kinds)
         found = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
-        if any(chunk for _, chunk, _ in self.used):
-            found.append(("", "lighter: later chunks"))
+        if lighter and self.few:
+            found.append(("", f"lighter: {lighter}"))
         if not self.few:
             found.append(("", "each pixel: what the rank does most of that time"))
         return found
@@ -262,7 +292,8 @@ def _style(used: set[tuple[Kind, int, int]], background: Background) -> str:
     They name the background, since in a page the rules of all its pictures apply to all of them.
     """
     fixed = (
-        "@{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;max-width:100%}"
+        "@{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif}"
+        "@{max-width:100%;height:auto}"
         "@ .title{font-size:13.5px;font-weight:600}"
         "@ .rank,@ .time{font-size:12px}"
         "@ .time,@ g text{text-anchor:middle}"
