@@ -128,14 +128,12 @@ class Recorder:
 
     def _end_unclosed(self) -> None:
         """Writes what is left, but for losses that might have to be waited for. Ends the thread."""
-        *before, last = self._noted or [None]
-        del self._noted[len(before) :]
+        last = self._noted[-1:]
         if self._present.failed:
             self._noted.clear()
+        elif last and last[0].result._loss is not None and not last[0].result._loss.is_here:
+            self._noted.pop()
         self._write()
-        if last is not None and (last.result._loss is None or last.result._loss.is_here):
-            self._noted.append(last)
-            self._write()
         self._writer.end()
 
     def _start(self, step: int) -> None:
