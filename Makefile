@@ -16,7 +16,7 @@ ALONE := tests/fabric tests/network
 # Where the environment forbids bytecode, each of the hundreds of processes would compile every module again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo docs test test-part test-all check format bench gpu clean
+.PHONY: demo docs test test-part test-all check format bench gpu pictures clean
 
 demo: $(READY)
 	$(BIN)/penstock demo
@@ -52,6 +52,11 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/runtime/bench.py
 	$(BIN)/python benchmarks/overhead/bench.py
+
+# What README shows. The report is of a run that this makes: it wants chromium and two idle processors for a minute.
+pictures: $(READY)
+	$(BIN)/python docs/pictures/schedules.py
+	$(BIN)/python docs/pictures/report.py
 
 # With the Python that is given, its torch and transformers, since .venv has a torch for CPUs; installs nothing.
 # Parts take less than ten minutes each: `make gpu PART=2`; GPU has further options, such as GPU=--missing.

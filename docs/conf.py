@@ -26,19 +26,22 @@ extensions = [
 ]
 exclude_patterns = ["_ext", "pictures"]
 nitpick_ignore_regex = [("py:.*", r".*")]  # types in signatures: only those of this reference have a page to link to
-suppress_warnings = ["myst.header"]
+suppress_warnings = [
+    "myst.header",
+    "ref.python",  # an attribute that several classes have
+]
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist", "fieldlist"]
 myst_heading_anchors = 4  # as GitHub makes them, so that links work there, too
 
 highlight_language = "text"  # blocks without a language are commands and what they print
-default_role = "code"  # single backticks in docstrings
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures are long; Args say what each argument is
 autodoc_class_signature = "mixed"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 
 html_math_renderer = "mathml"
 html_theme = "furo"

@@ -1,13 +1,19 @@
 """The programs in `examples/` run, and give the same figures alone and in processes."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 from typer.testing import CliRunner
 
+import penstock
 from penstock.cli import app
 from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here, lines_of_rank
@@ -47,6 +53,51 @@ def test_gpt_learns_the_same_alone_and_in_processes(
         assert lines_of_ranks(script, *steps) == alone
     else:
         assert ranks2.run(lines_of_rank, script, *steps) == [alone, []]
+
+
+def trained_by_hand(example: dict[str, Any], epochs: int, number: int) -> tuple[nn.Module, float]:
+    """The vision model after plain PyTorch's accumulation of four microbatches, and the last loss."""
+    torch.manual_seed(0)
+    next(iter(example["batches"](0, number)))  # the example batch
+    model, steps = example["network"](), len(example["batches"](0, number))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, epochs=epochs, steps_per_epoch=steps)
+    losses = [torch.zeros(())]
+    for epoch in range(1, epochs + 1):
+        for batch in example["batches"](epoch, number):
+            cut = zip(*(piece.tensor_split(4) for piece in batch), strict=True)
+            losses = [F.cross_entropy(model(x.clone()), y.clone()) / 4 for x, y in cut]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return model, float(sum(losses, torch.zeros(())).detach())
+
+
+@pytest.mark.distributed
+def test_vision_trains_as_plain_torch_does(
+    one_thread: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ranks2: Ranks
+) -> None:
+    script, options = EXAMPLES / "train_vision.py", ("--epochs", "1", "--pictures", "128")
+    kept: list[dict[str, torch.Tensor]] = []
+    close = penstock.Pipeline.close
+    with monkeypatch.context() as patch:
+        patch.setattr(penstock.Pipeline, "close", lambda pipe: (kept.append(pipe.state_dict()), close(pipe))[1])
+        alone = lines_here(script, *options)
+    assert capsys.readouterr().err == ""
+    assert ranks2.run(lines_of_rank, script, *options) == [alone, []]
+    model, loss = trained_by_hand(runpy.run_path(str(script)), 1, 128)
+    assert alone[0].split()[3] == f"{loss:.6f}"
+    for name, value in model.named_parameters():
+        assert torch.equal(kept[0][name], value), name
+
+
+@pytest.mark.long  # that it trains as it should is tested above
+def test_vision_learns() -> None:
+    lines = lines_here(EXAMPLES / "train_vision.py")
+    assert [line.split()[1] for line in lines] == ["1", "2", "3", "4"]
+    assert float(lines[-1].split()[6].rstrip("%")) > 95
 
 
 def test_resumable_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,14 @@ NEEDS_MORE = {
     "parallelize=shard": "a mesh of processes",
     "DistributedSampler": "a mesh of processes",
     "peft.get_peft_model_state_dict": "a model with adapters; tests/test_peft.py runs it",
+    "SplitPoint": "ranks in torch's own pipeline",
+    "import deepspeed": "a library that is not here",
+    "from torchgpipe": "a library that is not here",
+    "import fairscale": "a library that is not here",
 }
 """Blocks of Python that are compiled and not run, by words that they have, with the reason."""
-STORY = "extending.md"
-"""Its blocks rest on each other; test_extending.py runs them in order."""
+STORIES = {"extending.md": "test_extending.py", "tutorial.md": "test_tutorial.py"}
+"""Their blocks rest on each other; these tests run them in order."""
 RUN = {
     "inspect": [],
     "verify": ["--transport", "local"],
@@ -64,7 +68,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("block", [block for block in of("python") if block.path.name != STORY], ids=str)
+@pytest.mark.parametrize("block", [block for block in of("python") if block.path.name not in STORIES], ids=str)
 def test_python_runs(block: Block, folder: Path) -> None:
     if any(words in block.text for words in NEEDS_MORE):
         compile(block.text, str(block), "exec")
@@ -75,7 +79,15 @@ def test_python_runs(block: Block, folder: Path) -> None:
 def test_the_picture_is_what_the_schedules_are_now() -> None:
     pictures = ROOT / "docs" / "pictures"
     drawn = runpy.run_path(str(pictures / "schedules.py"))["picture"]()
-    assert drawn == (pictures / "schedules.svg").read_text(), "run python docs/pictures/schedules.py"
+    assert drawn == (pictures / "schedules.svg").read_text(), "run make pictures"
+
+
+def test_the_run_that_the_report_shows_can_be_made(tmp_path: Path) -> None:
+    training = runpy.run_path(str(ROOT / "docs" / "pictures" / "training.py"))
+    training["main"](str(tmp_path / "run"), steps=2)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    assert "2 steps" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.commands], ids=str)

@@ -135,6 +135,20 @@ def _read_csv(world: World) -> Any:
     return penstock.schedule.read_csv
 
 
+def _llama() -> Any:
+    size = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    transformers = import_module("transformers")
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, num_hidden_layers=2))
+
+
+def _on_meta(world: World) -> Any:
+    _weights(world)
+    with torch.device("meta"):
+        model = MyModel()
+    model._init_weights = lambda module: module.reset_parameters()  # type: ignore[assignment]
+    return model
+
+
 USUAL: dict[str, Thing] = {
     "model": lambda world: MyModel(),
     "x": lambda world: torch.randn(ROWS, WIDTH),
@@ -161,6 +175,8 @@ USUAL: dict[str, Thing] = {
 _PIECES = [(5, 17), (3, 40), (8, 9)]
 
 OF_BLOCKS: dict[str, dict[str, Thing]] = {
+    "output.logits[:, :-1]": {"model": lambda world: _llama(), "ids": lambda world: torch.randint(9, (ROWS, 4))},
+    "otherwise=lambda name, module: model._init_weights": {"model": _on_meta},
     "Microbatches(": {
         "model": lambda world: Pooled(),
         "x": lambda world: padded(16, 4),
@@ -198,6 +214,7 @@ OF_BLOCKS: dict[str, dict[str, Thing]] = {
 
 ELSEWHERE = {
     '"cuda"': '"cpu"',  # no GPU is wanted,
+    'devices=["cuda:0", "cuda:1"]': 'devices="cpu"',
     "torch.float16": "torch.bfloat16",
     "(2, 4)": "(1, 1)",  # and one process is enough
     "lightning.Trainer(": "lightning.Trainer(logger=False, enable_checkpointing=False, accelerator='cpu', ",

@@ -19,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import SLOW_RANK, made_run, made_workload, write_run
 from rich.console import Console
+from typer.testing import CliRunner
 
+from penstock.cli import app
 from penstock.fabric.compare import compare
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
@@ -30,6 +32,7 @@ from penstock.fabric.views.plots import _apart, _percent, _timeline, draw
 from penstock.fabric.views.style import blank, look, seconds_axis
 from penstock.fabric.views.text import live, show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
+from penstock.report.frame import base_style
 from scaffolding.representatives import representatives
 
 
@@ -455,6 +458,16 @@ def test_pictures_can_be_scrolled_where_the_page_is_narrow(tmp_path: Path):
     page = write_page(made_run(20), results(made_run(20)), tmp_path / "report.html") or (tmp_path / "report.html")
     style = page.read_text()
     assert re.search(r"figure \{[^}]*overflow-x: auto", style), "their text stays large enough, so that they are wider"
+
+
+def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
+    write_run(made_run(20), tmp_path)
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.output == f"wrote {tmp_path / 'report.html'}\n"
+    text = (tmp_path / "report.html").read_text()
+    stored = Run.read(tmp_path)
+    assert text == page(stored, results(stored))
+    assert base_style() in text
 
 
 def test_many_transfers_and_ranks_that_take_no_part_are_drawn():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from torch import nn
 
 import penstock
 from penstock import ArgumentError
+from penstock.plan import Choice, Plan
 from penstock.runs import RunFolder, RunRead, is_run, read_run
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
@@ -160,6 +162,55 @@ def test_a_line_follows_the_run_on_a_terminal_only(tmp_path: Path, monkeypatch: 
     last = [line for line in lines if line][-1]
     loss = read_run(tmp_path / "seen").steps()[-1].loss
     assert re.fullmatch(rf"step 6 of 8, loss {loss:.4f}, [0-9,.]+ rows/s, .* left", last)
+
+
+def test_memory_on_a_cpu_is_what_the_schedule_says(tmp_path: Path) -> None:
+    train(tmp_path, microbatches=4)
+    run = read_run(tmp_path)
+    first, last = run.memory(5)
+    assert not first.measured
+    assert [len(one.bytes) for one in (first, last)] == [len(track) for track in run.timeline(5).tracks]
+    always = [sum(each) for each in zip(run.about.parameter_bytes, run.about.gradient_bytes, strict=True)]
+    kept = run.about.activation_bytes
+    assert min(kept) > 0
+    assert [max(one.bytes) for one in (first, last)] == [always[0] + 2 * kept[0], always[1] + kept[1]]
+    assert [one.bytes[-1] for one in (first, last)] == always
+    train(tmp_path / "again", recompute="always")
+    assert read_run(tmp_path / "again").memory(5) == ()  # not known, so not said
+
+
+def test_memory_on_a_device_is_what_it_allocated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = itertools.count(100)
+    monkeypatch.setattr("penstock.runtime.execute.allocated.counter", lambda device: lambda: next(sizes))
+    train(tmp_path)
+    run = read_run(tmp_path)
+    found = run.memory(5)
+    assert [one.measured for one in found] == [True, True]
+    assert sorted(size for one in found for size in one.bytes) == list(range(100, 100 + len(run.timeline(5))))
+
+
+def test_what_was_foreseen_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path / "unknown", steps=1)
+    assert read_run(tmp_path / "unknown").predicted() is None
+    profile = penstock.profile(mlp(), (X,), microbatches=2, budget_seconds=0)
+    train(tmp_path / "profile", steps=1, balance=profile)
+    seen = read_run(tmp_path / "profile").predicted()
+    assert seen is not None
+    assert (seen.source, seen.timeline.ranks) == ("the profile", 2)
+    assert sum(seen.stage_seconds) == pytest.approx(sum(unit.seconds for unit in profile.units))
+    assert seen.step_seconds == seen.timeline.makespan_seconds > max(seen.stage_seconds)
+    monkeypatch.setattr("penstock.partition.decision.LEAST_WORK", 0)
+    train(tmp_path / "measured", steps=1)
+    seen = read_run(tmp_path / "measured").predicted()
+    assert seen is not None
+    assert seen.source == "the times measured to cut the model"
+    choice = Choice(1, 2, 1, "1f1b", 2, -(-len(X) // 2))
+    plan = Plan(choice, ("1",), (), (1.0, 3.0), 9.0, 0.5, {}, (1.0, 1.0), (2.0, 2.0))
+    with penstock.pipeline(mlp(), (X,), ranks=2, plan=plan, loss_fn=squared_error, run=tmp_path / "plan") as pipe:
+        pipe.step(X, target=Y)
+    seen = read_run(tmp_path / "plan").predicted()
+    assert seen is not None
+    assert (seen.source, seen.step_seconds, seen.stage_seconds) == ("the plan", 9.5, (1.0, 3.0))
 
 
 def test_a_loss_that_is_no_number_is_kept(tmp_path: Path) -> None:

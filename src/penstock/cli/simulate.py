@@ -94,7 +94,8 @@ def simulate(
     outcome = Outcome.of(order.one(), known)
     if perfetto is not None:
         try:
-            write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, slices=outcome.schedule.slices)
+            unit, slices = "bytes" if outcome.costs.are_measured else "", outcome.schedule.slices
+            write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit, slices=slices)
         except OSError as error:
             raise ArgumentError(f"--perfetto {perfetto}: {error.strerror or error}") from None
     if as_json:

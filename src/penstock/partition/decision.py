@@ -24,8 +24,8 @@ from penstock.partition.measure.measuring import measure
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.totals import bytes_by_start
 from penstock.plan.besides import Besides
-from penstock.plan.stage_costs import crossing_seconds, slowest_link, usual_link
-from penstock.simulate.costs import LinkCost
+from penstock.plan.stage_costs import crossing_seconds, slowest_link, stage_cost, usual_link
+from penstock.simulate.costs import LinkCost, StageCost
 
 LEAST_WORK = 500_000_000
 """Models whose microbatch is less work than this (see `work_of`; 5 to 20 ms on a core) are not measured: their stages
@@ -50,6 +50,10 @@ class Decision:
     notes: tuple[str, ...] = ()
     stage_of: Mapping[str, int] = field(default_factory=dict)
     """The stage of each unit, if units run in another order than the recorded one; otherwise empty."""
+    costs: tuple[StageCost, ...] = ()
+    """What a microbatch costs on each stage, by the profile that decided; otherwise empty."""
+    link: LinkCost | None = None
+    """What a message was taken to cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +200,23 @@ def measured(
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    return _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
+    return _with_costs(_in_best_order(recording, model, names, problem, starts, room.link_of(profile)), profile, room)
+
+
+def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
+    """The decision, and what its stages cost by the profile."""
+    stages: list[list[UnitCost]] = [[] for _ in range(len(found.cuts) + 1)]
+    stage = 0
+    for unit in profile.units:
+        if found.stage_of:
+            stage = found.stage_of.get(unit.name, stage)
+        elif stage < len(found.cuts) and unit.name == found.cuts[stage]:
+            stage += 1
+        stages[stage].append(unit)
+    if not all(stages):
+        return found
+    sent = [*(units[0].boundary_bytes for units in stages[1:]), 0]
+    return replace(found, costs=tuple(map(stage_cost, stages, sent)), link=room.link_of(profile))
 
 
 def _in_best_order(
@@ -329,7 +349,7 @@ def _by_profile(
     problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
     starts = _best(problem, stages, room)
     found = _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
-    return replace(found, notes=(*notes, *found.notes))
+    return replace(_with_costs(found, profile, room), notes=(*notes, *found.notes))
 
 
 def _of_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[str, ...]]:

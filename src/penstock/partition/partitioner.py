@@ -300,6 +300,8 @@ class Partitioner:
             cuts=self.cuts,
             work=work,
             saved=saved_of(recording, split) if self._sees_saved else (),
+            costs=self._decision.costs,
+            link=self._decision.link,
             notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
             origins=_origins(recording, stages),
             guards=recording.guards,

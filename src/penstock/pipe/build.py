@@ -241,7 +241,7 @@ def pipeline(
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
     by_default = microbatches is None and isinstance(schedule, str)
-    pipe = build(model, example, world, order, options, by_default=by_default)
+    pipe = build(model, example, world, order, options, by_default=by_default, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
     return pipe
 
@@ -256,6 +256,7 @@ def build(
     by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
+    plan: Plan | None = None,
 ) -> Pipeline:
     """Makes a pipeline from given processes and a given schedule.
 
@@ -264,6 +265,7 @@ def build(
         by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
+        plan: what the pipeline follows, which a recorded run is compared with.
     """
     given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
     current = _device_of(model, example)
@@ -309,7 +311,7 @@ def build(
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
         built = Pipeline(Session(engine, split, order, given, options))
         if options.recorded is not None:
-            record(built.session, options.recorded)
+            record(built.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
         return built
 

@@ -14,16 +14,22 @@ import torch
 
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
+from penstock.pipe.forecast import activation_bytes, memory_after_actions, predicted, to_file
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
+from penstock.plan import Plan
 from penstock.runs.about import About
+from penstock.runs.folder import PREDICTED, PREDICTED_MEMORY
 from penstock.runs.option import RunFolder
 from penstock.runs.writer import earlier_run
 from penstock.runtime.front_end import Stage
 
 
-def record(session: Session, asked: RunFolder) -> None:
+def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None:
     """Records the session's steps from now on, as far as this process has a part in it. Every rank calls it.
+
+    Args:
+        plan: what the pipeline follows.
 
     Raises:
         ArgumentError: the folder has a run of another version or tool.
@@ -31,14 +37,27 @@ def record(session: Session, asked: RunFolder) -> None:
     engine = session.engine
     run_id = engine.control.give_all(uuid.uuid4().hex)
     about = earlier = None
+    before: dict[str, Any] = {}
     with engine.control.agreed():
         if engine.world.is_first:
             earlier = earlier_run(Path(asked.path))
             about = describe(session, asked, run_id)
-    recorder = Recorder(asked, run_id, about, earlier, engine.world, engine.control.watchdog, engine.devices)
+            before = _before(session, about, plan)
+    recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)
     recorder.end_with(session)
     session.before_close(recorder.close)
     session.recorder = recorder
+
+
+def _before(session: Session, about: About, plan: Plan | None) -> dict[str, Any]:
+    """What is known before the first step, by file."""
+    files: dict[str, Any] = {}
+    if (step := predicted(session, plan)) is not None:
+        files[PREDICTED] = to_file(step)
+    if about.activation_bytes:
+        held = [sum(each) for each in zip(about.parameter_bytes, about.gradient_bytes, strict=True)]
+        files[PREDICTED_MEMORY] = memory_after_actions(session.steps.schedule, about.activation_bytes, held)
+    return files
 
 
 def describe(session: Session, asked: RunFolder, run_id: str) -> About:
@@ -69,7 +88,7 @@ def describe(session: Session, asked: RunFolder, run_id: str) -> About:
         units=tuple(modules_of(stage) for stage in partition.stages),
         parameter_bytes=tuple(sum(one.nbytes for one in held) for held in parameters),
         gradient_bytes=tuple(gradient_bytes(held, options.gradient_dtype) for held in trained),
-        activation_bytes=(),
+        activation_bytes=activation_bytes(session),
         memory_limit=options.memory_limit,
         total_steps=asked.steps,
     )

@@ -187,9 +187,9 @@ def inspect(
             or as many as it has rows, if fewer.
         target, loss_fn: as for `penstock.pipeline` and `Pipeline.step`. The loss is called once, with a made-up output.
             Left out: nothing is said about the loss.
-        reduction, batch_dims, split, merge, cuts, leaves, opens, balance, memory_limit, link, recompute, offload,
-            deferred_batch_norm, gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype`
-            stays as it is.
+        reduction, batch_dims, split, merge, cuts, leaves, opens, balance: as for `penstock.pipeline`.
+        memory_limit, link, recompute, offload, deferred_batch_norm: as for `penstock.pipeline`.
+        gradient_dtype: as for `penstock.pipeline`; the parameters' own `grad_dtype` stays as it is.
 
     Raises:
         ArgumentError: an argument is wrong, or two do not go together.

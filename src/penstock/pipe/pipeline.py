@@ -94,7 +94,7 @@ class Pipeline:
         )
         self.session.step_count += 1
         if recorder is not None:
-            recorder.end(number + 1, result)
+            recorder.end(number + 1, result, self.session.engine.allocated)
         return result if timeline or not timed else replace(result, timeline=None)
 
     def evaluate(

@@ -10,8 +10,9 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from penstock.errors import ArgumentError, warn
 from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
-from penstock.runs.folder import TIMELINES
+from penstock.runs.folder import MEMORY, TIMELINES, write_whole
 from penstock.runs.option import RunFolder
 from penstock.runs.records import RankState, StepRecord
 from penstock.runs.writer import Writer, begin
+from penstock.runtime.execute.allocated import counter
 from penstock.runtime.processes.failure import Position
 from penstock.runtime.processes.watchdog import Watchdog
-from penstock.runtime.processes.world import World, is_accelerator
+from penstock.runtime.processes.world import World
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -51,6 +53,7 @@ class Recorder:
         run_id: the same on all processes.
         about: the run; None on all processes but the first, which alone writes what there is once.
         earlier: the run that is in the folder, if any.
+        before: what is known before the first step, by file.
         devices: those of this process's ranks.
     """
 
@@ -60,11 +63,13 @@ class Recorder:
         run_id: str,
         about: About | None,
         earlier: About | None,
+        before: Mapping[str, Any],
         world: World,
         watchdog: Watchdog,
         devices: tuple[torch.device, ...],
     ) -> None:
-        self._asked, self._about, self._earlier = asked, about, earlier
+        self._asked, self._about, self._earlier, self._before = asked, about, earlier, before
+        self._first_replica = world.replica == 0
         self._replicas = world.data_parallel
         self._present = Present(world, watchdog, devices)
         self._line = None if about is None else line_for(asked.line, asked.steps)
@@ -90,9 +95,16 @@ class Recorder:
         self._began_seconds = time.perf_counter()
         return self._asked.times(step, self._steps + 1)
 
-    def end(self, step: int, result: StepResult) -> None:
-        """Called after each training step, with what it gives back."""
+    def end(self, step: int, result: StepResult, allocated: Mapping[int, Sequence[int]]) -> None:
+        """Called after each training step, with what it gives back.
+
+        Args:
+            allocated: what devices had allocated in the last step that was timed, by rank.
+        """
         self._steps += 1
+        if self._asked.times(step, self._steps) and self._first_replica:
+            for rank, sizes in allocated.items():
+                self._writer.file(f"{MEMORY}/{step}.{rank}.json", partial(list, sizes))
         if self._about is None:
             return
         now = time.perf_counter()
@@ -127,6 +139,8 @@ class Recorder:
                 self._start_seconds = now - self._about.seconds_since(self._earlier)
             try:
                 begin(self._writer.path, self._about, step, self._earlier)
+                for name, value in self._before.items():
+                    write_whole(self._writer.path / name, value)
             except OSError as error:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
         self._writer.start()
@@ -163,7 +177,8 @@ class Present:
         self._ranks = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._lines = _ranks_of(world)
         self._watchdog = watchdog
-        self._devices = tuple(device for device in dict.fromkeys(devices) if is_accelerator(device))
+        counters = [counter(device) for device in dict.fromkeys(devices)]
+        self._allocated = [count for count in counters if count is not None]
         self._host = socket.gethostname()
         self._seen: tuple[int | None, Position] | None = None
         self._since = 0.0
@@ -185,7 +200,7 @@ class Present:
             waits_for=position.peers,
             since=self._since,
             rss_bytes=_rss_bytes(),
-            device_bytes=sum(map(_allocated, self._devices)) if self._devices else None,
+            device_bytes=sum(count() for count in self._allocated) if self._allocated else None,
             ended=self.ended,
             failure=None if failure is None else str(failure),
         )
@@ -219,11 +234,6 @@ def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:
             replicas = next((one for one in world.replica_sets if member in one), (member,))
             found[world.everyone.index(member)] = (replicas.index(member), (rank,))
     return found
-
-
-def _allocated(device: torch.device) -> int:
-    allocated: Callable[[torch.device], int] | None = getattr(torch.get_device_module(device), "memory_allocated", None)
-    return 0 if allocated is None else int(allocated(device))
 
 
 def _rss_bytes() -> int | None:

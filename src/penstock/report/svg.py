@@ -93,11 +93,24 @@ def unit_of(drawn: Schedule | Timeline) -> str:
     return "slots" if isinstance(drawn, Schedule) else "s"
 
 
-def svg(panels: Sequence[Panel], unit: str = "s", *, background: Background = "auto", width: int = WIDTH) -> str:
-    """Several timelines under each other on one axis of time, as SVG. Arguments and errors as for `schedule_svg`."""
+def svg(
+    panels: Sequence[Panel],
+    unit: str = "s",
+    *,
+    background: Background = "auto",
+    width: int = WIDTH,
+    hover: bool = True,
+) -> str:
+    """Several timelines under each other on one axis of time, as SVG.
+
+    Args:
+        hover: whether actions are named under the pointer, which pages do not do for pictures that are files.
+
+    The other arguments, and errors, are as for `schedule_svg`.
+    """
     if background not in ("auto", "light", "dark"):
         raise ArgumentError(f"background={background!r}: expected 'auto', 'light' or 'dark'")
-    frame = _Frame.of(panels, unit, width)
+    frame = _Frame.of(panels, unit, width, hover)
     top, drawn = float(_MARGIN), []
     for panel in panels:
         drawn.append(f'<text class="title" x="{_MARGIN}" y="{top + 13:g}">{escape(panel.title)}</text>')
@@ -129,11 +142,12 @@ class _Frame:
     unit: str
     few: bool
     """Whether each action is drawn."""
+    hover: bool
     clock: Axis
     used: set[tuple[Kind, int, int]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, panels: Sequence[Panel], unit: str, width: int) -> _Frame:
+    def of(cls, panels: Sequence[Panel], unit: str, width: int, hover: bool) -> _Frame:
         ranks = max((panel.timeline.ranks for panel in panels), default=0)
         longest = max((panel.timeline.makespan_seconds for panel in panels), default=0.0)
         left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
@@ -153,6 +167,7 @@ class _Frame:
             words,
             unit,
             few,
+            hover,
             Axis.of(longest, unit),
         )
 
@@ -181,13 +196,14 @@ class _Frame:
         gap = 1.0 if wide > 6 else 0.15 * wide
         corner = ' rx="2"' if wide > 8 and not strip else ""
         times = f"{self.clock.text(mark.start)} to {self.clock.text(mark.end)}"
+        title = f"<title>{mark.said}: {times}</title>" if self.hover else ""
         box = f'<rect x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" height="{high:g}"{corner}/>'
         size = min(12.0, high - 3, (wide - gap - 2) / longest * 12 / _DIGIT)
         text = ""
         if mark.label and size >= 8 and not strip:
             middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
             text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
-        return f'<g class="{self._colour(mark)}"><title>{mark.said}: {times}</title>{box}{text}</g>'
+        return f'<g class="{self._colour(mark)}">{title}{box}{text}</g>'
 
     def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
         """One path for each kind, a pixel at a time."""

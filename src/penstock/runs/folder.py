@@ -15,6 +15,7 @@ PREDICTED = "predicted.json"
 STEPS = "steps.jsonl"
 TIMELINES = "timelines"
 MEMORY = "memory"
+PREDICTED_MEMORY = "memory/predicted.json"
 RANKS = "ranks"
 EARLIER = "earlier"
 

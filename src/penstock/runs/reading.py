@@ -12,7 +12,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.json_files import read_json
 from penstock.runs.about import FORMAT, About
-from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, RANKS, STEPS, TIMELINES, numbered
+from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
@@ -41,7 +41,8 @@ class Memory:
 
     Attributes:
         bytes: after each action of the rank's track in the step's timeline.
-        measured: whether its device had allocated that; otherwise it is what the schedule and the stages' bytes say.
+        measured: whether its device had allocated that; otherwise it is what the schedule and the stages' bytes say:
+            parameters, gradients and activations, without an optimizer's state and what an action needs while it runs.
     """
 
     rank: int
@@ -124,7 +125,7 @@ class RunRead:
         """What ranks held in a step whose timeline is there, of those ranks of which it is known: as measured, or else
         as predicted."""
         lengths = [len(track) for track in self.timeline(step).tracks]
-        predicted = _read(self.path / MEMORY / "predicted.json")
+        predicted = _read(self.path / PREDICTED_MEMORY)
         found = []
         for rank, length in enumerate(lengths):
             measured = _read(self.path / MEMORY / f"{step}.{rank}.json")

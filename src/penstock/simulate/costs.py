@@ -27,7 +27,7 @@ class StageCost:
     """What one microbatch costs on one stage, and what the stage holds.
 
     Attributes:
-        forward_seconds: F.
+        forward_seconds: F, the forward.
         backward_input_seconds: I, the gradient of the stage's inputs.
         backward_weight_seconds: W, the gradient of its parameters.
         output_bytes: what goes to the next stage; the gradient that comes back has the same size.

@@ -15,7 +15,7 @@ from penstock.runs import RunRead, StepRecord
 from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, duration
-from penstock.words import counted, sized
+from penstock.words import counted, in_ranges, sized
 
 
 def of_run(run: RunRead, found: Explanation | None, step: int | None) -> Shown:
@@ -138,7 +138,7 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
     about = run.about
     found = [
         ("model", about.model),
-        ("device", f"{about.device}, {counted(about.processes, 'process')}"),
+        ("device", f"{about.device}, {about.processes:,} process{'es' if about.processes > 1 else ''}"),
         (
             "schedule",
             f"{about.schedule}, {counted(about.microbatches, 'microbatch')} of a batch of {about.rows:,} rows",
@@ -149,5 +149,5 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
     ]
     if about.resumed:
         found.append(("resumed", ", ".join(about.resumed)))
-    found += [(f"stage {stage}", ", ".join(units)) for stage, units in enumerate(about.units)]
+    found += [(f"stage {stage}", ", ".join(in_ranges(units))) for stage, units in enumerate(about.units)]
     return found

@@ -25,7 +25,8 @@ from penstock.fabric.views.facts import (
 from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.fabric.views.plots import draw
 from penstock.fabric.views.style import INK, MUTED, RULE
-from penstock.fabric.views.template import PAGE
+from penstock.fabric.views.template import BODY, STYLE
+from penstock.report.frame import frame
 
 CAPTIONS = {
     "cdf": "How the times are distributed. The right picture shows the tail: what fraction took at least that long.",
@@ -55,8 +56,9 @@ def page(run: Run, results: dict[str, Any]) -> str:
     except MissingExtraError as error:
         pictures, missing = {}, str(error)
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return template.from_string(PAGE).render(
-        name=run.record["workload"]["name"],
+    name = run.record["workload"]["name"]
+    body = template.from_string(BODY).render(
+        name=name,
         headings=headings(run),
         warnings=warnings(run, results),
         figures=_figures(run, results),
@@ -71,6 +73,7 @@ def page(run: Run, results: dict[str, Any]) -> str:
         ranks=_ranks(run, results),
         environment=_environment(run),
     )
+    return frame(name, body, style=STYLE, generator="penstock fabric")
 
 
 def _figures(run: Run, results: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -17,6 +17,7 @@ from penstock.partition.stages.stage import Stage
 from penstock.partition.state.assumptions import contents_of
 from penstock.partition.state.left_behind import Left, in_place
 from penstock.partition.values.objects import input_path
+from penstock.simulate.costs import LinkCost, StageCost
 from penstock.trees import Flat, unflatten
 
 Leaf = tuple[object, ...]
@@ -48,6 +49,8 @@ class Partition:
         work: each stage's work, including its backward; see `work_of`.
         saved: for each stage, the bytes that a microbatch's forward keeps for its backward, besides parameters and
             buffers; empty if that was not looked at, or cannot be seen.
+        costs: what a microbatch costs on each stage, by the profile that decided where to cut; empty if none did.
+        link: what a message between two stages was taken to cost.
         notes: what the user should know about the recording.
         origins: for each value that enters or leaves a stage, by name, where it was made.
         is_foreign: whether the forward draws from Python's or numpy's generators.
@@ -76,6 +79,8 @@ class Partition:
     left: tuple[Left, ...] = ()
     leaves_here: bool = False
     saved: tuple[int, ...] = ()
+    costs: tuple[StageCost, ...] = ()
+    link: LinkCost | None = None
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     overwritten: frozenset[str] = frozenset()
     """The paths of input tensors that the forward updates in place, as in `input_paths`."""

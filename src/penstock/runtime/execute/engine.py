@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
+from penstock.runtime.execute.allocated import noting_allocated
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
@@ -63,7 +64,12 @@ class BoundSchedule:
 
 
 class Engine:
-    """Runs bound schedules on this process's ranks: all of them (one process), or one of `world.ranks`."""
+    """Runs bound schedules on this process's ranks: all of them (one process), or one of `world.ranks`.
+
+    Attributes:
+        allocated: by rank, the bytes that its device had allocated after each action of the last timed step; empty on
+            a CPU.
+    """
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class Engine:
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._bound = 0
         self._connected: set[tuple[int, int]] = set()
+        self.allocated: Mapping[int, Sequence[int]] = {}
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
@@ -279,10 +286,12 @@ class Engine:
         devices = tuple({self.devices[rank] for rank in self.ranks})
         with self._dropping():
             self._begin(bound, feed)
-            actions = ranged(bound.actions) if is_profiling() else bound.actions
+            actions: Sequence[BoundAction] = ranged(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():
                 marks: dict[int, list[Marks]] = {}
                 if timed:
+                    devices_of = {rank: self.devices[rank] for rank in self.ranks}
+                    actions, self.allocated = noting_allocated(actions, devices_of)
                     with noting_messages(self.transports, self._clocks):
                         marks = run_timed(actions, self._watched, self._clocks)
                 else:

@@ -1,0 +1,123 @@
+"""`penstock report` of the folder of a training run: its speed, loss and memory, and a step of it explained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import as_json, refusal
+from test_explain import measured
+from test_report_command import numbers, report, seconds
+from test_top import ABOUT
+
+from penstock.runs import StepRecord
+from penstock.schedule import generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, simulate
+
+LOSSES = [2.5, 2.0, float("nan"), 1.5, 1.25]
+
+
+def a_run(folder: Path, timeline: Timeline, name: str = "gpt") -> Path:
+    """A run of four ranks, of whose five steps the last was timed."""
+    about = replace(
+        ABOUT, name=name, ranks=4, chunks=1, replicas=1, schedule="1f1b", microbatches=8, placement="0 1 2 3", rows=64,
+        cuts=("a", "b", "c"), units=(("x.0", "x.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
+    )  # fmt: skip
+    for part in ("timelines", "memory", "ranks"):
+        (folder / part).mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(about.to_dict()))
+    steps = [StepRecord(1 + n, loss, 0.5 + n / 10, 64, 1.0 + n) for n, loss in enumerate(LOSSES)]
+    (folder / "steps.jsonl").write_text("\n".join(step.to_line().rstrip("\n") for step in steps) + "\n")
+    (folder / "timelines" / "5.json").write_text(json.dumps(timeline.to_dict()))
+    held = [100 * (1 + place % 4) for place in range(len(timeline.tracks[1]))]
+    (folder / "memory" / "5.1.json").write_text(json.dumps(held))
+    return folder
+
+
+def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page: Any) -> None:
+    made = report(a_run(tmp_path / "run", measured()))
+    assert made == tmp_path / "run" / "report.html"
+    page = open_page(made)
+    names, values = (page.locator(f".figures {part}").all_inner_texts() for part in ("dt", ".value"))
+    cards = dict(zip(names, values, strict=True))
+    assert page.inner_text("h1") == "gpt"
+    assert cards["loss"] == "1.25"
+    assert seconds(cards["a step takes"]) == pytest.approx(0.75)
+    assert cards["memory"] == "400 B"
+    assert page.evaluate("timeline.bands[0].name") == "measured, step 5"
+    peaks = page.evaluate("timeline.bands[0].lanes.map((lane) => lane.memory && lane.memory.peak)")
+    assert peaks == [None, 400, None, None]
+    line = page.locator(".course").first
+    assert line.locator("path.line").get_attribute("d").count("M") == 2, "a loss that is no number leaves a gap"
+    line.locator("svg").focus()
+    page.keyboard.press("ArrowRight")
+    assert "step 1: 2.5" in line.inner_text()
+
+
+def test_a_run_is_explained_as_penstock_explain_does(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    page = open_page(report(folder))
+    assert numbers(page)["explained"] == as_json("explain", str(folder))
+
+
+def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    predicted = simulate(generate("1f1b", 4, 8), StageCost(0.01, 0.01, 0.01))
+    told = {
+        "source": "a plan", "step_seconds": predicted.makespan_seconds, "timeline": predicted.to_dict(),
+        "stage_seconds": [0.03] * 4,
+    }  # fmt: skip
+    (folder / "predicted.json").write_text(json.dumps(told))
+    page = open_page(report(folder))
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["measured, step 5", "predicted"]
+    assert page.evaluate("timeline.bands[1].hasCritical")
+    pipeline = as_json("explain", str(folder))["pipeline_seconds"]
+    assert f"{predicted.makespan_seconds / pipeline - 1:+.1%}" in page.inner_text(".figures")
+
+
+def test_one_process_for_all_ranks_is_said(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(report(a_run(tmp_path / "run", replace(measured(), in_turns=True))))
+    assert "One process ran all ranks in turns" in page.inner_text(".warning")
+    assert page.evaluate("timeline.bands.length") == 1
+
+
+def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    (folder / "timelines" / "5.json").unlink()
+    (folder / "steps.jsonl").write_text("")
+    page = open_page(report(folder))
+    assert "No timeline was recorded" in page.inner_text(".warning")
+
+
+def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:
+    evil = "<script>window.ran = 1</script>{{ 7 * 7 }}</title>"
+    page = open_page(report(a_run(tmp_path / "run", measured(), evil)))
+    assert page.inner_text("h1") == evil
+    assert page.title().startswith(evil)
+    assert page.evaluate("window.ran") is None
+
+
+def test_a_step_without_timeline_is_refused(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    assert "has no timeline of step 3; there are: 5" in refusal("report", str(folder), "--step", "3")
+
+
+def test_a_page_prints_light_and_without_controls(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(report(a_run(tmp_path / "run", measured())), dark=True)
+    page.emulate_media(media="print")
+    page.wait_for_timeout(100)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate("timeline.colours.page") == "#ffffff"
+    assert not page.locator(".tl-buttons").is_visible()
+    assert not page.locator(".tl-details").is_visible()
+
+
+def test_nothing_is_cut_off(tmp_path: Path, open_page: Any) -> None:
+    made = report(a_run(tmp_path / "run", measured()))
+    for size in ("wide", "phone"):
+        page = open_page(made, size)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
