@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from typer.testing import CliRunner
@@ -98,6 +99,37 @@ def test_vision_learns() -> None:
     lines = lines_here(EXAMPLES / "train_vision.py")
     assert [line.split()[1] for line in lines] == ["1", "2", "3", "4"]
     assert float(lines[-1].split()[6].rstrip("%")) > 95
+
+
+def lines_of_process(rank: int, script: Path, *arguments: str | Path) -> list[str]:
+    """What a rank of a pool prints that is told, as torchrun does, how many there are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
+        return lines_of_rank(rank, script, *arguments)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("pool", "options"),
+    [
+        ("ranks2", ["--replicas", "2"]),
+        pytest.param("ranks4", ["--replicas", "2", "--shard"], marks=pytest.mark.long),
+        pytest.param("ranks4", ["--replicas", "4"], marks=pytest.mark.long),
+    ],
+)
+def test_mesh_learns_the_same_alone_and_in_replicas(
+    tmp_path: Path, request: pytest.FixtureRequest, pool: str, options: list[str]
+) -> None:
+    ranks: Ranks = request.getfixturevalue(pool)
+    script = EXAMPLES / "train_mesh.py"
+    alone = lines_here(script, "--steps", "20", "--folder", tmp_path / "alone")
+    assert len(alone) == 1
+    first, *others = ranks.run(lines_of_process, script, "--steps", "20", "--folder", tmp_path / "split", *options)
+    assert (first, others) == (alone, [[]] * (ranks.n - 1))
+    if pool == "ranks2":
+        return
+    more = lines_here(script, "--steps", "40", "--folder", tmp_path / "alone")
+    assert lines_here(script, "--steps", "40", "--folder", tmp_path / "split") == more, "from what the mesh saved"
 
 
 def test_resumable_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

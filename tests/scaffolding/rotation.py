@@ -61,7 +61,7 @@ CPU_SECONDS = {
     "tests/runtime/split_backward/test_split_schedules.py": 20,
     "tests/cli/test_verify.py": 15,
     "tests/runtime/exact/test_foreign_draws.py": 15,
-    "tests/test_examples.py": 30,
+    "tests/test_examples.py": 40,
     "tests/test_traps_between.py": 15,
     "tests/distributed/test_transport_factory.py": 10,
     "tests/runtime/features/test_offload.py": 10,
