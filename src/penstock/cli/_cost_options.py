@@ -120,7 +120,7 @@ class CostOptions:
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
             )
         if self.link is not None:
-            twice = ["links"] if self.links is not None else [name for name in ("comm", "bandwidth") if name in given]
+            twice: list[str] = ["links"] if self.links is not None else [name for name in ("comm", "bandwidth") if name in given]
             if twice:
                 raise ArgumentError(
                     f"--link {self.link!r} and {_name(twice[0])} say the same; give only one of the two"
