@@ -10,6 +10,7 @@ from planted import LINK, even, recorded, timeline, twice, without
 from penstock.errors import ArgumentError
 from penstock.explain import Explanation, explain
 from penstock.explain.where import Reason
+from penstock.schedule.timeline import Timeline
 
 
 def first(found: Explanation, kind: str) -> str:
@@ -105,6 +106,22 @@ def test_a_what_if_is_what_the_simulator_says_of_it(change: str) -> None:
     assert found.step_seconds == pytest.approx(repaired.makespan_seconds)
 
 
+@pytest.mark.parametrize(
+    ("change", "after"), [("cut=2:0.25", (1.4, 1.2)), ("cut=2:-0.5", (0.5, 2.1)), ("cut=2:1", (2.6, 0))]
+)
+def test_a_moved_cut_is_what_the_simulator_says_of_it(change: str, after: tuple[float, float]) -> None:
+    before = [1.0, 1.0, 1.6, 1.0]
+
+    def taking(stages: list[float]) -> Timeline:
+        return timeline(lambda stage, k: stages[stage], lambda stage, k: 2 * stages[stage])
+
+    (found,) = explain(recorded(taking(before)), what_ifs=[change]).what_ifs
+    assert found.step_seconds == pytest.approx(taking([1.0, *after, 1.0]).makespan_seconds)
+    back = "cut=1:0.5,cut=1:" + str(-0.5 / 1.5)  # stage 0 takes a half of stage 1, and gives as much back
+    (same,) = explain(recorded(taking(before)), what_ifs=[back]).what_ifs
+    assert same.step_seconds == pytest.approx(taking(before).makespan_seconds)
+
+
 def test_changes_are_made_together() -> None:
     measured = recorded(timeline(lambda stage, k: 1.6 if stage == 2 else 1.0, lambda s, k: 3.2 if s == 2 else 2.0))
     both, other_order = explain(measured, what_ifs=["cut=even,schedule=zb-h1", "schedule=zb-h1,cut=even"]).what_ifs
@@ -114,7 +131,11 @@ def test_changes_are_made_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["schedule", "schedule=zb-h3", "rank=4", "rank=-1", "link=-1", "link=nan", "colour=red", ""]
+    "wrong",
+    [
+        *("schedule", "schedule=zb-h3", "rank=4", "rank=-1", "link=-1", "link=nan", "colour=red", ""),
+        *("cut=0:0.5", "cut=4:0.5", "cut=2:1.5", "cut=2:nan", "cut=2", "cut=2:"),
+    ],
 )
 def test_other_what_ifs_are_refused(wrong: str) -> None:
     with pytest.raises(ArgumentError, match=r"expected|did you mean"):

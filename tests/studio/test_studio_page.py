@@ -129,7 +129,7 @@ def test_a_link_reproduces_the_view(open_page: Any, studio: Start) -> None:
     page.wait_for_selector("tr[data-schedule=zb-v]")
     again = ready(open_page, server, page.url.partition("#")[2])
     again.wait_for_selector("tr[data-schedule=zb-v]")
-    page.wait_for_function("document.querySelectorAll('tr[data-schedule]').length === 4")
+    page.wait_for_function("() => document.querySelectorAll('tr[data-schedule]').length === 4")
     for name in ("gpipe", "1f1b", "zb-h1", "zb-v"):
         assert figure(again, name, "span") == figure(page, name, "span")
     assert not again.query_selector_all("tr[data-schedule=naive]")

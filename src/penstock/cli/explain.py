@@ -62,9 +62,9 @@ def explain(
         list[str] | None,
         typer.Option(
             metavar="CHANGE",
-            help="Try this: schedule=zb-h1, cut=even, stragglers=none, rank=2 (if it were not slow), "
-            "microbatches=equal, actions=usual, link=0.5 (of the time), host=none; several at once with "
-            "commas; repeat it for others.",
+            help="Try this: schedule=zb-h1, cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1), "
+            "stragglers=none, rank=2 (if it were not slow), microbatches=equal, actions=usual, link=0.5 (of the time), "
+            "host=none; several at once with commas; repeat it for others.",
         ),
     ] = None,
     as_json: Json = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -215,8 +216,9 @@ def _between(trial: Trial) -> Iterator[Change]:
 # -- what if ----------------------------------------------------------------------------------------------------------
 
 WHAT_IFS = (
-    "schedule=NAME (or NAME/CHUNKS), cut=even, stragglers=none, rank=N (of any replica), microbatches=equal, "
-    "actions=usual, link=0.5 (so many times the transfer), host=none; several with commas between them"
+    "schedule=NAME (or NAME/CHUNKS), cut=even, cut=2:0.1 (a tenth of stage 2 goes to stage 1; below 0, of 1 to 2), "
+    "stragglers=none, rank=N (of any replica), microbatches=equal, actions=usual, link=0.5 (so many times the "
+    "transfer), host=none; several with commas between them"
 )
 
 
@@ -246,6 +248,8 @@ def _changed(trial: Trial, case: Case, name: str, value: str) -> tuple[Case, str
             return found.case, found.note
         case "cut", "even":
             return _even(trial, case), ""
+        case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < trial.slowest.schedule.placement.depth:
+            return _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
             return case.with_seconds(case.seconds / slow[..., None]), ""
         case "rank", _ if value.isdigit() and int(value) < trial.slowest.schedule.ranks:
@@ -262,6 +266,23 @@ def _changed(trial: Trial, case: Case, name: str, value: str) -> tuple[Case, str
         case "host", "none":
             return case.without_host(), ""
     raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}")
+
+
+_CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")
+_PROPORTIONS = "moved work is forward and backward in the proportion of the stage that takes it"
+
+
+def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
+    """The cut before a stage moved: later, by a share of its work, or below 0 earlier, by a share of the one before."""
+    now, replayed = (np.nansum(one.seconds, axis=(0, 1, 3)) for one in (case, trial.replay))
+    totals = trial.totals * now / np.where(replayed > 0, replayed, 1.0)
+    moved = totals.copy()
+    for upper in range(stage, len(totals), trial.slowest.schedule.placement.depth):  # in each copy of the model
+        amount = share * totals[upper if share > 0 else upper - 1]
+        moved[upper - 1] += amount
+        moved[upper] -= amount
+    scale = np.where(totals > 0, moved / np.where(totals > 0, totals, 1.0), 1.0)
+    return case.with_seconds(case.seconds * scale[None, None, :, None])
 
 
 def _is_factor(text: str) -> bool:

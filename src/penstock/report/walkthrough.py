@@ -12,12 +12,14 @@ from penstock.schedule import Action, Dependencies, Op, Schedule
 from penstock.schedule.order import earliest_times
 from penstock.words import counted
 
-_WORK = {
+WORK = {
     Op.F: "runs the forward of",
     Op.B: "runs the backward of",
     Op.I: "computes the input gradient of",
     Op.W: "computes the weight gradient of",
 }
+"""What a rank does, before the microbatch and the stage."""
+
 _NOUN = {
     Op.F: "the forward of",
     Op.B: "the backward of",
@@ -132,7 +134,7 @@ class _Words:
 
     def _working(self, rank: int, node: int) -> Moment:
         action, needs = self.dependencies.actions[node], self._sources(node)
-        text = f"rank {rank} {_WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
+        text = f"rank {rank} {WORK[action.op]} {self._where(action)}, {self._with(rank, action, needs)}"
         if self.dependencies.actions.joined[node]:
             other = self.dependencies.actions[node + 1]
             text += f"; {_NOUN[other.op]} {self._where(other)} may run at the same time"

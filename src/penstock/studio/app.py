@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.report.frame import base_style
-from penstock.studio import answers, exports, opened
+from penstock.studio import answers, exports, live, opened
 from penstock.studio.guard import HEADERS, Guard
 from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
@@ -140,7 +140,7 @@ class Studio:
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        return opened.live(self.library.path(name), place)
+        return live.live(self.library.path(name), place)
 
 
 class Guarded:

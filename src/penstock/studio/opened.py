@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.json_files import read_json
 from penstock.plan import Plan
-from penstock.runs import RankState, is_run, read_run
+from penstock.runs import is_run
 from penstock.schedule import Schedule, check, from_csv, summary
 from penstock.simulate import StageCost, simulate
 from penstock.web.page_data import band, timeline_data
@@ -22,8 +20,6 @@ from penstock.web.page_data import band, timeline_data
 _MOST_SHOWN = 100_000
 """Actions of one timeline."""
 _MOST_WHAT_IFS = 8
-_STALE_SECONDS = 5.0
-"""A process that has said nothing for so long is not heard of."""
 
 
 def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = ()) -> dict[str, Any]:
@@ -129,73 +125,3 @@ def _of_schedule(schedule: Schedule, name: str) -> dict[str, Any]:
         "timeline": timeline_data([band(schedule.name, timeline, schedule)], unit="units"),
         "note": "F, I and W of each stage take 1, and messages nothing",
     }
-
-
-# -- a run that lives -------------------------------------------------------------------------------------------------
-
-
-def live(path: Path, place: int = 0) -> dict[str, Any]:
-    """How a run stands: its steps from a place in their file on, and what each of its ranks does now.
-
-    Raises:
-        ArgumentError: it is no run.
-    """
-    run, now = read_run(path), time.time()
-    added, end = run.steps_after(place)
-    about, states = run.about, run.ranks()
-    return {
-        "id": about.id,
-        "name": about.name,
-        "schedule": about.schedule,
-        "device": about.device,
-        "model": about.model,
-        "ranks": about.ranks,
-        "replicas": about.replicas,
-        "microbatches": about.microbatches,
-        "total_steps": about.total_steps,
-        "memory_limit": about.memory_limit,
-        "steps": [asdict(one) | {"loss": _finite(one.loss)} for one in added[-5000:]],
-        "place": end,
-        "states": [_state(one, now) for one in states],
-        "timelines": run.timeline_steps()[-20:],
-    }
-
-
-def _finite(loss: float | None) -> float | str | None:
-    """JSON has no NaN."""
-    return loss if loss is None or abs(loss) < float("inf") else str(loss)
-
-
-def _state(state: RankState, now: float) -> dict[str, Any]:
-    silent = max(0.0, now - state.written)
-    return {
-        "number": state.number,
-        "ranks": list(state.ranks),
-        "replica": state.replica,
-        "host": state.host,
-        "pid": state.pid,
-        "step": state.step,
-        "action": state.action,
-        "waits_for": list(state.waits_for),
-        "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
-        "silent_seconds": silent,
-        "alive": not state.ended and silent < _STALE_SECONDS,
-        "ended": state.ended,
-        "failure": state.failure,
-        "rss_bytes": state.rss_bytes,
-        "device_bytes": state.device_bytes,
-        "doing": in_words(state, alive=silent < _STALE_SECONDS),
-    }
-
-
-def in_words(state: RankState, *, alive: bool = True) -> str:
-    """What a process does, in plain words."""
-    if state.failure:
-        return f"failed: {state.failure}"
-    if state.ended:
-        return "has ended"
-    if not alive:
-        return "has not been heard of lately"
-    if state.waits_for:
-        return f"waits for a message of rank {' and '.join(map(str, state.waits_for))}, to run {state.action}"
-    return f"runs {state.action}" if state.action else "between steps"

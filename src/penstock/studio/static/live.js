@@ -33,31 +33,23 @@ export function watch(element, name, signal) {
   }
 
   function show(now) {
-    const last = steps[steps.length - 1];
-    const alive = now.states.some((one) => one.alive);
+    const known = now.progress;
+    const alive = now.states.some((one) => ["computes", "waits", "between steps"].includes(one.health));
     const shape = `${now.ranks} ranks${now.replicas > 1 ? ` × ${now.replicas} replicas` : ""}`;
     head.textContent = `${now.model}, ${now.schedule}, ${shape}, ${now.microbatches} microbatches, ${now.device}`;
-    const timed = steps.findLast((one) => one.bubble !== null);
-    const of = now.total_steps ? ` of ${now.total_steps}` : "";
+    const of = known?.total_steps ? ` of ${known.total_steps}` : "";
     figures.replaceChildren(
-      figure("Steps", last ? `${last.step + 1}${of}` : "none yet", alive ? "running" : "not running", "steps"),
-      figure("Loss", last ? digits(last.loss) : "–", "", "loss"),
-      figure("Rows per second", last ? digits(last.rows / last.seconds) : "–", last ? `a step takes ${seconds(last.seconds)}` : "", "speed"),
-      figure("Bubble", timed ? percent(timed.bubble) : "–", timed ? `of step ${timed.step}` : "not timed yet", "bubble"),
-      figure("Time left", left(now, last), "", "left"),
+      figure("Steps", known ? `${known.step}${of}` : "none yet", alive ? "running" : "not running", "steps"),
+      figure("Loss", known ? digits(Number(known.loss ?? NaN)) : "–", "", "loss"),
+      figure("Rows per second", digits(known?.rows_per_second), known?.seconds ? `a step takes ${seconds(known.seconds)}` : "", "speed"),
+      figure("Bubble", percent(known?.bubble), "of the last step that was timed", "bubble"),
+      figure("Time left", seconds(known?.left_seconds), "", "left"),
     );
     ranks(table, now);
     charts.replaceChildren(
       chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
       chart("Seconds a step", steps.map((one) => [one.step, one.seconds]), seconds),
     );
-  }
-
-  function left(now, last) {
-    if (!last || !now.total_steps) return "–";
-    const recent = steps.slice(-20);
-    const each = recent.reduce((sum, one) => sum + one.seconds, 0) / recent.length;
-    return seconds(Math.max(0, now.total_steps - last.step - 1) * each);
   }
 
   look();
@@ -71,14 +63,14 @@ function figure(name, value, of, key) {
 
 function ranks(table, now) {
   table.replaceChildren(
-    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col" }, text)))),
+    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col", className: text === "Does" ? "left" : "" }, text)))),
     make("tbody", {}, ...now.states.map((one) =>
-      make("tr", { data: { rank: one.number }, className: one.failure ? "over" : "" },
+      make("tr", { data: { rank: one.number }, className: ["failed", "gone", "silent"].includes(one.health) ? "over" : "" },
         make("th", { scope: "row" }, one.ranks.length > 1 ? `${one.ranks[0]} to ${one.ranks[one.ranks.length - 1]}` : String(one.number)),
         make("td", {}, one.step === null ? "–" : String(one.step)),
         make("td", { className: "left does" }, one.doing),
-        make("td", {}, one.alive && one.action ? seconds(one.action_seconds) : "–"),
+        make("td", {}, ["computes", "waits"].includes(one.health) ? seconds(one.action_seconds) : "–"),
         make("td", {}, one.device_bytes === null ? bytes(one.rss_bytes) : bytes(one.device_bytes)),
-        make("td", {}, one.ended ? "ended" : `${seconds(Math.round(one.silent_seconds * 10) / 10)} ago`)))),
+        make("td", {}, one.health === "ended" ? "–" : `${seconds(Math.round(one.silent_seconds * 10) / 10)} ago`)))),
   );
 }

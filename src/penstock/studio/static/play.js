@@ -33,6 +33,7 @@ export function play(panel) {
   let timeline = null;
   let found = null;
 
+  addEventListener("penstock-theme", () => timeline?.refresh());
   const update = newestOnly(async () => {
     try {
       const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };

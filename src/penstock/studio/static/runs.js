@@ -21,6 +21,8 @@ export function runs(panel, catalogue) {
   let watching = new AbortController();
   let open = null;
 
+  addEventListener("penstock-theme", () => timeline?.refresh());
+
   async function entries() {
     try {
       const { folder, entries: found } = await ask("api/library");

@@ -1,0 +1,101 @@
+"""How a run stands just now: its steps, its progress, and what each of its ranks does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.report.walkthrough import WORK
+from penstock.runs import RankState, RunRead, StepRecord, read_run
+from penstock.runs.health import Health, health
+from penstock.runs.progress import Progress
+from penstock.runs.reading import joined
+from penstock.schedule import Action
+
+_MOST_STEPS = 5_000
+"""In one answer."""
+_RECENT_BYTES = 64_000
+"""Of the file of steps, which progress is known from."""
+
+
+def live(path: Path, place: int = 0) -> dict[str, Any]:
+    """How a run stands: its steps from a place in their file on, and what each of its ranks does now.
+
+    Raises:
+        ArgumentError: it is no run.
+    """
+    run, now = read_run(path), time.time()
+    about = run.about
+    added, end = run.steps_after(place)
+    return {
+        "id": about.id,
+        "name": about.name,
+        "schedule": about.schedule,
+        "device": about.device,
+        "model": about.model,
+        "ranks": about.ranks,
+        "replicas": about.replicas,
+        "microbatches": about.microbatches,
+        "memory_limit": about.memory_limit,
+        "steps": [_plain(asdict(one)) for one in joined([], added)[-_MOST_STEPS:]],
+        "place": end,
+        "progress": _progress(run, end, about.total_steps),
+        "states": [_state(one, health(one, now), now) for one in run.ranks()],
+    }
+
+
+def _progress(run: RunRead, end: int, total_steps: int | None) -> dict[str, Any] | None:
+    recent: Sequence[StepRecord] = run.steps_after(max(0, end - _RECENT_BYTES))[0]
+    known = Progress.of(joined([], recent), total_steps)
+    return None if known is None else _plain(asdict(known))
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """A loss that is no number is text: JSON has none."""
+    loss = values["loss"]
+    return values | {"loss": loss if loss is None or math.isfinite(loss) else str(loss)}
+
+
+def _state(state: RankState, how: Health, now: float) -> dict[str, Any]:
+    return {
+        "number": state.number,
+        "ranks": list(state.ranks),
+        "replica": state.replica,
+        "step": state.step,
+        "action": state.action,
+        "health": how,
+        "doing": in_words(state, how),
+        "action_seconds": max(0.0, state.written - state.since) if state.action else 0.0,
+        "silent_seconds": max(0.0, now - state.written),
+        "rss_bytes": state.rss_bytes,
+        "device_bytes": state.device_bytes,
+    }
+
+
+def in_words(state: RankState, how: Health) -> str:
+    """What a rank does, in plain words."""
+    match how:
+        case "failed":
+            return f"failed: {state.failure}"
+        case "ended":
+            return "has ended"
+        case "gone":
+            return "is gone: its process ended without a word"
+        case "silent":
+            return f"says nothing any more; it was at {state.action}" if state.action else "says nothing any more"
+        case "waits":
+            return f"waits for a message of rank {' and '.join(map(str, state.waits_for))} ({state.action})"
+        case "computes":
+            return _work(state.action)
+    return "is between steps"
+
+
+def _work(text: str) -> str:
+    action = Action.parse(text)
+    if not action.op.is_compute:
+        return f"runs {text}"
+    return f"{WORK[action.op]} microbatch {action.microbatch} on stage {action.stage}"

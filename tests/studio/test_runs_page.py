@@ -1,0 +1,115 @@
+"""Runs in the studio: what lives is shown as it goes, and what-ifs are those of `penstock explain`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs_folder import a_run, says, steps, timeline
+
+from penstock.errors import ArgumentError
+from penstock.explain import explain, read_run
+from penstock.report import write_perfetto
+from penstock.runs import RankState
+from penstock.schedule import generate, write_csv
+from penstock.studio.live import in_words, live
+from penstock.studio.opened import opened
+from penstock.studio.serve import Server
+
+Start = Callable[..., Server]
+
+
+def test_a_live_run_is_read_by_pieces(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt")
+    first = live(run)
+    assert [one["step"] for one in first["steps"]] == list(range(1, 10))
+    assert first["progress"]["step"] == 9
+    assert first["progress"]["left_seconds"] == pytest.approx(91 * 0.25)
+    assert [one["doing"] for one in first["states"]] == [
+        "runs the forward of microbatch 3 on stage 0",
+        "waits for a message of rank 0 (1F2)",
+    ]
+    steps(run, 10, 12)
+    second = live(run, first["place"])
+    assert [one["step"] for one in second["steps"]] == [10, 11]
+    assert second["progress"]["step"] == 11
+    assert live(run, 10**9)["steps"] == []
+    with pytest.raises(ArgumentError, match=r"no run\.json"):
+        live(tmp_path)
+
+
+def test_ranks_in_words() -> None:
+    state = RankState(0, 0, (0,), action="2W1", failure="out of memory")
+    assert in_words(state, "failed") == "failed: out of memory"
+    assert in_words(state, "computes") == "computes the weight gradient of microbatch 1 on stage 2"
+    assert in_words(state, "silent") == "says nothing any more; it was at 2W1"
+    assert in_words(state, "between steps") == "is between steps"
+
+
+def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt")
+    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page.wait_for_selector("[data-live=steps]")
+    assert page.inner_text("[data-live=steps]") == "9 of 100"
+    assert page.inner_text("[data-live=bubble]") == "20.0%"
+    assert page.inner_text(".ranks tr[data-rank='1'] .does") == "waits for a message of rank 0 (1F2)"
+    steps(run, 10, 12)
+    says(run, RankState(1, 0, (1,), "elsewhere", 8, step=11, action="1B2", since=time.time()))
+    page.wait_for_function("() => document.querySelector('[data-live=steps]').textContent === '11 of 100'")
+    page.wait_for_function(
+        "() => document.querySelector(\".ranks tr[data-rank='1'] .does\").textContent ==="
+        " 'runs the backward of microbatch 2 on stage 1'"
+    )
+    page.wait_for_selector(".outcome")
+    page.focus("[data-cut='2']")
+    for _ in range(4):  # stage 2 begins earlier: it takes a fifth of stage 1
+        page.keyboard.press("ArrowLeft")
+    text = "cut=2:-0.20"
+    page.wait_for_function("() => document.querySelector(\"[data-cut='2']\").getAttribute('aria-valuenow') === '-20'")
+    (said,) = explain(read_run([run]), what_ifs=[text]).what_ifs
+    page.wait_for_function(
+        "want => Number(document.querySelector('.outcome').dataset.seconds) === want", arg=said.step_seconds
+    )
+    assert said.gain > 0.05
+    assert said.step_seconds == pytest.approx(timeline(1.0, 1.28, 1.32).makespan_seconds)
+    assert "cut%3D2%3A-0.20" in page.url or "cut=2:-0.20" in page.url
+    page.click("text=no stragglers")
+    page.wait_for_function("() => document.querySelector('.outcome').textContent.includes('instead of')")
+
+
+@pytest.mark.long
+def test_a_cut_is_dragged(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    a_run(tmp_path / "gpt")
+    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    box = page.wait_for_selector("[data-cut='1']").bounding_box()
+    bar = page.query_selector(".stages").bounding_box()
+    page.mouse.move(box["x"] + 5, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 5 + 0.1 * bar["width"], box["y"] + 10, steps=5)
+    page.mouse.up()
+    page.wait_for_function(
+        "() => Number(document.querySelector(\"[data-cut='1']\").getAttribute('aria-valuenow')) > 20"
+    )
+    moved = int(page.get_attribute("[data-cut='1']", "aria-valuenow")) / 100
+    assert moved == pytest.approx(0.1 * 3.6 / 1.6, abs=0.011)  # a tenth of all work, of which stage 1 has 1.6 of 3.6
+
+
+def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
+    write_perfetto(timeline(1.0, 1.0, 1.5), tmp_path / "trace.json")
+    found = opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"])
+    assert found["explanation"]["schedule"] == "1f1b"
+    assert found["explanation"]["what_ifs"][0]["gain"] > 0
+    write_csv(generate("zb-v", 3, 6), tmp_path / "mine.csv")
+    assert opened(tmp_path / "mine.csv", "mine.csv")["bubble"] < 0.2
+    (tmp_path / "plan.json").write_text(json.dumps({"choice": {}, "version": 1}))
+    with pytest.raises(ArgumentError, match="expected a plan of version 2"):
+        opened(tmp_path / "plan.json", "plan.json")
+    with pytest.raises(ArgumentError, match="8 at once"):
+        opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"] * 9)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ArgumentError, match="a folder without a run"):
+        opened(tmp_path / "folder", "folder")
