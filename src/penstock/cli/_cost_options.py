@@ -120,11 +120,9 @@ class CostOptions:
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
             )
         if self.link is not None:
-            twice: list[str] = ["links"] if self.links is not None else [name for name in ("comm", "bandwidth") if name in given]
-            if twice:
-                raise ArgumentError(
-                    f"--link {self.link!r} and {_name(twice[0])} say the same; give only one of the two"
-                )
+            also = [] if self.links is None else ["links"]
+            if also := [*also, *(name for name in ("comm", "bandwidth") if name in given)]:
+                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; give only one of the two")
         if self.rows is not None and not self._measured_where:
             raise ArgumentError(f"--rows {self.rows} is for measured costs: give --profile or a TARGET too")
         if self.costs is not None:
