@@ -547,3 +547,12 @@ def test_planning_never_loads_torch(arguments: list[str]) -> None:
 def test_extreme_numbers_have_an_exponent(value: float) -> None:
     assert len(format_of([value, 0.0])(value)) < 12
     assert format_of([value, 0.0])(0.0) == "0"
+
+
+def test_a_link_in_the_words_of_the_other_verbs() -> None:
+    job = ("simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "0.01")
+    sized = (*job, "--output-bytes", "1e6")
+    seconds = as_json(*sized, "--link", "40gbit delay 30us")["makespan"]
+    assert seconds == as_json(*sized, "--comm", "30e-6", "--bandwidth", "5e9")["makespan"]
+    assert "the time of a message depends on its size" in refusal(*job, "--link", "40gbit delay 30us")
+    assert "give only one of the two" in refusal(*sized, "--comm", "2", "--link", "40gbit")
