@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--space", nargs="*", choices=MODELS, default=["GPT"], help="whose small space to run")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--json", type=Path, default=Path(__file__).with_name("results.json"))
+    parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="what was measured, old and new")
     parser.add_argument("--show", action="store_true", help="print what the file has, without running anything")
     parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)  # given to each process
     given = parser.parse_args()

@@ -1,6 +1,6 @@
 """What the ranks measure: a profile, steps of every configuration, and in the same rounds each rank's work alone.
 
-Each rank stays on one core. A measurement notes how long its ranks waited for a core and what other processes took.
+Ranks go before other processes. A measurement notes how long its ranks waited for a core and what other processes took.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ WARM_UP = 2
 REPETITIONS = 2
 """How often a rank runs its stages alone in a round."""
 
+NICE = -20
+
 SPACE_ROWS = (1, 2, 4, 8)
 SPACE_BATCH = 16
 """The small space: every way to train 16 rows on two ranks, in microbatches of these many rows."""
@@ -46,7 +48,7 @@ SPACE_BATCH = 16
 def measure_model(name: str, rank: int, ranks: int, rounds: int, runtime: Host) -> dict[str, Any]:
     """Steps of each schedule and number of microbatches."""
     case = MODELS[name]
-    profile = _profile(case, [case.rows], rank)
+    profile = _profile(case, [case.rows], rank, ranks)
     plans = [
         plan_of(profile, runtime, Choice(1, ranks, v, schedule, m, case.rows))
         for schedule, v in SCHEDULES
@@ -58,7 +60,7 @@ def measure_model(name: str, rank: int, ranks: int, rounds: int, runtime: Host) 
 def measure_space(name: str, rank: int, ranks: int, rounds: int, runtime: Host) -> dict[str, Any]:
     """Steps of each plan of the small space."""
     case = MODELS[name]
-    profile = _profile(case, SPACE_ROWS, rank)
+    profile = _profile(case, SPACE_ROWS, rank, ranks)
     return _measure(case, profile, space(profile, runtime, ranks), rank, ranks, rounds)
 
 
@@ -99,7 +101,7 @@ def host(rank: int, ranks: int) -> Host:
 def _step_of_nothing(layers: nn.Module, microbatches: int, rank: int, ranks: int) -> float:
     x = torch.zeros(microbatches, 8)
     options = {"schedule": "1f1b", "microbatches": microbatches, "balance": "layers"}
-    with penstock.pipeline(layers, (x,), loss_fn=nn.functional.mse_loss, **options) as pipe, first_on_its_core(rank):
+    with penstock.pipeline(layers, (x,), loss_fn=nn.functional.mse_loss, **options) as pipe, first(rank, ranks):
         runs = [_gathered(_timed(lambda: pipe.step(x, target=x)), ranks) for _ in range(40)]
     return statistics.median(max(took.wall for took in each) for each in runs[WARM_UP:])
 
@@ -115,7 +117,7 @@ def _link(rank: int, ranks: int) -> tuple[float, float]:
     if rank < 2:
         transport = engine.transports[rank]
         links = [transport.channel(0, Link(a, 1 - a, ((0, "a"),)), a, 1 - a, backward=bool(a)) for a in (0, 1)]
-        with first_on_its_core(rank):
+        with first(rank, ranks):
             seconds = [_one_way(links[rank], links[1 - rank], rank, *size) for size in MESSAGES.items()]
     dist.barrier()
     engine.close()
@@ -140,12 +142,16 @@ def _one_way(out: Any, into: Any, rank: int, size: int, count: int) -> float:
     return statistics.median(trips) / 2
 
 
-def _profile(case: Case, rows: Sequence[int], rank: int) -> Profile:
+def _profile(case: Case, rows: Sequence[int], rank: int, ranks: int) -> Profile:
+    """As many ranks as there are cores measure at the same time, since cores that all compute are slower."""
     args, _ = _batch(case, max(rows))
-    with first_on_its_core(rank):
-        return _of_first(
-            lambda: penstock.profile(_made(case), args, microbatch_sizes=[*rows], budget_seconds=1.0), rank
-        )
+    made = None
+    dist.barrier()
+    if rank < len(os.sched_getaffinity(0)):
+        with first(rank, ranks):
+            made = penstock.profile(_made(case), args, microbatch_sizes=[*rows], budget_seconds=2.0)
+    dist.barrier()
+    return _gathered(made, ranks)[0]
 
 
 def _measure(case: Case, profile: Profile, plans: Sequence[Plan], rank: int, ranks: int, rounds: int) -> dict[str, Any]:
@@ -158,7 +164,7 @@ def _measure(case: Case, profile: Profile, plans: Sequence[Plan], rank: int, ran
     for one in found:
         for _ in range(WARM_UP):
             one.run()
-    with first_on_its_core(rank):
+    with first(rank, ranks):
         times = [_round(found, n, alone, ranks) for n in range(rounds)]
         loss = _gathered({rows: _loss_seconds(case, rows) for rows in {one.plan.choice.rows for one in found}}, ranks)
     memory = [_gathered(one.peak_bytes(), ranks) for one in found]
@@ -312,27 +318,28 @@ def _clocks() -> tuple[float, float, float, float]:
 
 
 @contextmanager
-def first_on_its_core(rank: int) -> Iterator[None]:
-    """Keeps this process, with all its threads, on one core, before all other processes; neighbours have different
-    cores. The kernel gives a twentieth of each second to the others in any case: `Took.delayed` shows it.
+def first(rank: int, ranks: int) -> Iterator[None]:
+    """Lets this process go before others: `Took.delayed` shows what is left of those.
 
-    Threads that carry messages go before the one that computes. With the same priority, a message would leave only
-    once that one waits.
+    Not with real-time priority: a thread that waits by asking again and again would starve those that it waits for. If
+    there are more ranks than cores, each stays on one, and neighbours have different ones.
     """
     cores = sorted(os.sched_getaffinity(0))
-    _schedule({cores[rank % len(cores)]}, os.SCHED_FIFO, (1, 2))
+    _schedule({cores[rank % len(cores)]} if ranks > len(cores) else cores, NICE)
     try:
         yield
     finally:
-        _schedule(cores, os.SCHED_OTHER, (0, 0))
+        _schedule(cores, 0)
 
 
-def _schedule(cores: Collection[int], policy: int, priorities: tuple[int, int]) -> None:
-    """For all threads; `priorities`: the main one's, the others'."""
+def _schedule(cores: Collection[int], nice: int) -> None:
+    """For all threads; against other sessions, whose share Linux weighs as a whole."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(thread, cores)
-            os.sched_setscheduler(thread, policy, os.sched_param(priorities[thread != os.getpid()]))
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+    with suppress(FileNotFoundError):  # without groups of sessions, the priority is enough
+        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def _gathered(value: Any, ranks: int) -> list[Any]:

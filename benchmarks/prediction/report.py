@@ -15,7 +15,7 @@ from shared import step_seconds
 from penstock import Profile
 from penstock.balance import UnitCost
 from penstock.plan.stage_costs import stage_cost
-from penstock.schedule import Op, Schedule, generate
+from penstock.schedule import Schedule, generate
 from penstock.simulate import StageCost
 
 CORES = os.cpu_count() or 1
@@ -87,7 +87,8 @@ def rows(model: str, ranks: int, measured: Mapping[str, Any], host: Host) -> Ite
         tried = [one[place] for one in measured["rounds"]]
         good = [one for one in tried if counts(one["step"], ranks)] or tried
         walls = [max(took["wall"] for took in one["step"]) for one in good]
-        alone = [[took["own"] / REPETITIONS for took in one["alone"]] for one in good]
+        clock = "own" if ranks > CORES else "wall"  # ranks that share a core delay each other's ceilings, too
+        alone = [[took[clock] / REPETITIONS for took in one["alone"]] for one in good]
         loss = measured["loss"][str(plan.rows)]
         plain, median = predicted(plan, units, host), statistics.median(walls)
         bare = [predicted(plan, units, Host(), each) for each in alone]
@@ -121,19 +122,24 @@ def predicted(
         loss: its forward and backward.
     """
     schedule = plan.order
-    splits = any(op == Op.W.code for row in schedule.rows for op in row.op)
     costs, rank_of = stage_costs(plan.cuts, units), schedule.placement.rank_of
+    slower = [1.0] * plan.ranks
     if alone is not None:
         profiled = [0.0] * plan.ranks
         for cost, rank in zip(costs, rank_of, strict=True):
             profiled[rank] += cost.forward_seconds + cost.backward_seconds
-        costs = [scaled(cost, alone[rank] / profiled[rank]) for cost, rank in zip(costs, rank_of, strict=True)]
+        slower = [took / was for took, was in zip(alone, profiled, strict=True)]
+    if schedule.splits:
+        costs = stage_costs(plan.cuts, [unit.split for unit in units])
+    costs = [scaled(cost, slower[rank]) for cost, rank in zip(costs, rank_of, strict=True)]
     costs[-1] = replace(
         costs[-1],
         forward_seconds=costs[-1].forward_seconds + loss[0],
         backward_input_seconds=costs[-1].backward_input_seconds + loss[1],
     )
-    return step_seconds(schedule, [host.on(cost, splits=splits) for cost in costs], host.link, cores) + host.step
+    return (
+        step_seconds(schedule, [host.on(cost, splits=schedule.splits) for cost in costs], host.link, cores) + host.step
+    )
 
 
 def stage_costs(cuts: Sequence[str], units: Sequence[UnitCost]) -> list[StageCost]:

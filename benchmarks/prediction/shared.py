@@ -1,5 +1,5 @@
-"""The step of ranks that share cores, each of which stays on one: a rank keeps its core until it has to wait, then the
-one that has been ready longest gets it. So does Linux with real-time priority (SCHED_FIFO); a waiting rank sleeps.
+"""The step of ranks that share cores, each of which stays on one: those that have something to run share it evenly, as
+Linux shares a core between processes of the same priority. A waiting rank sleeps.
 
 With a core for each rank this is `penstock.simulate.simulate`.
 """
@@ -7,7 +7,8 @@ With a core for each rank this is `penstock.simulate.simulate`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 from penstock.schedule import Schedule
 from penstock.schedule.dependencies import Dependencies
@@ -23,24 +24,31 @@ def step_seconds(schedule: Schedule, costs: Sequence[StageCost], link: LinkCost,
     """
     needs = Dependencies(schedule)
     ended = [math.inf] * needs.first[-1]
-    at, ranks = needs.first[:-1], len(schedule.rows)
-    free, holder = [0.0] * cores, [-1] * cores
-
-    def turns() -> Iterator[tuple[float, bool, float, int]]:
-        for rank in range(ranks):
-            if at[rank] < needs.first[rank + 1]:
-                ready = _ready(needs, ended, at[rank], costs, link)
-                core = rank % cores
-                keeps = holder[core] == rank and ready <= free[core]
-                yield max(free[core], ready), not keeps, ready, rank
-
-    while turn := min(turns(), default=None):
-        start, _, _, rank = turn
-        node = at[rank]
-        ended[node] = start + costs[needs.actions.stage[node] % len(costs)].seconds(needs.actions[node].op)
-        free[rank % cores], holder[rank % cores] = ended[node], rank
-        at[rank] += 1
-    return max(ended)
+    at, now = needs.first[:-1], 0.0
+    left: dict[int, float] = {}  # of the action that each rank runs, the work
+    while True:
+        ready = {
+            rank: _ready(needs, ended, at[rank], costs, link)
+            for rank in range(len(schedule.rows))
+            if rank not in left and at[rank] < needs.first[rank + 1]
+        }
+        for rank in [rank for rank, when in ready.items() if when <= now]:
+            node = at[rank]
+            left[rank] = costs[needs.actions.stage[node] % len(costs)].seconds(needs.actions[node].op)
+            del ready[rank]
+        if not left and not ready:
+            return max(ended)
+        sharing = Counter(rank % cores for rank in left)
+        ends = {rank: now + work * sharing[rank % cores] for rank, work in left.items()}
+        then = min([*ends.values(), *ready.values()])
+        for rank, end in ends.items():
+            if end <= then:
+                ended[at[rank]] = then
+                at[rank] += 1
+                del left[rank]
+            else:
+                left[rank] = (end - then) / sharing[rank % cores]
+        now = then
 
 
 def _ready(needs: Dependencies, ended: Sequence[float], node: int, costs: Sequence[StageCost], link: LinkCost) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,10 @@ def test_a_table_and_a_file_to_cut_by() -> None:
     lines = [line for line in lines if not line.startswith("note: ")]  # a busy machine has some
     assert lines[0].startswith("6 units on ")
     assert lines[1] == "for one microbatch: args[0] float32[4, 7]"
-    *rows, blank, written = lines[4:]
+    *rows, above, split, below, written = lines[4:]
     assert [line.split()[0] for line in rows] == ["0", "1-4", "5", "all"]
-    assert not blank
+    assert (above, below) == ("", "")
+    assert re.fullmatch(r"split backwards, all units: F [0-9.]+, I [0-9.]+, W [0-9.]+ ms", split)
     assert written.startswith("written to profile.json: ")
     profile = Profile.from_dict(json.loads(Path("profile.json").read_text()))
     assert [unit.name for unit in profile.units] == list("012345")

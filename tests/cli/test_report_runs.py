@@ -116,8 +116,21 @@ def test_a_page_prints_light_and_without_controls(tmp_path: Path, open_page: Any
     assert not page.locator(".tl-details").is_visible()
 
 
+def test_all_ranks_are_printed(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(report(a_run(tmp_path / "run", measured())), "phone")
+    before = page.evaluate("[timeline.shown, timeline.width]")
+    page.evaluate("innerHeight = 100; timeline._layout(); dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate("[timeline.shown === timeline.total, timeline.width > 600]") == [True, True]
+    page.evaluate("innerHeight = 844; dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("[timeline.shown, timeline.width]") == before
+    assert page.evaluate("document.documentElement.dataset.theme") is None
+
+
 def test_nothing_is_cut_off(tmp_path: Path, open_page: Any) -> None:
     made = report(a_run(tmp_path / "run", measured()))
     for size in ("wide", "phone"):
         page = open_page(made, size)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4
+    page.emulate_media(media="print")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

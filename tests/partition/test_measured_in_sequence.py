@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile
+from penstock.errors import PartitionError
 from penstock.partition.cut.balance import candidates
 from penstock.partition.measure import clock, in_sequence
 from penstock.partition.measure.measuring import measure
+from penstock.partition.measure.running import Splits
 from penstock.partition.recorder.attempts import record
+from penstock.runtime.split_backward.backward import SplitBackward
 
 LAYERS = 4
 X = torch.randn(4, 8)
@@ -53,9 +59,9 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *(Cold(index) for index in range(LAYERS)))
 
 
-def profile_of(model: nn.Module, budget_seconds: float) -> Profile:
+def profile_of(model: nn.Module, budget_seconds: float, splits: Splits | None = None) -> Profile:
     recording = record(model, (X,), {})
-    return measure(recording, model, candidates(recording, model, "flops"), (X,), {}, budget_seconds)
+    return measure(recording, model, candidates(recording, model, "flops"), (X,), {}, budget_seconds, splits)
 
 
 def forwards(found: Profile) -> list[float]:
@@ -117,3 +123,55 @@ def test_the_model_is_the_same_to_the_bit() -> None:
     assert all(torch.equal(value, before[name]) for name, value in whole.state_dict().items())
     assert all(parameter.grad is None for parameter in whole.parameters())
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Slowly(SplitBackward):
+    """Takes 3 ms more for a forward, 5 ms for the first part of a backward, and 7 ms for the second."""
+
+    @contextmanager
+    def forward(self, microbatch: int, *, runs_again: bool = False) -> Iterator[None]:
+        with super().forward(microbatch, runs_again=runs_again):
+            yield
+        Cold.now_ms += 3
+
+    @contextmanager
+    def input_gradients(self, microbatch: int) -> Iterator[None]:
+        with super().input_gradients(microbatch):
+            yield
+        Cold.now_ms += 5
+
+    def weight_gradients(self, microbatch: int) -> None:
+        super().weight_gradients(microbatch)
+        Cold.now_ms += 7
+        clock.time.ran.append("W")
+
+
+@pytest.mark.parametrize("budget_seconds", [0.0, LONG])
+def test_split_backwards_are_measured_as_the_runtime_runs_them(budget_seconds: float, ran: list[str]) -> None:
+    """The unsplit times stay what they are."""
+    found = profile_of(model(), budget_seconds, partial(Slowly, in_order=True))
+    if not budget_seconds:  # a single run has no time for them
+        assert all(unit.split == unit for unit in found.units)
+        return
+    for unit in found.units[1:]:
+        assert (unit.forward_seconds, unit.input_gradient_seconds, unit.weight_gradient_seconds) == (0.02, 0.0, 0.0)
+        assert unit.split.forward_seconds == pytest.approx(0.023)
+        assert unit.split.input_gradient_seconds == pytest.approx(0.005)
+        assert unit.split.weight_gradient_seconds == pytest.approx(0.007)
+    backwards = [text for text in ran if text[0] in "BW"]
+    assert "B3 B2 B1 B0 W W W W W" in " ".join(backwards)  # once all gradients of inputs have left
+
+
+def test_a_backward_that_is_not_split_counts_whole() -> None:
+    found = profile_of(model(), LONG)
+    assert all(unit.split == unit for unit in found.units)
+
+
+def test_a_unit_that_cannot_be_split_is_measured_whole() -> None:
+    class Refusing(Slowly):
+        def weight_gradients(self, microbatch: int) -> None:
+            raise PartitionError("not here")
+
+    found = profile_of(model(), LONG, partial(Refusing, in_order=True))
+    assert all(unit.split == unit for unit in found.units)
+    assert forwards(found) == [0.02] * LAYERS

@@ -286,6 +286,44 @@ def test_costs_lie_on_the_line_through_two_sizes() -> None:
     assert both.largest == 8
 
 
+def _split(profile: Profile, slower: float) -> Profile:
+    """The same profile, whose units are so much slower where the backward is split."""
+    units = [
+        replace(
+            unit,
+            split_forward_seconds=slower * unit.forward_seconds,
+            split_input_gradient_seconds=slower * unit.input_gradient_seconds,
+            split_weight_gradient_seconds=slower * unit.weight_gradient_seconds,
+        )
+        for unit in profile.units
+    ]
+    return replace(profile, units=tuple(units))
+
+
+def test_plans_with_split_backwards_take_what_those_take() -> None:
+    """In whichever size: between two that were measured, too."""
+
+    def steps(slower: float, name: str) -> dict[Choice, float]:
+        sizes = Sizes({rows: _split(_profile([float(rows)] * 8), slower) for rows in (1, 4)})
+        found = make_plans(sizes, Cluster(4), 16, [name], best=99).best
+        return {plan.choice: plan.step_seconds for plan in found if plan.choice.ranks > 1}
+
+    plain, slow = steps(1.0, "zb-h1"), steps(3.0, "zb-h1")
+    assert {choice.rows for choice in plain} >= {1, 2, 4}
+    assert slow == {choice: pytest.approx(3 * took) for choice, took in plain.items()}
+    assert steps(3.0, "1f1b") == steps(1.0, "1f1b")
+
+
+def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
+    uneven = _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)
+    cluster = Cluster(3, link=LinkCost(1.0, MB))
+    found = {
+        slower: make_plans(Sizes({1: _split(uneven, slower)}), cluster, 6, ["1f1b"], best=1, search_seconds=0.3).best[0]
+        for slower in (1.0, 10.0)
+    }
+    assert {slower: plan.choice.schedule for slower, plan in found.items()} == {1.0: "search", 10.0: "1f1b"}
+
+
 def test_no_size_costs_nothing() -> None:
     """Where time grows faster than rows, or falls, a line beyond the measured sizes would reach zero."""
     steep = Sizes({4: _profile([1.0]), 8: _profile([3.0])})

@@ -14,7 +14,7 @@ from penstock.errors import MissingExtraError, ScheduleError
 from penstock.report.colours import DARK, LIGHT, Kind, shade
 from penstock.report.plot import write_png
 from penstock.report.svg import panel_of, schedule_svg, timeline_svg
-from penstock.schedule import Action, Placement, Schedule, generate
+from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 
@@ -29,6 +29,12 @@ def test_a_notebook_shows_the_picture(timeline: Timeline) -> None:
     assert schedule._repr_html_() == schedule_svg(schedule)
     assert timeline._repr_html_() == timeline_svg(timeline)
     assert "2 ranks, 18 ms; bubble 33.3%" in timeline_svg(timeline)
+
+
+def test_a_notebook_does_not_wait_for_what_takes_long() -> None:
+    row = Row.of(Op.F, 0, range(100_001))
+    said = "<pre>100,001 actions; penstock.report.schedule_svg(schedule) draws them, in a while</pre>"
+    assert Schedule("long", Placement.loop(1), 100_001, [row])._repr_html_() == said
 
 
 def test_a_schedule_that_cannot_run_is_shown_as_text() -> None:

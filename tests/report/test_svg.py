@@ -118,6 +118,7 @@ def test_the_legend_has_what_occurs() -> None:
         "forward", "input gradient", "weight gradient", "idle",
     ]  # fmt: skip
     assert texts(schedule_svg(generate("zb-v", 2, 4)), "rank")[-1] == "lighter: later chunks"
+    assert texts(schedule_svg(generate("chimera", 2, 4)), "rank")[-1] == "lighter: the copy"
 
 
 def test_several_have_one_axis() -> None:
@@ -156,6 +157,10 @@ def test_messages_lie_below_what_is_computed_meanwhile() -> None:
 def test_a_name_is_not_taken_for_markup() -> None:
     schedule = Schedule("<b>&", Placement.loop(1), 1, [[Action.parse("0F0")]])
     assert texts(schedule_svg(schedule), "title")[0].startswith("<b>&: 1 rank, 1 microbatch; ")
+
+
+def test_names_under_the_pointer_can_be_left_out() -> None:
+    assert not drawn(svg([panel_of(generate("gpipe", 2, 2))], "slots", hover=False))
 
 
 def test_nothing_is_a_picture_too() -> None:

@@ -5,6 +5,7 @@ from penstock.balance.doubts import doubts
 from penstock.balance.estimate import estimated, fitted, with_operations
 from penstock.balance.profile import (
     OPTIMIZER_VALUES,
+    SPLIT_SECONDS,
     MeasuredLink,
     Operations,
     Profile,
@@ -18,6 +19,7 @@ from penstock.balance.profile import (
 
 __all__ = [
     "OPTIMIZER_VALUES",
+    "SPLIT_SECONDS",
     "MeasuredLink",
     "Operations",
     "Problem",

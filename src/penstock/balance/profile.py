@@ -21,6 +21,9 @@ VERSION = 1
 OPTIMIZER_VALUES = 2
 """What Adam keeps for each trained value."""
 
+SPLIT_SECONDS = ("split_forward_seconds", "split_input_gradient_seconds", "split_weight_gradient_seconds")
+"""The fields of a unit's F, I and W where a schedule splits the backward."""
+
 Source = Literal["measured", "estimate"]
 
 Shape = tuple[int, ...]
@@ -75,6 +78,8 @@ class UnitCost:
         recompute_seconds: the forward again, in a backward that needs what was not kept; without what a pipeline then
             restores (buffers, random streams). None: as long as F.
         operations: what it does, for estimates on other devices; None: not counted, or as the unit in `like`.
+        split_forward_seconds, split_input_gradient_seconds, split_weight_gradient_seconds: F, I and W as the runtime
+            runs them where a schedule splits the backward, which takes longer than a whole one. None: not measured.
         working_bytes: what its forward or backward takes while it runs, at most, besides `activation_bytes` and what is
             held all the time.
         input_bytes: of the model's inputs, which arrive here: they are there from the beginning of a step.
@@ -97,10 +102,19 @@ class UnitCost:
     like: str = ""
     recompute_seconds: float | None = None
     operations: Operations | None = None
+    split_forward_seconds: float | None = None
+    split_input_gradient_seconds: float | None = None
+    split_weight_gradient_seconds: float | None = None
     working_bytes: float = 0
     input_bytes: float = 0
     loss_bytes: float = 0
     tied: tuple[Tied, ...] = ()
+
+    @property
+    def split(self) -> UnitCost:
+        """The unit in a schedule that splits the backward."""
+        given = {name.removeprefix("split_"): getattr(self, name) for name in SPLIT_SECONDS}
+        return replace(self, **{name: seconds for name, seconds in given.items() if seconds is not None})
 
     @property
     def in_flight_bytes(self) -> float:

@@ -180,18 +180,20 @@ class Costs:
         Raises:
             ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist.
         """
-        stages = self.of_stages(schedule.placement, schedule.name)
+        stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
         if schedule.slices > 1:
             names = (*OF_MICROBATCH, "output_bytes")
             parts = [_changed(stage, lambda cost: divided(cost, schedule.slices, names)) for stage in stages]
             return [one if isinstance(one, StageCost) else _repeated(one, schedule.slices) for one in parts]
         return stages
 
-    def of_stages(self, placement: Placement, name: str) -> list[OfStage]:
-        """The cost of each stage, copies included. Raises the same errors as `of`; `name` is for their messages."""
+    def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
+        """The cost of each stage, copies included; `splits`: of split backwards. Raises the same errors as `of`, with
+        this `name`.
+        """
         depth, given = placement.depth, self.stages
         if isinstance(given, UnitsToCut):
-            given = given.into(depth, name, self._slowest_link).costs
+            given = given.into(depth, name, self._slowest_link, splits=splits).costs
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")

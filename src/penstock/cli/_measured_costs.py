@@ -32,10 +32,14 @@ class UnitsToCut:
     source: str
     said: str
 
-    def into(self, stages: int, name: str, link: LinkCost | None) -> StagesOfUnits:
+    def into(self, stages: int, name: str, link: LinkCost | None, *, splits: bool = False) -> StagesOfUnits:
         """The stages of a schedule of that name, cut where the slowest is fastest.
 
-        `link`: what a message between two of them costs; None: as usual for the device.
+        Args:
+            stages: how many it has.
+            name: of the schedule.
+            link: what a message between two of them costs; None: as usual for the device.
+            splits: whether the schedule splits backwards.
 
         Raises:
             ArgumentError: the model has fewer units.
@@ -47,7 +51,7 @@ class UnitsToCut:
                 f"{self.source} has {counted(len(self.units), 'unit')}, at most one stage each, but {name} needs "
                 f"{stages} stages; take fewer, or open modules: penstock profile --opens"
             )
-        return stages_of_units(self.units, stages, link or usual_link(self.device))
+        return stages_of_units(self.units, stages, link or usual_link(self.device), splits=splits)
 
 
 def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:

@@ -113,6 +113,10 @@ def show(found: Profile, console: Console) -> None:
     console.print(Text(f"{of}, {runs}", "bold"), soft_wrap=True)
     console.print(Text(f"for one microbatch: {inputs}"), end="\n\n", soft_wrap=True)
     print_unbroken(console, _units(found))
+    if (split := [unit.split for unit in found.units]) != [*found.units]:
+        times = [1e3 * sum(column) for column in zip(*map(_parts, split), strict=True)]
+        forward, inputs, weights = (f"{each:.3f}" for each in times)
+        console.print(f"\nsplit backwards, all units: F {forward}, I {inputs}, W {weights} ms")
     if len(rows_of(found.units)) < len(_alike(found.units)):
         console.print("\nA row ending in * is for several units of one module. --json FILE writes each by itself.")
     if found.others:

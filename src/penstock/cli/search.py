@@ -136,7 +136,7 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and not limit >= 1:
         raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
     where = question.where()
-    of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks")
+    of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks", splits=True)
     one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
     if len(one_each) < len(of_stages):
         raise ArgumentError(

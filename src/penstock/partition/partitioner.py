@@ -24,6 +24,7 @@ from penstock.partition.measure.costs import UnmeasurableError
 from penstock.partition.measure.counting import count
 from penstock.partition.measure.held import units_held, with_memory
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
+from penstock.partition.measure.running import Splits
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
@@ -200,12 +201,14 @@ class Partitioner:
         kwargs: Mapping[str, Any] | None = None,
         budget_seconds: float | None = BUDGET_SECONDS,
         rows: int = 0,
+        splits: Splits | None = None,
     ) -> Profile:
         """What each unit costs, with modules opened for as many stages as there are repeated blocks.
 
         Args:
             budget_seconds: how long to measure; None: measure nothing, only count operations.
             rows: how many the inputs have; 0: unknown.
+            splits: makes what splits backwards, which are then measured too.
 
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
         """
@@ -221,7 +224,7 @@ class Partitioner:
 
         if budget_seconds is None:
             return complete(count(recording, self.model, units, args, kwargs))
-        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds))
+        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds, splits))
         try:
             counted = count(recording, self.model, units, args, kwargs)
         except UnmeasurableError:  # only estimates need it

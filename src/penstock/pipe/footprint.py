@@ -11,7 +11,7 @@ from penstock.partition import Partition
 from penstock.partition.measure.footprint import Footprint, footprint
 from penstock.partition.values.memory import meta_bytes
 from penstock.plan.besides import Besides, besides
-from penstock.schedule import Op, Schedule, drop_backward
+from penstock.schedule import Schedule, drop_backward
 from penstock.simulate import StageCost, memory, simulate
 from penstock.stages import MODEL_INPUT, needs_backward
 
@@ -67,8 +67,7 @@ def memory_of_ranks(
         for stage in partition.stages
     ]
     prints = [each for each in found if each is not None]
-    splits = any(Op.W.code in row.op for row in order.rows)
-    if len(prints) < len(found) or (runs_again and splits):
+    if len(prints) < len(found) or (runs_again and order.splits):
         return ()
     order = drop_backward(order, [meta.index for meta in metas if not needs_backward(meta)])
     given = [sum(meta_bytes(i.meta) for i in meta.inputs if i.source == MODEL_INPUT) for meta in metas]

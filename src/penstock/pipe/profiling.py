@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.links import measure_links
 from penstock.runtime.processes.world import device_named, device_of, join
+from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.trees import Flat, map_tensors, unflatten
 
 USUAL_MESSAGE_BYTES = 2**20
@@ -65,7 +67,8 @@ def profile(
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
         links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
-            model's. Every rank of a job calls this; rank 0 measures the units, and all get the same profile.
+            model's. Every rank of a job calls this. All measure the units at the same time, as they will work, since a
+            machine's devices may slow each other down; all get rank 0's profile.
 
     Raises:
         ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of
@@ -110,7 +113,7 @@ def _measured(
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        return partitioner.profile(inputs, named, budget_seconds, rows)
+        return partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
 
     try:
         with torch.enable_grad():
@@ -146,7 +149,7 @@ def _efficiency(given: Sequence[Profile | str | os.PathLike[str]] | Efficiency, 
 
 
 def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
-    """The profile that rank 0 makes, with the links between all ranks."""
+    """The profile that rank 0 makes while all others do the same, with the links between all ranks."""
     world = join(None, None, device.type)
     if world.rank is None:
         raise ArgumentError(
@@ -160,9 +163,8 @@ def _with_links(units: Callable[[], Profile], device: torch.device) -> Profile:
     try:
         with control.reporting(close=control.close):
             with control.agreed(), control.working("the measuring of units"):
-                mine = units() if world.rank == 0 else None
+                mine = units()
             found = control.give_all(mine)
-            assert found is not None
             sizes = [unit.boundary_bytes for unit in found.units if unit.boundary_bytes]
             size = statistics.median_high(sizes) if sizes else USUAL_MESSAGE_BYTES
             return replace(found, links=measure_links(control, here, size))

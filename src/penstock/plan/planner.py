@@ -11,10 +11,9 @@ from penstock.plan.choice import Choice, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, cut, cut_within, order_of, planned, predict, shape_of
+from penstock.plan.predict import Cut, cut, cut_at, cut_within, order_of, planned, predict, shape_of
 from penstock.plan.searched import searched
 from penstock.plan.sizes import Sizes
-from penstock.schedule import Op
 
 BEST = 5
 """How many plans to list."""
@@ -75,6 +74,11 @@ class Candidate:
     units: tuple[UnitCost, ...]
     where: Cut
     at_least: float
+
+    def split(self, cluster: Cluster) -> Candidate:
+        """The same with the costs of split backwards, whatever its own order has."""
+        units, placement = tuple(unit.split for unit in self.units), order_of(self.choice).placement
+        return replace(self, units=units, where=cut_at(self.where.starts, units, placement, cluster, self.where.kinds))
 
     def best(self, cluster: Cluster) -> tuple[Plan, Cut]:
         """The better of two plans: with the fastest cuts, and, if these leave a rank short of memory, with cuts that
@@ -148,9 +152,11 @@ def open_candidates(
     cuts: dict[Hashable, Cut] = {}
     for choice in choices(sizes, cluster, global_batch, schedules):
         units, shape = sizes.shared_by(choice.replicas).at(choice.rows), shape_of(choice)
+        units = tuple(unit.split for unit in units) if shape.splits else units
         placement = shape.placement
         for kinds in kinds_of_ranks(cluster, choice.replicas, choice.ranks):
-            key = (choice.rows, placement if len(cluster.kinds) > 1 else choice.stages, kinds.shape, kinds.tobytes())
+            alike = placement if len(cluster.kinds) > 1 else choice.stages
+            key = (choice.rows, shape.splits, alike, kinds.shape, kinds.tobytes())
             where = cuts.get(key) or cuts.setdefault(key, cut(units, placement, cluster, kinds))
             yield Candidate(choice, units, where, _at_least(choice, shape, units, where, cluster))
 
@@ -180,7 +186,7 @@ def _finer(
         if choice.ranks > 1 and placement.pipelines == 1 and len(finalists) < FINALISTS:
             finalists.setdefault((placement, choice.replicas, choice.rows), plan)
     for plan in finalists.values():
-        one = candidates[id(plan)]
+        one = candidates[id(plan)].split(cluster)
         order = searched(order_of(one.choice), one.units, cluster, one.where, seconds / len(finalists))
         if order is not None:
             made = planned(replace(one.choice, schedule=order.name), order, one.units, cluster, one.where)
@@ -223,7 +229,7 @@ def _complexity(plan: Plan) -> tuple[float, ...]:
         shape = shape_of(plan.choice)
         pipelines, splits = shape.placement.pipelines, shape.splits
     else:
-        pipelines, splits = found.placement.pipelines, any(Op.W.code in row.op for row in found.rows)
+        pipelines, splits = found.placement.pipelines, found.splits
     more = len(plan.recompute) + len(plan.offload)
     numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))

@@ -52,7 +52,7 @@ def cut(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    return _cut_at(
+    return cut_at(
         best_starts(_problem(units, placement, cluster, kinds), placement.depth), units, placement, cluster, kinds
     )
 
@@ -77,7 +77,7 @@ def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, 
         starts = best_starts(problem, placement.depth)
     except ArgumentError:
         starts = best_starts(replace(problem, limit_bytes=math.inf, balanced="bytes"), placement.depth)
-    return _cut_at(starts, units, placement, cluster, kinds)
+    return cut_at(starts, units, placement, cluster, kinds)
 
 
 def _problem(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Problem:
@@ -94,9 +94,10 @@ def _speeds(placement: Placement, cluster: Cluster, kinds: Grid) -> list[float]:
     return [min(of_stages[stage :: placement.depth]) for stage in range(placement.depth)]
 
 
-def _cut_at(
+def cut_at(
     starts: Sequence[int], units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid
 ) -> Cut:
+    """The units cut at these places."""
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
     added = [cluster.action_seconds] * placement.depth

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.balance import Profile, UnitCost
+from penstock.balance import SPLIT_SECONDS, Profile, UnitCost
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -17,6 +17,7 @@ GROWING = (
     "input_gradient_seconds",
     "weight_gradient_seconds",
     "recompute_seconds",
+    *SPLIT_SECONDS,
     "activation_bytes",
     "boundary_bytes",
     "boundary_gradient_bytes",
@@ -133,7 +134,8 @@ def rows_of(profile: Profile) -> int:
 
 def _growing(unit: UnitCost) -> dict[str, Any]:
     """What depends on the number of rows, by name."""
-    return {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+    known = {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+    return known | {name: getattr(unit.split, name.removeprefix("split_")) for name in SPLIT_SECONDS}
 
 
 def _scaled(unit: UnitCost, factor: float) -> UnitCost:

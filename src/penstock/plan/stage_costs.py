@@ -55,15 +55,19 @@ class StagesOfUnits:
 
 
 @lru_cache(maxsize=256)
-def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost) -> StagesOfUnits:
+def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
     """The units cut where `balance="time"` cuts them: the slowest stage is as fast as can be.
+
+    `splits`: whether the costs are those of split backwards.
 
     Raises:
         ArgumentError: there are fewer units than stages.
     """
     crossing = [crossing_seconds(unit, link) for unit in units]
     starts = best_starts(Problem([unit.seconds for unit in units], crossing), stages)
-    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
+    pieces = [
+        [unit.split if splits else unit for unit in units[start:end]] for start, end in pairwise([*starts, len(units)])
+    ]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
     return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
 

@@ -62,6 +62,11 @@ def chunks(track: Track) -> dict[int, int]:
     return {stage: index for index, stage in enumerate(sorted(stages))}
 
 
+def has_chunks(timeline: Timeline) -> bool:
+    """Whether a rank has several stages."""
+    return any(len(chunks(track)) > 1 for track in timeline.tracks)
+
+
 def said_of(action: Action, slices: int = 1) -> str:
     """An action in words: `forward of microbatch 3, stage 1`."""
     what = WORDS[Kind.of(action.op)] if action.op.is_compute else _OTHERS[action.op]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import require
 from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, contrast, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, longest_label, marks, runs
+from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.report.svg import Panel
 from penstock.schedule.action import OPS
 from penstock.schedule.timeline import Timeline
@@ -70,10 +70,11 @@ def _draw(panel: Panel, axes: Axes, unit: str) -> Axes:
     timeline, theme = panel.timeline, _theme(axes)
     few = len(timeline) <= MOST_MARKS
     found = [[*marks(timeline, rank, panel.slices)] for rank in range(timeline.ranks)] if few else []
-    later = any(mark.chunk for of_rank in found for mark in of_rank)
     ops = {code for track in timeline.tracks for _, code in track.actions.kinds}
     _frame(panel, axes, theme, unit)
-    notes = ["lighter: later chunks"] if later else [] if few else ["where narrow: what a rank does most"]
+    notes = ["where narrow: what a rank does most"] if not few else []
+    if few and has_chunks(timeline):
+        notes.append(f"lighter: {panel.lighter}")
     _legend(axes, theme, {Kind.of(OPS[code]) for code in ops}, notes)
     for rank, track in enumerate(timeline.tracks):
         bar = (rank - _HIGH / 2, _HIGH)

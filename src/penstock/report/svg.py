@@ -10,7 +10,7 @@ from typing import Literal
 
 from penstock.errors import ArgumentError
 from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
-from penstock.report.marks import MOST_MARKS, Axis, Mark, longest_label, marks, runs
+from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Schedule
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Timeline
@@ -24,17 +24,25 @@ WIDTH = 960
 _SLOT = 30.0
 """The width of a second of the timeline, at most, in pixels: pictures of little need not be wide."""
 _TITLE, _AXIS, _LEGEND, _GAP, _MARGIN = 24, 26, 26, 16, 12
+_AT_ONCE = 100_000
+"""So many actions take a second or two."""
 _DIGIT = 6.8
 """The width of a digit of labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A timeline to draw, with the line above it. `slices`: as in `Schedule.slices`."""
+    """A timeline to draw, with the line above it.
+
+    Attributes:
+        slices: as in `Schedule.slices`.
+        lighter: what has lighter colours, if a rank has several stages.
+    """
 
     title: str
     timeline: Timeline
     slices: int = 1
+    lighter: str = "later chunks"
 
 
 def schedule_svg(
@@ -72,7 +80,11 @@ def timeline_svg(
 
 
 def picture(drawn: Schedule | Timeline) -> str:
-    """A schedule in slots, or a timeline, as SVG. Errors as for `schedule_svg`."""
+    """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
+    count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
+    if count > _AT_ONCE:
+        what = "timeline" if isinstance(drawn, Timeline) else "schedule"
+        return f"<pre>{count:,} actions; penstock.report.{what}_svg({what}) draws them, in a while</pre>"
     return svg([panel_of(drawn)], unit_of(drawn))
 
 
@@ -85,7 +97,8 @@ def panel_of(drawn: Schedule | Timeline, timeline: Timeline | None = None, title
     if title is None:
         numbers = f"{counted(drawn.ranks, 'rank')}, {counted(drawn.microbatches, 'microbatch')}"
         title = f"{drawn.name}: {numbers}; {_bubble(known)}"
-    return Panel(title, known, drawn.slices)
+    lighter = "the copy" if drawn.placement.pipelines > 1 else "later chunks"
+    return Panel(title, known, drawn.slices, lighter)
 
 
 def unit_of(drawn: Schedule | Timeline) -> str:
@@ -118,7 +131,8 @@ def svg(
         top += _TITLE + frame.row * panel.timeline.ranks + _GAP
     bottom = top - _GAP
     drawn += frame.axis(bottom)
-    legend, height = frame.legend(bottom + _AXIS)
+    lighter = " or ".join(dict.fromkeys(panel.lighter for panel in panels if has_chunks(panel.timeline)))
+    legend, height = frame.legend(bottom + _AXIS, lighter)
     drawn += legend
     said = escape("; ".join(panel.title for panel in panels), quote=True)
     size = f'viewBox="0 0 {frame.width:g} {height:g}" width="{frame.width:g}" height="{height:g}"'
@@ -236,10 +250,10 @@ class _Frame:
             yield f'<text class="time" x="{x:.2f}" y="{bottom + 17:g}">{text}</text>'
         yield f'<text class="rank" x="{_MARGIN}" y="{bottom + 17:g}">{escape(axis.unit)}</text>'
 
-    def legend(self, top: float) -> tuple[list[str], float]:
+    def legend(self, top: float, lighter: str) -> tuple[list[str], float]:
         """What the colours stand for, and where the picture ends."""
         drawn, x, y = [], float(_MARGIN), top
-        for css, words in self._legend():
+        for css, words in self._legend(lighter):
             box = 20 if css else 0
             wide = box + 6.5 * len(words)
             if x > _MARGIN and x + wide > self.width - _MARGIN:
@@ -250,12 +264,12 @@ class _Frame:
             x += wide + 16
         return drawn, y + _LEGEND + 4
 
-    def _legend(self) -> list[tuple[str, str]]:
+    def _legend(self, lighter: str) -> list[tuple[str, str]]:
         kinds = [kind for kind in Kind if any(used[0] is kind for used in self.used)]
         self.used.update((kind, 0, 0) for kind in kinds)
         found = [(f"{kind}-0-0", WORDS[kind]) for kind in kinds] + [("idle", "idle")]
-        if any(chunk for _, chunk, _ in self.used):
-            found.append(("", "lighter: later chunks"))
+        if lighter and self.few:
+            found.append(("", f"lighter: {lighter}"))
         if not self.few:
             found.append(("", "each pixel: what the rank does most of that time"))
         return found
@@ -278,7 +292,8 @@ def _style(used: set[tuple[Kind, int, int]], background: Background) -> str:
     They name the background, since in a page the rules of all its pictures apply to all of them.
     """
     fixed = (
-        "@{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif;max-width:100%}"
+        "@{font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif}"
+        "@{max-width:100%;height:auto}"
         "@ .title{font-size:13.5px;font-weight:600}"
         "@ .rank,@ .time{font-size:12px}"
         "@ .time,@ g text{text-anchor:middle}"

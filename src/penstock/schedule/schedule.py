@@ -9,7 +9,7 @@ from operator import index
 from typing import SupportsIndex
 
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.schedule.action import Action, Overlap
+from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row, is_list
@@ -76,6 +76,11 @@ class Schedule(Drawn):
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return any(Op.W.code in row.op for row in self.rows)
 
     @property
     def numbers(self) -> int:

@@ -89,7 +89,10 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
 
 def _of_prediction(run: RunRead, found: Explanation | None, steps: Sequence[StepRecord]) -> list[Figure]:
     """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
-    figures = [one for one in figures_of(found) if one.name in ("idle", "if all were even")] if found else []
+    figures = []
+    if found:
+        of_step = [one for one in figures_of(found) if one.name in ("idle", "if all were even")]
+        figures = [one._replace(of=f"{one.of}; step {found.step.number}") for one in of_step]
     predicted = run.predicted()
     if predicted is not None and steps:
         measured = found.step.pipeline_seconds if found else median(one.seconds for one in steps[1:] or steps)

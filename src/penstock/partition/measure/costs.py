@@ -5,14 +5,14 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import OPTIMIZER_VALUES, Operations, Profile, UnitCost
+from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, UnitCost
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.alike import kind_of
@@ -41,6 +41,14 @@ class NoStreams:
         """Nothing is counted."""
 
 
+class SplitTimes(NamedTuple):
+    """What a unit takes, in seconds, if a runtime splits its backward."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+
 class Times(NamedTuple):
     """What a unit takes, in seconds; `spread` as a fraction, `again` None if the forward was not timed by itself."""
 
@@ -49,6 +57,7 @@ class Times(NamedTuple):
     weight_gradient: float = 0.0
     spread: float = 0.0
     again: float | None = None
+    split: SplitTimes | None = None
 
 
 class Run(Protocol):
@@ -124,24 +133,26 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
         size = sum(t.numel() * t.element_size() for t in held)
         trained = sum(t.numel() * t.element_size() for t in held if t.requires_grad)
         sent, back = crossing[index]
-        found.append(
-            UnitCost(
-                unit.name,
-                times.forward,
-                times.input_gradient,
-                times.weight_gradient,
-                activation_bytes=run.saved_bytes,
-                parameter_bytes=size,
-                gradient_bytes=trained,
-                optimizer_bytes=OPTIMIZER_VALUES * trained,
-                boundary_bytes=sent,
-                boundary_gradient_bytes=back,
-                spread=times.spread,
-                like=like,
-                recompute_seconds=times.again,
-                operations=None if like else run.operations(),
-            )
+        cost = UnitCost(
+            unit.name,
+            times.forward,
+            times.input_gradient,
+            times.weight_gradient,
+            activation_bytes=run.saved_bytes,
+            parameter_bytes=size,
+            gradient_bytes=trained,
+            optimizer_bytes=OPTIMIZER_VALUES * trained,
+            boundary_bytes=sent,
+            boundary_gradient_bytes=back,
+            spread=times.spread,
+            like=like,
+            recompute_seconds=times.again,
+            operations=None if like else run.operations(),
         )
+        if times.split is not None:
+            apart: dict[str, Any] = dict(zip(SPLIT_SECONDS, times.split, strict=True))
+            cost = replace(cost, **apart)
+        found.append(cost)
     return tuple(found)
 
 

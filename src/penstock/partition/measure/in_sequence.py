@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from penstock.partition.measure.costs import NoStreams
-from penstock.partition.measure.running import Passing, RunningUnit
+from penstock.partition.measure.running import Backward, Passing, RunningUnit
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
 
@@ -27,10 +26,8 @@ Make = Callable[[Stage, Sequence[Tensor]], RunningUnit]
 """Makes a unit that can be run, with copies of its own."""
 
 
-class Round(Protocol):
-    """Runs and times all units. `whole`: with whole backwards, or the inputs' gradients alone."""
-
-    def __call__(self, *, whole: bool) -> None: ...
+Round = Callable[[Backward], None]
+"""Runs and times all units, with such backwards."""
 
 
 def in_sequence(
@@ -63,12 +60,12 @@ def in_sequence(
         units.append(kinds[kind] if index == kind else _another(split, index, kinds[kind], made))
     runs = [unit.runs for unit in like]
 
-    def round_(*, whole: bool) -> None:
-        for noted, passing in zip(runs, _through(split, given, units, whole=whole), strict=True):
+    def round_(backward: Backward) -> None:
+        for noted, passing in zip(runs, _through(split, given, units, backward), strict=True):
             passing.note(noted)
 
     try:
-        _through(split, given, units, whole=True)
+        _through(split, given, units, Backward.WHOLE)
     except Exception:  # on what others made a unit may raise, unlike on what it was first run on
         return None
     for unit in kinds.values():
@@ -77,18 +74,22 @@ def in_sequence(
 
 
 def _another(split: CutRecording, index: int, like: RunningUnit, made: Make) -> RunningUnit:
-    return made(build_stage(split, split.plans[index], index, NoStreams()), like.inputs)
+    another = made(build_stage(split, split.plans[index], index, NoStreams()), like.inputs)
+    another.learn()
+    return another
 
 
 def _through(
-    split: CutRecording, given: Mapping[tuple[int, str], Tensor], units: Sequence[RunningUnit], *, whole: bool
+    split: CutRecording, given: Mapping[tuple[int, str], Tensor], units: Sequence[RunningUnit], backward: Backward
 ) -> list[Passing]:
-    """One microbatch through all units and back. A unit whose backward has one part only runs all of it."""
+    """One microbatch through all units and back, then back again for what a split backward has left."""
     values, passings = {**given}, list[Passing]()
     for index, (plan, unit) in enumerate(zip(split.plans, units, strict=True)):
-        passings.append(unit.forward([values[i.source, i.name] for i in plan.inputs]))
+        passings.append(unit.forward([values[i.source, i.name] for i in plan.inputs], backward))
         values |= {(index, o.name): value for o, value in zip(plan.outputs, passings[-1].outputs, strict=True)}
-    for unit, passing in zip(reversed(units), reversed(passings), strict=True):
-        passing.backward(whole=whole or not unit.splits)
+    for passing in reversed(passings):
+        passing.backward()
+    for passing in reversed(passings):
+        passing.weights()
     units[0].clock.settle()
     return passings

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from penstock.partition.measure.costs import (
     profile_of,
     unit_costs,
 )
-from penstock.partition.measure.in_sequence import Make, in_sequence
-from penstock.partition.measure.running import RunningUnit
+from penstock.partition.measure.in_sequence import Make, Round, in_sequence
+from penstock.partition.measure.running import Backward, RunningUnit, Splits
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.stages.split import CutRecording
@@ -40,8 +40,11 @@ from penstock.words import in_a_line
 BUDGET_SECONDS = 1.0
 """How long measuring may take unless somebody says. One run of each kind of unit is made even if it takes longer."""
 
-MOST_ROUNDS = 15
+MOST_ROUNDS = 21
 """More would not make the medians better."""
+
+ROUNDS = (Backward.WHOLE, Backward.INPUTS, Backward.SPLIT)
+"""In turn, so that a busy moment of the machine does not fall on one of them alone."""
 
 
 def measure(
@@ -51,12 +54,14 @@ def measure(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     budget_seconds: float = BUDGET_SECONDS,
+    splits: Splits | None = None,
 ) -> Profile:
     """The profile of a recording's units. Changes nothing of the model, nor any random generator.
 
     Args:
         units: the candidates for cuts; those at which no cut is possible join the one before.
         args, kwargs: what was recorded.
+        splits: makes what splits backwards, which are then measured too.
 
     Raises:
         UnmeasurableError: parameters are on the meta device, or a unit raises.
@@ -69,7 +74,7 @@ def measure(
 
     def made(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
         unsure = {id(p) for p in stage.parameters.values()} if stage.depends_on_values else set()
-        return RunningUnit(stage, inputs, held, written | unsure, recording.device)
+        return RunningUnit(stage, inputs, held, written | unsure, recording.device, splits)
 
     def first(stage: Stage, inputs: Sequence[Tensor]) -> RunningUnit:
         running = made(stage, inputs)
@@ -100,15 +105,12 @@ def _measured(
     """Runs all units again and again until the budget is used up. Returns how often the whole backward was timed."""
     kinds = {index: each for index, each in found.items() if isinstance(each, RunningUnit)}
 
-    def each_kind(*, whole: bool) -> None:
+    def each_kind(backward: Backward) -> None:
         for unit in kinds.values():
-            if whole:
-                unit.run()
-            elif unit.splits:
-                unit.run_input_gradient()
+            unit.run(backward)
 
     until = time.perf_counter() + budget_seconds
-    each_kind(whole=True)
+    each_kind(Backward.WHOLE)
     alone = sum(unit.runs.seconds for unit in kinds.values())
     kind_of = [each.stage if isinstance(each, Like) else index for index, each in sorted(found.items())]
     through = in_sequence(split, given, kinds, kind_of, made, until)
@@ -117,16 +119,16 @@ def _measured(
     return 1 + _rounds(each_kind, until, 1, alone)
 
 
-def _rounds(one: Callable[..., None], until: float, first: int, longest: float) -> int:
+def _rounds(one: Round, until: float, first: int, longest: float) -> int:
     """Runs rounds, from that number on, as long as time is left. Returns how often the whole backward was timed."""
     runs = 0
     for number in range(first, MOST_ROUNDS):
         start = time.perf_counter()
         if number and start + longest > until:
             break
-        whole = number % 3 != 1
-        one(whole=whole)
-        runs += whole
+        backward = ROUNDS[number % len(ROUNDS)]
+        one(backward)
+        runs += backward is Backward.WHOLE
         longest = max(longest, time.perf_counter() - start)
     return runs
 

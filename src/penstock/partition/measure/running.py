@@ -4,17 +4,49 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.compat import size_of, storage_of
+from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
-from penstock.partition.measure.costs import Times
+from penstock.partition.measure.costs import SplitTimes, Times
 from penstock.partition.stages.stage import Stage
+
+
+class Backward(Enum):
+    """How a backward runs: all at once, for the inputs' gradients alone, or in two parts, as a runtime splits it."""
+
+    WHOLE = "whole"
+    INPUTS = "inputs"
+    SPLIT = "split"
+
+
+class Splitting(Protocol):
+    """Runs the backward of one unit in two parts. It learns from a first forward and backward how to."""
+
+    def forward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Wraps a forward."""
+
+    def learn(self, roots: Sequence[GradientEdge | None]) -> None:
+        """Follows a forward; `roots`: what its backward starts from."""
+
+    def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
+        """Wraps the backward that passes the inputs' gradients on."""
+
+    def weight_gradients(self, microbatch: int) -> None:
+        """Does what that left."""
+
+
+Splits = Callable[[Callable[[], Mapping[str, nn.Parameter]], nn.Module, torch.device], Splitting]
+"""Makes one for a module with these parameters, by name."""
 
 
 @dataclass
@@ -25,6 +57,9 @@ class Runs:
     backward: list[float] = field(default_factory=list)
     input_gradient: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
+    split_forward: list[float] = field(default_factory=list)
+    split_input_gradient: list[float] = field(default_factory=list)
+    split_weight_gradient: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float:
@@ -33,8 +68,8 @@ class Runs:
 
     def clear(self) -> None:
         """Forgets them."""
-        for each in (self.forward, self.backward, self.input_gradient, self.again):
-            each.clear()
+        for each in fields(self):
+            getattr(self, each.name).clear()
 
 
 class RunningUnit:
@@ -45,6 +80,7 @@ class RunningUnit:
         inputs: what it takes, in the order of the stage's meta.
         held: every parameter of the model; those of other units, to which attributes may lead, are not copied.
         written: those that the forward updates, which are copied wherever they are.
+        splits: makes what splits its backward; None: that is not measured.
 
     Attributes:
         outputs: what the first run returned.
@@ -61,6 +97,7 @@ class RunningUnit:
         held: Collection[nn.Parameter],
         written: Collection[int],
         device: torch.device,
+        splits: Splits | None = None,
     ) -> None:
         self._inputs = [(value, i.meta.requires_grad) for value, i in zip(inputs, stage.meta.inputs, strict=True)]
         mine = {id(parameter) for parameter in stage.parameters.values()}
@@ -72,6 +109,9 @@ class RunningUnit:
         self._module = copy.deepcopy(stage.module, memo).to(device)
         self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        self._splitting: Splitting | None = None
+        if splits is not None and self._trained:
+            self._splitting = splits(lambda: dict(self._module.named_parameters()), self._module, device)
         self.runs = Runs()
         self.clock = Clock(device)
         self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
@@ -109,28 +149,40 @@ class RunningUnit:
         roots, seeds = _seeded(made)
         if roots:
             torch.autograd.backward(roots, seeds)
+        self.learn()
         self.clock.settle()
 
-    def run(self) -> None:
-        """Times the forward and the whole backward."""
-        self._alone(whole=True)
+    def learn(self) -> None:
+        """Runs a first split backward, which shows what can be put off. Comes before any that is timed."""
+        if self._splitting is None:
+            return
+        try:
+            one = self.forward(self.inputs, Backward.SPLIT)
+            one.backward()
+            one.weights()
+        except PartitionError:  # its backward is not split in a pipeline either
+            self._splitting = None
 
-    def run_input_gradient(self) -> None:
-        """Times the gradient of the inputs alone, and the forward that runs again right before it."""
-        self._alone(whole=False)
-
-    def _alone(self, *, whole: bool) -> None:
-        one = self.forward(self.inputs)
-        one.backward(whole=whole)
+    def run(self, backward: Backward = Backward.WHOLE) -> None:
+        """Times the forward and such a backward."""
+        one = self.forward(self.inputs, backward)
+        one.backward()
+        one.weights()
         self.clock.settle()
         one.note(self.runs)
 
-    def forward(self, inputs: Sequence[Tensor]) -> Passing:
-        """Runs the forward on such inputs, between two marks."""
+    def forward(self, inputs: Sequence[Tensor], backward: Backward = Backward.WHOLE) -> Passing:
+        """Runs the forward on such inputs, between two marks. A backward that has one part only will run whole."""
+        splitting = self._splitting if backward is Backward.SPLIT else None
+        if splitting is None and not (backward is Backward.INPUTS and self.splits):
+            backward = Backward.WHOLE
         leaves, entering = self._enter(inputs)
         start = self.clock.mark()
-        made = self._module(*entering)
-        return Passing(self.clock, leaves, made, [start, self.clock.mark()])
+        with nullcontext() if splitting is None else splitting.forward(0):
+            made = self._module(*entering)
+        if splitting is not None:
+            splitting.learn([get_gradient_edge(value) for value in made if value.requires_grad])
+        return Passing(self.clock, leaves, made, [start, self.clock.mark()], backward, splitting)
 
     def times(self) -> Times:
         """The medians. I of a unit that has no W is its whole backward."""
@@ -147,7 +199,15 @@ class RunningUnit:
         middle = forward + backward
         spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
         again = statistics.median(runs.again) if runs.again else None
-        return Times(forward, input_gradient, backward - input_gradient, spread, again)
+        return Times(forward, input_gradient, backward - input_gradient, spread, again, self._split_times())
+
+    def _split_times(self) -> SplitTimes | None:
+        """None if no run was split."""
+        runs = self.runs
+        if not runs.split_forward:
+            return None
+        columns = runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient
+        return SplitTimes(*map(statistics.median, columns))
 
     def operations(self) -> None:
         """Running counts nothing."""
@@ -166,36 +226,58 @@ class Passing:
         leaves: what went in.
         made: what came out.
         marks: before and after the forward.
+        way: how the backward will run.
+        splitting: what splits it.
     """
 
-    def __init__(self, clock: Clock, leaves: Sequence[Tensor], made: Sequence[Tensor], marks: list[Any]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        leaves: Sequence[Tensor],
+        made: Sequence[Tensor],
+        marks: list[Any],
+        way: Backward,
+        splitting: Splitting | None,
+    ) -> None:
         self._clock, self._leaves, self._made, self._marks = clock, leaves, made, marks
-        self._whole = True
+        self._way, self._splitting = way, splitting
 
     @property
     def outputs(self) -> list[Tensor]:
         """What came out, without its graph."""
         return [value.detach() for value in self._made]
 
-    def backward(self, *, whole: bool = True) -> None:
-        """Runs the backward between two marks, and frees what it needed. `whole`: or only the inputs' gradients."""
-        self._whole = whole
+    def backward(self) -> None:
+        """Runs the backward between two marks, and frees what it needed; of a split one, the first part."""
         roots, seeds = _seeded(self._made)
         self._marks.append(self._clock.mark())
-        if not whole:
+        if self._way is Backward.INPUTS:
             wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
             torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         elif roots:
-            torch.autograd.backward(roots, seeds)
+            with nullcontext() if self._splitting is None else self._splitting.input_gradients(0):
+                torch.autograd.backward(roots, seeds)
         self._marks.append(self._clock.mark())
         self._leaves, self._made = (), ()
 
+    def weights(self) -> None:
+        """Runs the second part of a split backward, between two marks."""
+        if self._splitting is not None:
+            self._marks.append(self._clock.mark())
+            self._splitting.weight_gradients(0)
+            self._marks.append(self._clock.mark())
+
     def note(self, runs: Runs) -> None:
         """Notes the times, once the device has settled."""
-        start, middle, before, end = self._marks
-        forward, backward = self._clock.seconds(start, middle), self._clock.seconds(before, end)
-        (runs.forward if self._whole else runs.again).append(forward)
-        (runs.backward if self._whole else runs.input_gradient).append(backward)
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        took = [self._clock.seconds(start, end) for start, end in pairs]
+        columns = {
+            Backward.WHOLE: (runs.forward, runs.backward),
+            Backward.INPUTS: (runs.again, runs.input_gradient),
+            Backward.SPLIT: (runs.split_forward, runs.split_input_gradient, runs.split_weight_gradient),
+        }[self._way]
+        for column, seconds in zip(columns, took, strict=True):
+            column.append(seconds)
 
 
 def _seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

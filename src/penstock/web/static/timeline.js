@@ -9,6 +9,7 @@ import { described, made, meaning, tell } from "./words.js";
 
 const GAP = 3;
 const MEMORY = 26;
+const PAPER = 740; // pixels: about the width of a sheet, to which the style sheet fits it
 const LEAST = 1e-9; // of the whole: no zoom goes further
 const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through the actions, Escape leaves them.";
 
@@ -32,6 +33,7 @@ export class Timeline {
     this.selected = null; // {band, number}
     this.hovered = null;
     this.critical = true;
+    this.printing = false;
     this.top = 0;
     this._stop = new AbortController();
     this._build();
@@ -244,15 +246,15 @@ export class Timeline {
     this._size = new ResizeObserver(() => this._layout());
     this._size.observe(this.element);
     const again = () => requestAnimationFrame(() => this.refresh());
-    for (const query of ["(prefers-color-scheme: dark)", "print"]) {
-      matchMedia(query).addEventListener("change", again, { signal });
-    }
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again, { signal });
+    matchMedia("print").addEventListener("change", (event) => this._print(event.matches), { signal });
     addEventListener("beforeprint", () => this._print(true), { signal });
     addEventListener("afterprint", () => this._print(false), { signal });
   }
 
   /** On paper all ranks are shown, in light colours. */
   _print(printing) {
+    if (printing === this.printing) return;
     const root = document.documentElement;
     if (printing) this._theme = root.dataset.theme;
     if (printing) root.dataset.theme = "light";
@@ -300,7 +302,7 @@ export class Timeline {
     if (!this.bands) return;
     const lanes = this.bands.reduce((count, band) => count + band.lanes.length, 0);
     const high = lanes <= 16 ? 24 : lanes <= 40 ? 18 : 12;
-    const width = Math.floor(this.scroller.clientWidth) || 300;
+    const width = this.printing ? PAPER : Math.floor(this.scroller.clientWidth) || 300;
     this.left = width < 520 ? 52 : 76;
     this.width = Math.max(40, width - this.left - 6);
     this.places = new Map();
@@ -322,7 +324,7 @@ export class Timeline {
     this.shown = this.printing ? y : Math.min(y, Math.max(220, Math.round(innerHeight * 0.78)));
     this.scroller.style.height = `${this.shown}px`;
     this.spacer.style.height = `${y}px`;
-    const ratio = devicePixelRatio || 1;
+    const ratio = Math.max(devicePixelRatio || 1, this.printing ? 2 : 1);
     this.marks.ratio = ratio;
     this.canvas.width = Math.round(width * ratio);
     this.canvas.height = Math.round(this.shown * ratio);
