@@ -48,6 +48,7 @@ html_theme = "furo"
 html_title = "Penstock"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_show_search_summary = False  # it would fetch pages, which browsers refuse to do from disk
 html_show_sourcelink = False
 html_copy_source = False
 html_permalinks_icon = "#"
