@@ -36,6 +36,7 @@ myst_heading_anchors = 4  # as GitHub makes them, so that links work there, too
 
 highlight_language = "text"  # blocks without a language are commands and what they print
 
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # whatever is installed, and seconds faster
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures are long; Args say what each argument is
 autodoc_class_signature = "mixed"
@@ -48,6 +49,7 @@ html_theme = "furo"
 html_title = "Penstock"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_show_search_summary = False  # it would fetch pages, which browsers refuse to do from disk
 html_show_sourcelink = False
 html_copy_source = False
 html_permalinks_icon = "#"

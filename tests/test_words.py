@@ -16,6 +16,7 @@ from penstock.words import a, counted, in_ranges
         (4096, "rank", "4,096 ranks"),
         (1, "entry", "1 entry"),
         (2, "entry", "2 entries"),
+        (4, "process", "4 processes"),
     ],
 )
 def test_counted(number: int, what: str, text: str) -> None:

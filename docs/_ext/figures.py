@@ -13,7 +13,6 @@ for each rank: `1 1 1; 1 1 1; 1 1 1; 2 2 2`. `latency` is what a message between
 
 from __future__ import annotations
 
-from html import escape
 from math import inf
 from typing import ClassVar
 
@@ -22,45 +21,20 @@ from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from penstock.schedule import Op, Placement, Schedule, generate
+from penstock.report.svg import Panel, svg
+from penstock.schedule import Placement, Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.search import search
 from penstock.simulate import LinkCost, StageCost, simulate
 
-SLOT, ROW, LEFT, TITLE, WIDTH = 30, 24, 52, 22, 690  # in pixels; a slot is narrower where there are many
+WIDTH = 760
+"""Of a figure in pixels, at most: the width of a page's text."""
 
 
-def picture(timed: list[tuple[str, Schedule, Timeline]]) -> str:
-    """Schedules under each other on one axis of time, as SVG whose colours the page's style gives."""
-    longest = max(timeline.makespan_seconds for _, _, timeline in timed)
-    slot = min(SLOT, WIDTH / longest)
-    lines, y = [], 0.0
-    for title, schedule, timeline in timed:
-        lines.append(f'<text class="title" x="0" y="{y + 14}">{escape(title)}</text>')
-        y += TITLE
-        lines.extend(_rows(schedule, timeline, slot, y))
-        y += ROW * schedule.ranks + 12
-    size = f'viewBox="0 0 {LEFT + longest * slot + 1:g} {y:g}" style="max-width:{LEFT + longest * slot + 1:g}px"'
-    return f'<svg class="schedule" role="img" xmlns="http://www.w3.org/2000/svg" {size}>' + "".join(lines) + "</svg>"
-
-
-def _rows(schedule: Schedule, timeline: Timeline, slot: float, top: float) -> list[str]:
-    lines = []
-    for rank in range(schedule.ranks):
-        y, end = top + rank * ROW, timeline.makespan_seconds * slot
-        lines.append(f'<text class="rank" x="0" y="{y + 15}">rank {rank}</text>')
-        lines.append(f'<rect class="idle" x="{LEFT}" y="{y}" width="{end:g}" height="{ROW - 3}"/>')
-        for span in timeline.spans(rank):
-            action = span.action
-            x, width = LEFT + span.start_seconds * slot, (span.end_seconds - span.start_seconds) * slot
-            shade = " late" if action.stage >= schedule.ranks else ""
-            said = f"{action}: {span.start_seconds:g} to {span.end_seconds:g}"
-            lines.append(
-                f'<g class="{action.op.name}{shade}"><title>{said}</title>'
-                f'<rect x="{x:g}" y="{y}" width="{width - 1:g}" height="{ROW - 3}" rx="2"/>'
-                f'<text x="{x + width / 2 - 0.5:g}" y="{y + 15}">{action.microbatch}</text></g>'
-            )
-    return lines
+def pictures(panels: list[Panel]) -> str:
+    """One for a light page and one for a dark page: the theme shows the one that suits it."""
+    light, dark = (svg(panels, "slots", background=theme, width=WIDTH) for theme in ("light", "dark"))
+    return f'<div class="only-light">{light}</div><div class="only-dark">{dark}</div>'
 
 
 class ScheduleFigure(SphinxDirective):
@@ -76,13 +50,15 @@ class ScheduleFigure(SphinxDirective):
     }
 
     def run(self) -> list[nodes.Node]:
-        timed = []
+        panels = []
         for name in self.arguments[0].split():
             schedule, timeline = self._timed(name)
-            idle = f"{timeline.makespan_seconds:g} slots, bubble {timeline.bubble_rate:.0%}"
-            timed.append((f"{name}: {idle}", schedule, timeline))
+            known, _, chunks = name.partition(":")
+            title = f"{known}, {chunks} chunks" if chunks else known
+            said = f"{timeline.makespan_seconds:g} slots, bubble {timeline.bubble_rate:.0%}"
+            panels.append(Panel(f"{title}: {said}", timeline, schedule.slices))
         figure = nodes.figure(classes=["schedule-figure"])
-        figure += nodes.raw("", picture(timed) + legend({op for _, s, _ in timed for op in _ops(s)}), format="html")
+        figure += nodes.raw("", pictures(panels), format="html")
         figure += nodes.caption("", "", *self.parse_inline(" ".join(self.content))[0])
         return [figure]
 
@@ -104,18 +80,6 @@ class ScheduleFigure(SphinxDirective):
 
 def _seconds(cost: StageCost) -> tuple[float, float, float]:
     return cost.forward_seconds, cost.backward_input_seconds, cost.backward_weight_seconds
-
-
-def _ops(schedule: Schedule) -> set[Op]:
-    return {action.op for row in schedule.rows for action in row}
-
-
-WORDS = {Op.F: "F forward", Op.B: "B backward (I + W)", Op.I: "I gradient of inputs", Op.W: "W gradient of weights"}
-
-
-def legend(ops: set[Op]) -> str:
-    items = "".join(f'<span class="{op.name}"><i></i>{words}</span>' for op, words in WORDS.items() if op in ops)
-    return f'<div class="schedule-legend">{items}<span class="idle"><i></i>idle</span></div>'
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 def counted(number: int, what: str) -> str:
     """`1 stage`, `1,024 stages`, `3 microbatches`."""
     if number != 1:
-        what = f"{what[:-1]}ies" if what.endswith("ry") else f"{what}es" if what.endswith("ch") else f"{what}s"
+        what = f"{what[:-1]}ies" if what.endswith("ry") else f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
     return f"{number:,} {what}"
 
 

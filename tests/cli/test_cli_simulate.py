@@ -486,6 +486,16 @@ def test_perfetto(tmp_path: Path) -> None:
     assert {"activations", "gradients", "microbatches held"} <= names
 
 
+def test_perfetto_counts_memory_where_sizes_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--memory-activation", "3")
+    output("simulate", *options, "--perfetto", str(path))
+    counters = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"activations"}
+    held = [event["args"]["activations"] for event in counters if event["pid"] == 0]
+    assert (held[0], max(held), held[-1]) == (0, 6, 0)
+
+
 @given(st.lists(st.floats(0, 1e12), min_size=1))
 def test_numbers_are_written_with_enough_digits(values: list[float]) -> None:
     write = format_of(values)
@@ -537,3 +547,12 @@ def test_planning_never_loads_torch(arguments: list[str]) -> None:
 def test_extreme_numbers_have_an_exponent(value: float) -> None:
     assert len(format_of([value, 0.0])(value)) < 12
     assert format_of([value, 0.0])(0.0) == "0"
+
+
+def test_a_link_in_the_words_of_the_other_verbs() -> None:
+    job = ("simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8", "--forward", "0.01")
+    sized = (*job, "--output-bytes", "1e6")
+    seconds = as_json(*sized, "--link", "40gbit delay 30us")["makespan"]
+    assert seconds == as_json(*sized, "--comm", "30e-6", "--bandwidth", "5e9")["makespan"]
+    assert "the time of a message depends on its size" in refusal(*job, "--link", "40gbit delay 30us")
+    assert "give only one of the two" in refusal(*sized, "--comm", "2", "--link", "40gbit")

@@ -297,6 +297,17 @@ def test_a_missing_rank_is_told_by_who_waits_for_it(tmp_path: Path) -> None:
     assert "no rank has stage 1" in refusal("explain", str(write(tmp_path / "one.json", {"traceEvents": first})))
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), "soon", None])
+def test_events_at_no_time_are_refused(tmp_path: Path, wrong: Any) -> None:
+    files = ranges_of_torch(tmp_path)
+    trace = json.loads(files[1].read_text())
+    trace["traceEvents"].append({"ph": "M", "name": "thread_name", "pid": 1})  # metadata has no time
+    named = next(event for event in trace["traceEvents"] if event.get("name", "").startswith("PP:"))
+    named["ts"] = wrong
+    files[1].write_text(json.dumps(trace))
+    assert f"{named['name']!r} is at ts {wrong}; expected a number of microseconds" in refusal("explain", str(tmp_path))
+
+
 @pytest.mark.parametrize("wrong", [-5.0, None, float("nan")])
 def test_durations_that_are_none_are_refused(wrong: float | None, tmp_path: Path) -> None:
     events = [{**event, "dur": wrong} for event in named(measured(), "{a}")]

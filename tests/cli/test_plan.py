@@ -195,6 +195,39 @@ def test_links_that_nobody_measured_are_told(profile: str) -> None:
     assert [one["step_seconds"] for one in as_json(*job)["plans"]] == [one.step_seconds for one in planned.best]
 
 
+def test_plans_that_are_alike_share_a_row_and_other_ranks_are_told(profile: str) -> None:
+    text = output("plan", "--profile", profile, "--devices", "2", "--global-batch", "1", "--search", "0", columns=200)
+    table = text.partition("\nschedule ")[2].partition("\n\n")[0]
+    assert any(line.startswith("zb-h1 = zb-h2 ") for line in table.splitlines())
+    heavy = [replace(unit, forward_seconds=5e-3 if unit.name == "h.7" else 1e-3, gradient_bytes=0) for unit in UNITS]
+    replace(PROFILE, units=tuple(heavy)).save(profile)
+    job = ("plan", "--profile", profile, "--devices", "2", "--global-batch", "8", "--search", "0")
+    text = output(*job, "--link", "1tbit delay 1us", columns=200)
+    assert "1f1b, dp 2 x pp 1" in text
+    assert (
+        "1f1b, dp 1 x pp 2, 8 x 1" in text.partition("Why not")[2]
+    )  # chimera and dualpipe, dp 2 in disguise, are above
+
+
+def test_kinds_are_named_and_a_last_host_with_fewer_devices(profile: str) -> None:
+    job = ("plan", "--profile", profile, "--global-batch", "16", "--search", "0", "--schedule", "1f1b")
+    ranks = output(*job, "--devices", "2xold,2xnew", columns=200).partition("Ranks of the first")[2]
+    assert "(old)" in ranks
+    assert "(new)" in ranks
+    text = output(*job, "--devices", "4", "--per-host", "3", columns=200)
+    assert "note: the last of 2 hosts has 1 of 3 devices" in text
+    for options, message in {
+        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; give old=...,new=...",
+        ("--speed", "older=2"): "there is no 'older', --devices has 'old', 'new'",
+    }.items():
+        assert message in refusal(*job, "--devices", "2xold,2xnew", *options)
+
+
+def test_why_a_schedule_does_not_work(profile: str) -> None:
+    job = ("plan", "--profile", profile, "--devices", "7", "--global-batch", "31", "--search", "0")
+    assert "dualpipe needs an even number of ranks" in refusal(*job, "--schedule", "dualpipe")
+
+
 def test_two_profiles_of_one_size_are_refused(profile: str) -> None:
     assert "two are of microbatches of 1 row" in refusal(*JOB, "--profile", profile, "--profile", profile)
 

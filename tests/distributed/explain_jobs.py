@@ -32,3 +32,26 @@ def traced(
         for _ in range(3):
             found.append(pipe.step(x, target=x, timeline=True))
         return [one.timeline.to_dict() for one in found[1:] if one.timeline is not None]
+
+
+def traced_by_torch(rank: int, schedule: str, folder: str) -> None:
+    """Steps of torch's own pipelines under its profiler, whose files of each rank go into the folder."""
+    from torch.distributed import pipelining
+    from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
+
+    torch.manual_seed(0)
+    count = 4 if schedule == "ScheduleInterleaved1F1B" else 2
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(count)]
+    stages = [
+        pipelining.PipelineStage(layers[stage], stage, count, torch.device("cpu")) for stage in range(rank, count, 2)
+    ]
+    x, y = torch.randn(64, 256), torch.randn(64, 256)
+    made = getattr(pipelining, schedule)(stages if count > 2 else stages[0], 4, nn.functional.mse_loss)
+    with profile(
+        activities=[ProfilerActivity.CPU],
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=2),
+        on_trace_ready=tensorboard_trace_handler(folder, worker_name=f"rank{rank}"),
+    ) as profiler:
+        for _ in range(4):
+            made.step(*([x] if rank == 0 else []), **({"target": y} if rank == 1 else {}))
+            profiler.step()

@@ -8,7 +8,8 @@ from pathlib import Path
 import explain_jobs
 import pytest
 
-from penstock.explain import Explanation, explain, read_run
+from penstock.errors import ArgumentError
+from penstock.explain import Explanation, explain, read_run, run_of
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -40,3 +41,25 @@ def test_a_heavy_stage_is_named(ranks3: Ranks, tmp_path: Path) -> None:
     assert found.changes[0].gain > 0.1
     assert found.bubble is not None
     assert found.bubble.culprit_rank == 1
+
+
+TORCH = {"ScheduleGPipe": (2, "gpipe"), "ScheduleInterleaved1F1B": (4, "interleaved-1f1b")}
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", pytest.param("ScheduleInterleaved1F1B", marks=pytest.mark.long)])
+def test_traces_of_torchs_own_pipelines_are_read(ranks2: Ranks, tmp_path: Path, schedule: str) -> None:
+    stages, name = TORCH[schedule]
+    ranks2.run(explain_jobs.traced_by_torch, schedule, str(tmp_path))
+    run = run_of(read_run([tmp_path]))
+    assert len(run.steps) == 2
+    for step in run.steps:
+        order = step.slowest.schedule
+        assert (order.name, order.ranks, order.placement.depth, order.microbatches) == (name, 2, stages, 4)
+    assert explain(read_run([tmp_path])).step.seconds > 0
+
+
+@pytest.mark.long
+def test_torchs_1f1b_marks_nothing_and_says_so(ranks2: Ranks, tmp_path: Path) -> None:
+    ranks2.run(explain_jobs.traced_by_torch, "Schedule1F1B", str(tmp_path))
+    with pytest.raises(ArgumentError, match=r"Schedule1F1B of torch\.distributed\.pipelining marks none"):
+        read_run([tmp_path])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from blocks import ROOT
 
+from scaffolding.browser import Opener
+
 DOCS = ROOT / "docs"
 
 
@@ -41,7 +43,7 @@ def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
 
 def test_its_figures_are_drawn_from_schedules(site: Path) -> None:
     drawn = (site / "index.html").read_text(encoding="utf-8")
-    assert drawn.count('<svg class="schedule"') == 1
+    assert drawn.count('class="penstock-light"') == drawn.count('class="penstock-dark"') == 1  # the theme shows one
     assert "zb-h1: 27 slots" in drawn  # (m + p - 1) * 3 less what W fills: 24 + 3
 
 
@@ -49,3 +51,23 @@ def test_links_of_the_readme_lead_somewhere() -> None:
     for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for link in re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8")):
             assert link.startswith("http") or (ROOT / link).exists(), (document, link)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("size", ["wide", "phone"])
+def test_its_pages_fit_any_screen_and_show_the_figure_for_it(
+    site: Path, open_page: Opener, size: str, dark: bool
+) -> None:
+    page = open_page(site / "concepts" / "zero-bubble.html", size, dark=dark)
+    for picture in page.locator("figure svg").all():
+        assert picture.is_visible() is (f"penstock-{'dark' if dark else 'light'}" in picture.get_attribute("class"))
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_search_works_from_disk(site: Path, open_page: Opener) -> None:
+    page = open_page(site / "index.html")
+    page.locator("input[name=q]").first.fill("zero bubble")
+    page.locator("input[name=q]").first.press("Enter")
+    found = page.locator("#search-results li a")
+    found.first.wait_for()
+    assert "Zero bubble" in " ".join(found.all_inner_texts())

@@ -41,6 +41,24 @@ def test_a_heavy_stage() -> None:
     assert found.changes[0].step_seconds == pytest.approx(even_one.makespan_seconds)
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_of_two_ranks_one_whose_forwards_are_slow(slow: int) -> None:
+    """No replica tells, but the stage's backwards do: they are 1.4 times the other's, so are its forwards; not 4.4."""
+
+    def usual(stage: int, microbatch: int) -> float:
+        return 1.4 if stage == slow else 1.0
+
+    measured = timeline(lambda s, k: 4.4 if s == slow else 1.0, lambda s, k: 2 * usual(s, k), ranks=2)
+    found = explain(recorded(measured))
+    text = first(found, "rank")
+    assert f"rank {slow} is slow (forwards 3.1x" in text
+    assert "backwards" not in text
+    mended = timeline(usual, lambda s, k: 2 * usual(s, k), ranks=2)
+    assert found.changes[0].step_seconds == pytest.approx(mended.makespan_seconds)
+    heavy = timeline(lambda s, k: 4.4 if s == slow else 1.0, lambda s, k: 8.8 if s == slow else 2.0, ranks=2)
+    assert first(explain(recorded(heavy)), "cut").startswith(f"stage {slow} takes ")
+
+
 def test_a_rank_whose_forwards_are_slow() -> None:
     measured = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
     found = explain(recorded(measured))
@@ -235,3 +253,9 @@ def test_a_backward_before_its_forward_is_named() -> None:
 def test_a_step_that_is_not_there() -> None:
     with pytest.raises(ArgumentError, match="step=7: the trace has complete steps 0"):
         explain(recorded(timeline(even, twice)), step=7)
+
+
+def test_a_microbatch_that_took_no_time_the_clock_can_tell() -> None:
+    """As in a trace whose ranges begin with a wait that takes all of a small forward."""
+    measured = timeline(lambda s, k: float(k > 0), lambda s, k: 2.0 * (k > 0), ranks=2)
+    assert explain(recorded(measured)).step.seconds == pytest.approx(measured.makespan_seconds)

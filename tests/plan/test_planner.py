@@ -14,8 +14,9 @@ from penstock.errors import ArgumentError
 from penstock.plan import Choice, Cluster, Kind, Plan, Sizes, choices, make_plans, read_plan
 from penstock.plan.bounds import Shape, least_seconds
 from penstock.plan.layout import kinds_of_ranks
-from penstock.plan.planner import EQUAL, open_candidates, simplest_first
+from penstock.plan.planner import EQUAL, Candidate, open_candidates, simplest_first
 from penstock.plan.predict import Cut, cut, cut_within, order_of, predict
+from penstock.plan.remedies import remedies
 from penstock.schedule import Schedule, check, generate, generator, names
 from penstock.schedule.generators import Numbers
 from penstock.simulate import LinkCost, StageCost, memory, simulate
@@ -428,3 +429,15 @@ def test_bad_numbers_get_one_clear_error() -> None:
         Cluster(4, between_hosts=LinkCost(1))
     with pytest.raises(ArgumentError, match="different units"):
         Sizes({1: _profile([1.0]), 2: _profile([1.0, 2.0])})
+
+
+def test_what_cannot_hold_the_model_is_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit holds 4 MB all the time: offloading cannot fit it into 3, and the nearest plan is tried first."""
+    cluster, tried = Cluster(4, 3 * MB), []
+    found = make_plans(ALIKE, cluster, 8)
+    assert found.nearest is not None
+    best = Candidate.best
+    monkeypatch.setattr(Candidate, "best", lambda one, cluster: tried.append(one.choice) or best(one, cluster))
+    told = [*remedies(ALIKE, cluster, 8, None, found.nearest)]
+    assert [bool(one.memory_bytes) for one in told] == [True]
+    assert tried == [found.nearest.choice]

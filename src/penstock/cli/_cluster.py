@@ -146,9 +146,12 @@ def _by_kind(option: str, text: str | None, kinds: Collection[str]) -> dict[str,
     if text is None or "=" not in text:
         return dict.fromkeys(kinds, text)
     given = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if odd := sorted(given.keys() ^ {*kinds}):
-        expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
-        raise ArgumentError(f"{option} {text!r}: {odd[0]!r} is not both here and in --devices; give {expected}")
+    expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
+    if unknown := sorted(given.keys() - {*kinds}):
+        have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
+        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; give {expected}")
+    if missing := [kind for kind in kinds if kind not in given]:
+        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; give {expected}")
     return given
 
 

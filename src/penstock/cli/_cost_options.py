@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli._cost_files import read_costs, read_links
-from penstock.cli._costs import WORK, Costs, links_in
+from penstock.cli._costs import WORK, Costs, MeasuredLinks, links_in
 from penstock.cli._measured_costs import profile_of, units_of
+from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
@@ -97,6 +98,11 @@ class CostOptions:
         _option("A measured network's links, instead of --comm and --bandwidth; see below.", metavar="FILE"),
     ] = None
 
+    link: Annotated[
+        str | None,
+        _option('Each link between two ranks, instead: "40gbit delay 30us", as for plan; costs are seconds and bytes.'),
+    ] = None
+
     def read(self, microbatches: int | None = None) -> Costs:
         """The costs from the options or the file, or measured.
 
@@ -113,6 +119,10 @@ class CostOptions:
             raise ArgumentError(
                 f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
             )
+        if self.link is not None:
+            also = [] if self.links is None else ["links"]
+            if also := [*also, *(name for name in ("comm", "bandwidth") if name in given)]:
+                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; give only one of the two")
         if self.rows is not None and not self._measured_where:
             raise ArgumentError(f"--rows {self.rows} is for measured costs: give --profile or a TARGET too")
         if self.costs is not None:
@@ -131,9 +141,16 @@ class CostOptions:
             costs = self._from_numbers(given)
         if self.links is not None:
             costs = costs.with_links(read_links(self.links))
+        elif self.link is not None:
+            costs = costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
         if self.contended and not costs.has_bandwidth:
             raise ArgumentError("--contended: without a bandwidth, no message holds up another; give a bandwidth")
         return replace(costs, contended=self.contended)
+
+    @property
+    def _no_links(self) -> bool:
+        """Whether neither a file nor --link says what messages cost."""
+        return self.links is None and self.link is None
 
     @property
     def _measured_where(self) -> str:
@@ -149,7 +166,7 @@ class CostOptions:
             )
         found = profile_of(self.target, self.profile, microbatches, self.rows)
         links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
-        if links == NO_COST and self.links is None and found.links:
+        if links == NO_COST and self._no_links and found.links:
             links = links_in(found, self._measured_where)
         units = units_of(found, self.rows, self._measured_where)
         return Costs(units, links, has_memory=True, source=self._measured_where)
@@ -157,7 +174,7 @@ class CostOptions:
     def _from_numbers(self, given: Mapping[str, float]) -> Costs:
         _check(given)
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
-            if name in given and other not in given and self.links is None:
+            if name in given and other not in given and self._no_links:
                 raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
@@ -172,14 +189,14 @@ class CostOptions:
         stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
         stage = replace(stage, unsharded_bytes=given.get("memory_unsharded", 0.0))
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
-        in_units = self.links is not None or any(name in given for name in (*WORK, "comm", "bandwidth"))
+        in_units = not self._no_links or any(name in given for name in (*WORK, "comm", "bandwidth"))
         assumed = {name: usual for name in WORK if in_units and name not in given}
         return Costs(
             stage, link, has_memory=bool({"memory_activation", "memory_unsharded"} & given.keys()), assumed=assumed
         )
 
 
-_NO_COSTS = ("target", "profile", "rows", "costs", "links", "contended")
+_NO_COSTS = ("target", "profile", "rows", "costs", "links", "link", "contended")
 """The options that are no numbers of a cost."""
 
 

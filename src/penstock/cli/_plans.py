@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -27,11 +28,14 @@ _SEEN = 5e-4
 _MOSTLY = 0.5
 """From this share of idle time on, there are probably more devices than the batch can use."""
 
+_USUAL = "1f1b"
+"""What people ask for."""
+
 _MOST_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
 
 
-def show(found: Planned, console: Console) -> None:
+def show(found: Planned, console: Console, cluster: Cluster) -> None:
     """Prints the best plans, what each rank of the first does, and why others lost."""
     from penstock.plan.planner import EQUAL
 
@@ -48,12 +52,14 @@ def show(found: Planned, console: Console) -> None:
             "and fewer may be as fast."
         )
     console.print()
-    print_unbroken(console, _plans(found.best))
+    alike = _alike(found.best)
+    shown = [plans[0] for plans in alike]
+    print_unbroken(console, _plans(alike))
     if any(plan.bubble >= _SEEN for plan in found.best):
         console.print("\nWhy their ranks are idle, in % of the ranks' time")
-        print_unbroken(console, _idle(found.best))
+        print_unbroken(console, _idle(shown))
     console.print()
-    equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in found.best)
+    equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in shown)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
     console.print(
         "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
@@ -61,7 +67,7 @@ def show(found: Planned, console: Console) -> None:
         style="dim",
     )
     console.print("\n[bold]Ranks of the first[/]")
-    print_unbroken(console, _ranks(best))
+    print_unbroken(console, _ranks(best, cluster))
     if reasons := [*_reasons(found)]:
         console.print("\n[bold]Why not[/]")
         for head, lines in reasons:
@@ -74,17 +80,29 @@ def show(found: Planned, console: Console) -> None:
             console.print(others)
 
 
-def _plans(plans: Sequence[Plan]) -> Table:
+def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:
+    """The plans that differ in nothing but the schedule's name, together: with few microbatches orders are the same."""
+    found: dict[object, list[Plan]] = {}
+    for plan in plans:
+        numbers = (plan.step_seconds, plan.bubble, *plan.memory_bytes)
+        key = replace(plan.choice, schedule=""), plan.cuts, *(f"{number:.6g}" for number in numbers)
+        found.setdefault(key, []).append(plan)
+    return [*found.values()]
+
+
+def _plans(alike: Sequence[Sequence[Plan]]) -> Table:
+    """A row for each plan, with the names of those that are alike."""
+    plans = [same[0] for same in alike]
     sums = any(plan.reduce_seconds for plan in plans)
     heads = ("step s", "rows/s", "idle", *(("sums s",) if sums else ()))
     made = table("schedule", "dp", "pp", "v", "m", "rows", *heads, "memory")
     steps = format_of([plan.step_seconds for plan in plans])
     rates = format_of([plan.rows_per_second for plan in plans], most=2)
-    for plan in plans:
+    for plan, same in zip(plans, alike, strict=True):
         choice = plan.choice
         numbers = (choice.replicas, choice.ranks, choice.chunks, choice.microbatches, choice.rows)
         made.add_row(
-            choice.schedule,
+            " = ".join(one.choice.schedule for one in same),
             *map(str, numbers),
             steps(plan.step_seconds),
             rates(plan.rows_per_second),
@@ -103,7 +121,7 @@ def _idle(plans: Sequence[Plan]) -> Table:
     return made
 
 
-def _ranks(plan: Plan) -> Table:
+def _ranks(plan: Plan, cluster: Cluster) -> Table:
     """What each rank runs, for how long, and what it needs."""
     schedule = _order(plan)
     limited = any(limit < math.inf for limit in plan.limit_bytes)
@@ -118,7 +136,7 @@ def _ranks(plan: Plan) -> Table:
         held = plan.held_bytes[rank] if plan.held_bytes else 0.0
         made.add_row(
             str(rank),
-            _few(in_ranges([str(row[rank]) for row in plan.grid])),
+            _few(in_ranges([str(row[rank]) for row in plan.grid])) + _kinds([row[rank] for row in plan.grid], cluster),
             _few([names[stage] for stage in own[rank]]),
             shown(seconds[rank]),
             f"{seconds[rank] / mean:.2f}" if mean else "-",
@@ -128,6 +146,12 @@ def _ranks(plan: Plan) -> Table:
             *((_ways(plan, own[rank]),) if changed else ()),
         )
     return made
+
+
+def _kinds(devices: Sequence[int], cluster: Cluster) -> str:
+    """The kinds of these devices, where there are several."""
+    names = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
+    return f" ({', '.join(names)})" if len(cluster.kinds) > 1 else ""
 
 
 def _order(plan: Plan) -> Schedule:
@@ -183,19 +207,20 @@ def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str,
 
 
 def _typical(found: Planned) -> list[Lost]:
-    """Of the choices that lost, the best for each number of ranks, and for each schedule with the winner's ranks."""
+    """Of the choices that lost, those of kinds that are not among the best: the best of each schedule with the winner's
+    ranks; with other ranks, the best of all, and of the usual schedule.
+    """
     ranks = found.best[0].choice.ranks
-    seen = {_kind(plan.choice, ranks) for plan in found.best}
+    seen = {(plan.choice.ranks, plan.choice.schedule) for plan in found.best}
+    others: set[int] = set()
     typical = []
     for lost in found.lost:
-        if _kind(lost.choice, ranks) not in seen:
-            seen.add(_kind(lost.choice, ranks))
+        kind, own = (lost.choice.ranks, lost.choice.schedule), lost.choice.ranks == ranks
+        if kind not in seen and (own or lost.choice.ranks not in others or lost.choice.schedule == _USUAL):
+            seen.add(kind)
+            others.add(lost.choice.ranks)
             typical.append(lost)
     return typical
-
-
-def _kind(choice: Choice, ranks: int) -> tuple[int, str]:
-    return (choice.ranks, choice.schedule if choice.ranks == ranks else "")
 
 
 def _named(choice: Choice) -> str:

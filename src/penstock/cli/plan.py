@@ -94,11 +94,14 @@ def plan(
         console = Console(highlight=False)
         for note in () if paper is not None else (*cluster.said, *cautions(profiles)):
             console.print(Text(f"note: {note}"), soft_wrap=True)
+        if (per_host := known.devices_per_host) is not None and (rest := known.devices % per_host):
+            last = f"the last of {counted(known.hosts, 'host')} has {rest} of {counted(per_host, 'device')}"
+            console.print(Text(f"note: {last}"), soft_wrap=True)
         if found.best and (note := _beyond(sizes, found.best[0].choice.rows)):
             console.print(Text(f"note: {note}"), soft_wrap=True)
         group = 1 if paper is None else numbers.tensor_parallel
         if found.best:
-            show(found, console)
+            show(found, console, known)
         elif found.nearest is not None:
             told = remedies(sizes, known, global_batch, names, found.nearest)
             show_lack(found, known, [*told], console, group)

@@ -52,7 +52,9 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
         file: its name, whose last number is the rank if nothing else says it.
         number: the file's place among those that are read.
     """
-    complete = _complete(events if isinstance(events, list) else [])
+    every = events if isinstance(events, list) else []
+    _check_times(every)
+    complete = _complete(every)
     ranges = [found for event in complete if (found := _range(event)) is not None]
     on_device = any(one.on_device for one in ranges)
     ranges = [one for one in ranges if one.on_device == on_device]
@@ -67,6 +69,15 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
         source = ("process", rank)
         made.append(Event(source, str(action), one.start, one.end, action, marks.at(one.start)))
     return Recording(tuple(made), any(one.waits for one in ranges), (), _stages(complete))
+
+
+def _check_times(events: Sequence[Any]) -> None:
+    """Raises ArgumentError if an event that names an action is at no time."""
+    for event in events:
+        if isinstance(event, dict) and "ts" in event and not _is_time(event["ts"]) and _named(event) is not None:
+            raise ArgumentError(
+                f"the trace's event {event.get('name')!r} is at ts {event['ts']}; expected a number of microseconds"
+            )
 
 
 def _stages(events: Sequence[Mapping[str, Any]]) -> int:

@@ -93,7 +93,7 @@ def _microbatches(seconds: Floats) -> Floats:
     alike = np.nanmedian(seconds, axis=(0, 3), keepdims=True)
     ratio = seconds / np.where(alike > 0, alike, np.nan)
     found = np.nanquantile(ratio, 0.5, axis=(1, 2), method="lower")
-    found = np.where(np.isnan(found), 1.0, found)
+    found = np.where(found > 0, found, 1.0)  # unknown, or beyond the clock: a range that is all wait leaves nothing
     uniform = found.max(axis=1) < found.min(axis=1) * (1 + ALIKE)  # then it is the replica's ranks
     found[uniform] = 1.0
     found /= found.mean()
@@ -123,7 +123,12 @@ def _without_slow_rank(typical: Floats, placement: Placement) -> Floats:
     An op that is slow on a stage whose other ops are not is due to its rank; so is what all stages of a rank share, if
     ranks have several.
     """
-    usual = np.nanmedian(typical, axis=1, keepdims=True)
+    # of two stages the faster one is the usual, since their mean would take half of what is slow as usual
+    usual = (
+        np.nanmin(typical, axis=1, keepdims=True)
+        if placement.stages == 2
+        else np.nanmedian(typical, axis=1, keepdims=True)
+    )
     ratio = np.where(usual > 0, typical / usual, np.nan)  # [O, S]
     least = np.nanmin(ratio, axis=0, keepdims=True)
     odd = (ratio > _ONE_OP) & (ratio > _ONE_OP * np.fmax(least, 1.0))

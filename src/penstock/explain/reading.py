@@ -46,7 +46,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline. Expected names such as 2F3 (stage, "
             "op, microbatch), PP:2F3, 'Forward 3' or 'F 2 3', an argument `action`, or columns op, microbatch, "
-            "start_us, duration_us"
+            "start_us, duration_us. Schedule1F1B of torch.distributed.pipelining marks none (2.13); others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
     return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))

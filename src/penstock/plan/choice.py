@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from penstock.errors import ArgumentError
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
-from penstock.schedule import generators
+from penstock.schedule import generator, generators
 from penstock.schedule.generators import Generator, Numbers
 from penstock.words import counted
 
@@ -73,13 +73,25 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequen
             for made in _open_schedules(ranks, part // rows, units, schedules):
                 found.append(Choice(replicas, ranks, made.chunks, made.name, part // rows, rows))
     if not found and schedules is not None and choices(sizes, cluster, global_batch):
+        why = "; ".join(dict.fromkeys(_broken(name, cluster, global_batch) for name in schedules))
         raise ArgumentError(
             f"none of {', '.join(schedules)} works with {counted(cluster.devices, 'device')}, {counted(units, 'unit')} "
-            f"and {counted(global_batch, 'row')}; name more schedules, or none to choose from all"
+            f"and {counted(global_batch, 'row')}: {why}; name more schedules, or none to choose from all"
         )
     if not found:
         raise ArgumentError(_nothing_divides(sizes, cluster, global_batch))
     return found
+
+
+def _broken(name: str, cluster: Cluster, global_batch: int) -> str:
+    """What a schedule needs that these numbers do not have; of its rules, the first that all choices break."""
+    entry = generator(name)
+    for replicas in (one for one in divisors(cluster.devices) if not global_batch % one):
+        part, ranks = global_batch // replicas, cluster.devices // replicas
+        for count in divisors(part):
+            if ranks > 1 and (rule := entry.broken(Numbers(ranks, count, entry.chunks))):
+                return f"{name} needs {rule.text}"
+    return f"{name} needs a unit for each stage"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from penstock.balance import counted_again
 from penstock.errors import ArgumentError
+from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
 from penstock.plan.plan import Plan
-from penstock.plan.planner import open_candidates
+from penstock.plan.planner import Candidate, open_candidates
+from penstock.plan.predict import shape_of
 from penstock.plan.sizes import Sizes
 from penstock.simulate.costs import LinkCost
 
@@ -47,7 +49,7 @@ def remedies(
         nearest: the plan that lacks least.
     """
     larger = _larger(cluster, nearest)
-    if (plan := first_that_fits(sizes, larger, global_batch, schedules)) is not None:
+    if (plan := first_that_fits(sizes, larger, global_batch, schedules, nearest.choice)) is not None:
         yield Remedy(plan, memory_bytes=tuple(kind.memory_bytes for kind in larger.kinds))
     if len(cluster.kinds) == 1:
         for more in _counts(sizes, cluster):
@@ -62,17 +64,33 @@ def remedies(
             yield Remedy(plan, offload=True)
 
 
-def first_that_fits(sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None) -> Plan | None:
-    """Some plan that fits; None if there is none. Small microbatches and many ranks are tried first."""
+def first_that_fits(
+    sizes: Sizes, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None, likely: Choice | None = None
+) -> Plan | None:
+    """Some plan that fits; None if there is none. A likely choice is tried first, then small microbatches and many
+    ranks.
+    """
     try:
         candidates = [*open_candidates(sizes, cluster, global_batch, schedules)]
     except ArgumentError:
         return None
-    for one in sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least)):
+    order = sorted(candidates, key=lambda one: (one.choice.rows, -one.choice.ranks, one.at_least))
+    for one in sorted(order, key=lambda one: one.choice != likely):
+        if not _may_fit(one, cluster):
+            continue
         plan, _ = one.best(cluster)
         if not plan.lacking_bytes:
             return plan
     return None
+
+
+def _may_fit(one: Candidate, cluster: Cluster) -> bool:
+    """Whether devices could at least hold what is there all the time, however the model is cut."""
+    limit = max(kind.memory_bytes for kind in cluster.kinds)
+    pipelines = shape_of(one.choice).placement.pipelines
+    held = sum(unit.held_bytes for unit in one.units) - sum(counted_again(one.units))
+    each = pipelines * held / one.choice.ranks
+    return max(each, *(unit.held_bytes for unit in one.units)) <= limit
 
 
 def _larger(cluster: Cluster, nearest: Plan) -> Cluster:

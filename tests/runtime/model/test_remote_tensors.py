@@ -32,8 +32,12 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("made", [torch.ones(3, 3), nn.Parameter(torch.ones(3, 3))], ids=["buffer", "parameter"])
 def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> None:
     mine, theirs = torch.ones(3, 3), remote(made, "student.weight")
-    with torch.no_grad(), pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank"):
+    with (
+        torch.no_grad(),
+        pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank") as e,
+    ):
         WAYS[way](mine, theirs)
+    assert "To run the model, call pipe.predict; to save it, gather pipe.state_dict()" in str(e.value)
     assert mine.eq(torch.full((3, 3), 0.9 if way == "of a product" else 1.0)).all()
 
 

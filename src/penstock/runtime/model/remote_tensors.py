@@ -111,8 +111,9 @@ def _is_here(tensor: Tensor) -> bool:
 
 def _refusal(name: str) -> ArgumentError:
     return ArgumentError(
-        f"{name!r} has no values on this rank: it belongs to a stage of another one. In a loop over parameters, use "
-        "those of pipe.named_parameters(), which are this rank's. What combines parameters of several ranks (an "
+        f"{name!r} has no values on this rank: it belongs to a stage of another one. To run the model, call "
+        "pipe.predict; to save it, gather pipe.state_dict(), or use penstock.checkpoint. In a loop over parameters, "
+        "use those of pipe.named_parameters(), which are this rank's. What combines parameters of several ranks (an "
         "average that a part of the model keeps of another part) belongs in the model's forward, under "
         "torch.no_grad(), where stages get what they read"
     )
