@@ -486,6 +486,16 @@ def test_perfetto(tmp_path: Path) -> None:
     assert {"activations", "gradients", "microbatches held"} <= names
 
 
+def test_perfetto_counts_memory_where_sizes_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--memory-activation", "3")
+    output("simulate", *options, "--perfetto", str(path))
+    counters = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
+    assert {event["name"] for event in counters} == {"activations"}
+    held = [event["args"]["activations"] for event in counters if event["pid"] == 0]
+    assert (held[0], max(held), held[-1]) == (0, 6, 0)
+
+
 @given(st.lists(st.floats(0, 1e12), min_size=1))
 def test_numbers_are_written_with_enough_digits(values: list[float]) -> None:
     write = format_of(values)

@@ -1,7 +1,8 @@
 """Records a run in a folder: `penstock.pipeline(..., run="runs/gpt")`.
 
 The main thread only notes what a step was, and hands it to the thread that writes. A step's loss travels between ranks,
-so it is read at the end of the next step, when it has long been here: recording waits for nothing.
+so it is read at the end of a later step, when it has long been here, several at a time where steps are short: recording
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock.runs.about import About
 from penstock.runs.folder import MEMORY, TIMELINES, write_whole
 from penstock.runs.option import RunFolder
 from penstock.runs.records import RankState, StepRecord
-from penstock.runs.writer import Writer, begin
+from penstock.runs.writer import BEAT_SECONDS, Writer, begin
 from penstock.runtime.execute.allocated import counter
 from penstock.runtime.processes.failure import Position
 from penstock.runtime.processes.watchdog import Watchdog
@@ -76,13 +77,13 @@ class Recorder:
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
         self._steps = 0
-        self._noted: _Noted | None = None
-        self._began_seconds = self._start_seconds = 0.0
+        self._noted: list[_Noted] = []
+        self._began_seconds = self._start_seconds = self._read_seconds = 0.0
         self._told = False
 
     def end_with(self, owner: object) -> None:
         """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
-        weakref.finalize(owner, self._writer.end)
+        weakref.finalize(owner, self._end_unclosed)
 
     def begin(self, step: int) -> bool:
         """Called before each training step, with its number, counted from 1.
@@ -112,24 +113,28 @@ class Recorder:
         if timeline is not None and self._asked.times(step, self._steps):
             bubble = None if timeline.in_turns else timeline.bubble_rate
             self._writer.file(f"{TIMELINES}/{step}.json", timeline.to_dict)
-        noted, self._noted = self._noted, None
-        if noted is not None:
-            self._write(noted)
-        this = _Noted(step, result, now - self._began_seconds, now - self._start_seconds, bubble)
-        if result._loss is None or result._loss.is_here:
-            self._write(this)
-        else:
-            self._noted = this
+        if self._noted and now - self._read_seconds >= BEAT_SECONDS:
+            self._read_seconds = now
+            self._write()
+        self._noted.append(_Noted(step, result, now - self._began_seconds, now - self._start_seconds, bubble))
         self._tell_trouble()
 
     def close(self) -> None:
         """Writes what is left. The other ranks have ended the last step, or will, so its loss is on its way."""
-        if self._noted is not None:
-            self._write(self._noted)
-            self._noted = None
+        self._write()
         self._present.ended = True
         self._writer.end()
         self._tell_trouble()
+
+    def _end_unclosed(self) -> None:
+        """Writes what is left, but for losses that might have to be waited for. Ends the thread."""
+        last = self._noted[-1:]
+        if self._present.failed:
+            self._noted.clear()
+        elif last and last[0].result._loss is not None and not last[0].result._loss.is_here:
+            self._noted.pop()
+        self._write()
+        self._writer.end()
 
     def _start(self, step: int) -> None:
         now = time.perf_counter()
@@ -145,16 +150,19 @@ class Recorder:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
         self._writer.start()
 
-    def _write(self, noted: _Noted) -> None:
-        try:
-            loss = float(noted.result.loss)
-        except ArgumentError:
-            loss = None
-        rows = sum(noted.result.sizes) * self._replicas
-        record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
-        self._writer.step(record)
-        if self._line is not None:
-            self._line.add(record)
+    def _write(self) -> None:
+        """Reads the losses of the steps noted so far, and hands the steps to the thread."""
+        for noted in self._noted:
+            try:
+                loss = float(noted.result.loss)
+            except ArgumentError:
+                loss = None
+            rows = sum(noted.result.sizes) * self._replicas
+            record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
+            self._writer.step(record)
+            if self._line is not None:
+                self._line.add(record)
+        self._noted.clear()
 
     def _tell_trouble(self) -> None:
         if self._writer.trouble is not None and not self._told:
@@ -182,6 +190,11 @@ class Present:
         self._host = socket.gethostname()
         self._seen: tuple[int | None, Position] | None = None
         self._since = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether this or another rank has failed."""
+        return self._watchdog.failure is not None
 
     def __call__(self) -> Mapping[str, Any]:
         behind, failure = self._watchdog.behind, self._watchdog.failure

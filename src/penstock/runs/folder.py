@@ -25,13 +25,14 @@ _TEMPORARY = re.compile(r"\..*\.\d+\.new")
 
 def write_whole(path: Path, value: Any) -> None:
     """Writes a value as JSON; a reader sees the file as it was before, or as it is after. Raises OSError."""
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
+    new = f"{path.parent}/.{path.name}.{os.getpid()}.new"
     try:
-        new.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        new.replace(path)
+        with open(new, "wb") as file:
+            file.write(json.dumps(value).encode() + b"\n")
+        os.replace(new, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
+            os.unlink(new)
         raise
 
 

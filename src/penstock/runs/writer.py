@@ -35,7 +35,7 @@ BEAT_SECONDS = 0.25
 """From one look at what the process does to the next."""
 STEADY_SECONDS = 1.0
 """How often a process says that it lives if nothing has changed."""
-_MOST_LINES = 100_000
+_MOST_STEPS = 100_000
 """Steps that are kept while the disk takes none."""
 
 
@@ -62,7 +62,7 @@ class Writer:
         self.trouble: str | None = None
         self._id, self._number, self._state = run_id, number, state
         self._each_beat, self._at_end = each_beat, at_end
-        self._lines: list[str] = []
+        self._steps: list[StepRecord] = []
         self._files: list[tuple[Path, Callable[[], Any]]] = []
         self._lock = threading.Lock()
         self._there = False
@@ -78,8 +78,8 @@ class Writer:
     def step(self, record: StepRecord) -> None:
         """Adds a line to steps.jsonl, soon."""
         with self._lock:
-            self._lines.append(record.to_line())
-            del self._lines[:-_MOST_LINES]
+            self._steps.append(record)
+            del self._steps[:-_MOST_STEPS]
 
     def file(self, name: str, make: Callable[[], Any]) -> None:
         """Writes a file, soon. `make` gives its value, on the thread."""
@@ -116,14 +116,14 @@ class Writer:
         if not self._is_there():
             return
         with self._lock:
-            lines, files = self._lines, self._files
-            self._lines, self._files = [], []
-        if lines:
+            steps, files = self._steps, self._files
+            self._steps, self._files = [], []
+        if steps:
             try:
-                append_lines(self.path / STEPS, lines)
+                append_lines(self.path / STEPS, [step.to_line() for step in steps])
             except OSError:
                 with self._lock:
-                    self._lines = [*lines, *self._lines]
+                    self._steps = [*steps, *self._steps]
                 raise
         for path, make in files:
             self._guarded(write_whole, path, make())

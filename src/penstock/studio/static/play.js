@@ -5,10 +5,10 @@ import { change, question, state } from "./state.js";
 import { Timeline } from "../web/timeline.js";
 
 const COLUMNS = [
-  ["bubble_rate", "Bubble", percent, (one) => one.bubble_rate],
-  ["span", "Span", digits, (one) => one.span],
-  ["makespan", "Makespan", digits, (one) => one.makespan],
-  ["peak_activations", "Peak memory", digits, (one) => Math.max(...one.peak_activations)],
+  ["bubble_rate", "Bubble", percent, (one) => one.bubble_rate, "The share of the span in which ranks do not compute"],
+  ["span", "Span", digits, (one) => one.span, "The longest that a rank takes from its first forward to its end"],
+  ["makespan", "Makespan", digits, (one) => one.makespan, "From the first start to the last end, over all ranks"],
+  ["peak_activations", "Peak memory", digits, (one) => Math.max(...one.peak_activations), "In activations: 1 is one microbatch on all of a rank's stages"],
 ];
 const KINDS = { csv: "CSV for torch", svg: "SVG", png: "PNG", perfetto: "Perfetto" };
 
@@ -28,7 +28,8 @@ export function play(panel) {
     make("p", { className: "notes" },
       "Costs are for one microbatch on one rank, divided among its chunks, as in penstock simulate --schedule a,b. " +
       "Bubble: the share of the span in which ranks do not compute. Peak memory: the most activations that a rank holds; " +
-      "1 is one microbatch on all its stages."),
+      "1 is one microbatch on all its stages. Makespan is from the first start to the last end; span leaves out how late a " +
+      "rank starts, as papers on zero bubbles count."),
   );
   let timeline = null;
   let found = null;
@@ -54,7 +55,7 @@ export function play(panel) {
     picture.hidden = !bands.length;
     if (!bands.length) return;
     if (timeline) timeline.setData(data);
-    else timeline = new Timeline(picture, data, {});
+    else timeline = new Timeline(picture, data, { most: 2400, wheel: "focused" });
     files.replaceChildren(...rows.map((one) => links(one.name)));
   }
 
@@ -64,7 +65,7 @@ export function play(panel) {
 function fill(table, rows, best) {
   const shortest = Math.min(...rows.map((one) => one.span));
   table.replaceChildren(
-    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head]) => make("th", { scope: "col" }, head)))),
+    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head, , , title]) => make("th", { scope: "col", title }, head)))),
     make("tbody", {}, ...rows.map((one) =>
       make("tr", { data: { schedule: one.name } },
         make("th", { scope: "row" }, title(one, best)),

@@ -1,0 +1,117 @@
+"""What recording a run adds to its steps: blocks of steps with and without it take turns in one run.
+
+    penstock run --ranks 2 benchmarks/recording/run.py --width 512 --rounds 12
+    python benchmarks/recording/run.py --width 512 --rounds 12
+
+Without torchrun one process drives two ranks. On a GPU, give --device cuda. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.pipe.described import record
+from penstock.runs import RunFolder, read_run
+
+MICROBATCHES = 8
+WARM_UP = 10
+BLOCK = 50
+"""Steps of a block: one of them has a timeline, as one in fifty has by default."""
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+Pair = dict[str, tuple[float, float]]
+"""By clock: the seconds of a block of steps that are not recorded, and of one that is."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=512, help="features of each of 8 layers")
+    parser.add_argument("--rows", type=int, default=64, help="rows of each of 8 microbatches")
+    parser.add_argument("--rounds", type=int, default=12, help="pairs of blocks")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(options.width, options.width), nn.GELU()) for _ in range(8)))
+    x = torch.randn(MICROBATCHES * options.rows, options.width)
+    given = {"loss": nn.functional.mse_loss, "microbatches": MICROBATCHES, "devices": options.device}
+    with penstock.pipeline(layers, (x,), **given) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+        (folder,) = {*pipe.gather(tempfile.mkdtemp() if pipe.is_first else None)} - {None}
+        taken(pipe, x, optimizer, WARM_UP)
+        pairs = [
+            pair(pipe, x, optimizer, Path(folder) / str(n), recorded_first=n % 2 == 1) for n in range(options.rounds)
+        ]
+        everyone = pipe.gather(pairs)
+        if pipe.is_first:
+            rounds = [combined(of_round) for of_round in zip(*everyone, strict=True)]
+            print(json.dumps({**vars(options), "processes": len(everyone), **told(rounds)}))
+
+
+def pair(
+    pipe: penstock.Pipeline, x: torch.Tensor, optimizer: torch.optim.Optimizer, folder: Path, *, recorded_first: bool
+) -> Pair:
+    """Runs two blocks, one of which is recorded in a folder of its own."""
+    found: dict[bool, dict[str, float]] = {}
+    for recorded in (recorded_first, not recorded_first):
+        if recorded:
+            record(pipe.session, RunFolder(folder, line=False))
+        taken(pipe, x, optimizer, WARM_UP)
+        found[recorded] = taken(pipe, x, optimizer, BLOCK)
+        if recorded and pipe.session.recorder is not None:
+            pipe.session.recorder.close()
+            pipe.session.recorder = None
+            assert not pipe.is_first or len(read_run(folder).steps()) == WARM_UP + BLOCK
+    return {name: (found[False][name], found[True][name]) for name in CLOCKS}
+
+
+def taken(pipe: penstock.Pipeline, x: torch.Tensor, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, float]:
+    """Runs so many steps, of which nobody reads the loss but who records it."""
+    began = {name: clock() for name, clock in CLOCKS.items()}
+    for _ in range(steps):
+        result = pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+    float(result.loss)
+    return {name: clock() - began[name] for name, clock in CLOCKS.items()}
+
+
+def combined(of_round: Sequence[Pair]) -> Pair:
+    """One pair of all processes: what they took together of processors, and the slowest one on the wall."""
+    return {
+        name: tuple((max if name == "wall" else sum)(pair[name][which] for pair in of_round) for which in (0, 1))
+        for name in CLOCKS
+    }  # type: ignore[misc]
+
+
+def told(rounds: Sequence[Pair]) -> dict[str, object]:
+    """By clock, what recording adds in percent of a step: the median with its 95% interval, and quartiles."""
+    told: dict[str, object] = {}
+    for name in CLOCKS:
+        added = sorted(100 * (recorded / bare - 1) for bare, recorded in (pair[name] for pair in rounds))
+        away = math.ceil(0.98 * math.sqrt(len(added)))  # order statistics, 1.96 standard deviations from the middle
+        middle = len(added) // 2
+        told[name] = {
+            "step_ms": round(statistics.median(pair[name][0] for pair in rounds) / BLOCK * 1e3, 2),
+            "added_percent": round(statistics.median(added), 2),
+            "interval_95": [
+                round(added[max(0, middle - away)], 2),
+                round(added[min(len(added) - 1, middle + away)], 2),
+            ],
+            "quartiles": [round(each, 2) for each in statistics.quantiles(added, n=4)],
+        }
+    return told
+
+
+if __name__ == "__main__":
+    main()
