@@ -93,6 +93,14 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> N
     assert "No timeline was recorded" in page.inner_text(".warning")
 
 
+def test_a_step_that_lacks_actions_is_shown_and_not_explained(tmp_path: Path, open_page: Any) -> None:
+    whole = measured()
+    partial = Timeline((Timeline.merge([[*whole.spans(0)][:5]]).tracks[0], *whole.tracks[1:]))
+    page = open_page(report(a_run(tmp_path / "run", partial)))
+    assert "no complete step" in page.inner_text(".warning")
+    assert page.evaluate("timeline.bands[0].length") == len(partial)
+
+
 def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:
     evil = "<script>window.ran = 1</script>{{ 7 * 7 }}</title>"
     page = open_page(report(a_run(tmp_path / "run", measured(), evil)))
