@@ -25,7 +25,7 @@ def a_run(folder: Path, timeline: Timeline, name: str = "gpt") -> Path:
     """A run of four ranks, of whose five steps the last was timed."""
     about = replace(
         ABOUT, name=name, ranks=4, chunks=1, replicas=1, schedule="1f1b", microbatches=8, placement="0 1 2 3", rows=64,
-        cuts=("a", "b", "c"), units=(("x.0", "x.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
+        cuts=("a", "b", "c"), units=(("0.0", "0.1", "1.0", "1.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
     )  # fmt: skip
     for part in ("timelines", "memory", "ranks"):
         (folder / part).mkdir(parents=True)
@@ -51,6 +51,7 @@ def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page
     assert page.evaluate("timeline.bands[0].name") == "measured, step 5"
     peaks = page.evaluate("timeline.bands[0].lanes.map((lane) => lane.memory && lane.memory.peak)")
     assert peaks == [None, 400, None, None]
+    assert "0.0 to 1.1, 4 modules" in page.inner_text(".facts")
     line = page.locator(".course").first
     assert line.locator("path.line").get_attribute("d").count("M") == 2, "a loss that is no number leaves a gap"
     line.locator("svg").focus()

@@ -17,7 +17,7 @@ from penstock.simulate.columns import Columns
 from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, duration
-from penstock.words import counted, in_ranges, sized
+from penstock.words import counted, sized
 
 
 def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Sequence[str] = ()) -> Shown:
@@ -163,5 +163,12 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
     ]
     if about.resumed:
         found.append(("resumed", ", ".join(about.resumed)))
-    found += [(f"stage {stage}", ", ".join(in_ranges(units))) for stage, units in enumerate(about.units)]
+    found += [(f"stage {stage}", _in_short(units)) for stage, units in enumerate(about.units)]
     return found
+
+
+def _in_short(units: Sequence[str]) -> str:
+    """The modules of a stage, or of many the first and the last."""
+    if len(units) <= 3:
+        return ", ".join(units)
+    return f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}"
