@@ -36,6 +36,7 @@ myst_heading_anchors = 4  # as GitHub makes them, so that links work there, too
 
 highlight_language = "text"  # blocks without a language are commands and what they print
 
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # whatever is installed, and seconds faster
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures are long; Args say what each argument is
 autodoc_class_signature = "mixed"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -21,10 +23,10 @@ def face(
 
     def get(name: str) -> Any:
         if name in subpackages:
-            return import_module(f"{package}.{name}")
+            return _imported(f"{package}.{name}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{homes[name]}"), name)
+        value = getattr(_imported(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
@@ -32,3 +34,12 @@ def face(
         return sorted({*vars(sys.modules[package]), *homes, *subpackages})
 
     return get, names
+
+
+def _imported(module: str) -> ModuleType:
+    """The module. A program that has seeded `random` finds it as it left it, whatever libraries draw on import."""
+    before = random.getstate()
+    try:
+        return import_module(module)
+    finally:
+        random.setstate(before)

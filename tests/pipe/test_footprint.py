@@ -71,3 +71,28 @@ def test_what_is_not_predicted_is_left_out(options: dict[str, object]) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     given = {"stages": 2, "microbatches": 2, "balance": "flops"} | options
     assert penstock.inspect(model, (torch.randn(4, 4),), **given).memory == ()
+
+
+class Skipping(nn.Module):
+    """The last layer also needs what the first one made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        result: Tensor = self.layers[3](self.layers[2](self.layers[1](first))) + first
+        return result
+
+
+def test_a_value_that_skips_stages_counts_at_every_cut_that_it_crosses() -> None:
+    """It travels once, from its producer to its consumer; a profile's cuts do not know which stages lie between."""
+    model, x = Skipping(), torch.randn(6, 8)
+    profile = penstock.profile(model, (x,), microbatches=2, budget_seconds=0)
+    cuts = [unit.name for unit in profile.units[1:]]
+    crossings = penstock.inspect(model, (x,), stages=4, microbatches=2, cuts=cuts).crossings
+    assert [(one.source, one.target) for one in crossings] == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    for cut, unit in enumerate(profile.units[1:], 1):
+        assert unit.boundary_bytes == sum(one.bytes for one in crossings if one.source < cut <= one.target)
+        assert unit.boundary_gradient_bytes == unit.boundary_bytes

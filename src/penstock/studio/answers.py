@@ -11,6 +11,7 @@ from typing import Any, Literal
 from penstock.errors import ArgumentError
 from penstock.report import Moment, walkthrough
 from penstock.schedule import Placement, Schedule, generate, generators
+from penstock.schedule.generators import Numbers
 from penstock.search import Found, search
 from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import OF_MICROBATCH, divided
@@ -46,8 +47,13 @@ def simulated(question: Question, name: str) -> Figures:
     """One named schedule. Raises ArgumentError if its definition does not allow these numbers."""
     entry = next(one for one in question.entries() if one.name == name)
     numbers = question.numbers(entry)
-    schedule = generate(entry.name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
-    return _figures(question, schedule)
+    return _figures(question, _generated(entry.name, numbers))
+
+
+@lru_cache(maxsize=64)
+def _generated(name: str, numbers: Numbers) -> Schedule:
+    """The same while only costs change."""
+    return generate(name, numbers.ranks, numbers.microbatches, numbers.chunks, numbers.slices)
 
 
 def named(question: Question, name: str) -> Figures:

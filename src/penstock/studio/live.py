@@ -18,7 +18,7 @@ from penstock.schedule import Action
 
 _MOST_STEPS = 5_000
 """In one answer."""
-_RECENT_BYTES = 64_000
+_RECENT_BYTES = 32_000
 """Of the file of steps, which progress is known from."""
 
 

@@ -5,10 +5,10 @@ import { change, question, state } from "./state.js";
 import { Timeline } from "../web/timeline.js";
 
 const COLUMNS = [
-  ["bubble_rate", "Bubble", percent, (one) => one.bubble_rate],
-  ["span", "Span", digits, (one) => one.span],
-  ["makespan", "Makespan", digits, (one) => one.makespan],
-  ["peak_activations", "Peak memory", digits, (one) => Math.max(...one.peak_activations)],
+  ["bubble_rate", "Bubble", percent, (one) => one.bubble_rate, "The share of the span in which ranks do not compute"],
+  ["span", "Span", digits, (one) => one.span, "The longest that a rank takes from its first forward to its end"],
+  ["makespan", "Makespan", digits, (one) => one.makespan, "From the first start to the last end, over all ranks"],
+  ["peak_activations", "Peak memory", digits, (one) => Math.max(...one.peak_activations), "In activations: 1 is one microbatch on all of a rank's stages"],
 ];
 const KINDS = { csv: "CSV for torch", svg: "SVG", png: "PNG", perfetto: "Perfetto" };
 
@@ -28,18 +28,26 @@ export function play(panel) {
     make("p", { className: "notes" },
       "Costs are for one microbatch on one rank, divided among its chunks, as in penstock simulate --schedule a,b. " +
       "Bubble: the share of the span in which ranks do not compute. Peak memory: the most activations that a rank holds; " +
-      "1 is one microbatch on all its stages."),
+      "1 is one microbatch on all its stages. Makespan is from the first start to the last end; span leaves out how late a " +
+      "rank starts, as papers on zero bubbles count."),
   );
   let timeline = null;
-  let found = null;
+  let shown = null;
+
+  const seek = newestOnly(async () => {
+    const of = asked(question());
+    const best = await search.find();
+    if (best && state.searched && of === asked(question())) show(shown, best);
+  });
 
   addEventListener("penstock-theme", () => timeline?.refresh());
   const update = newestOnly(async () => {
     try {
       const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };
       tell(null);
-      found = state.searched ? await search.find() : null;
-      show(answer, found);
+      shown = answer;
+      show(answer, null);
+      if (state.searched) seek(); // takes seconds, for which no number waits
     } catch (error) {
       tell(error.message);
     }
@@ -54,7 +62,7 @@ export function play(panel) {
     picture.hidden = !bands.length;
     if (!bands.length) return;
     if (timeline) timeline.setData(data);
-    else timeline = new Timeline(picture, data, {});
+    else timeline = new Timeline(picture, data, { most: 2400, wheel: "focused" });
     files.replaceChildren(...rows.map((one) => links(one.name)));
   }
 
@@ -64,7 +72,7 @@ export function play(panel) {
 function fill(table, rows, best) {
   const shortest = Math.min(...rows.map((one) => one.span));
   table.replaceChildren(
-    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head]) => make("th", { scope: "col" }, head)))),
+    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head, , , title]) => make("th", { scope: "col", title }, head)))),
     make("tbody", {}, ...rows.map((one) =>
       make("tr", { data: { schedule: one.name } },
         make("th", { scope: "row" }, title(one, best)),

@@ -102,7 +102,7 @@ export function runs(panel, catalogue) {
     else facts.replaceChildren(schedule(found), ...notes(found));
     if (!found.timeline) return;
     if (timeline) timeline.setData(found.timeline);
-    else timeline = new Timeline(picture, found.timeline, {});
+    else timeline = new Timeline(picture, found.timeline, { wheel: "focused" });
   }
 
   function steps(explanation) {

@@ -12,6 +12,7 @@ const MEMORY = 26;
 const PAPER = 740; // pixels: about the width of a sheet, to which the style sheet fits it
 const LEAST = 1e-9; // of the whole: no zoom goes further
 const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through the actions, Escape leaves them.";
+const MORE = "There are more ranks below: scroll in the picture.";
 
 /**
  * A timeline on a canvas.
@@ -24,7 +25,8 @@ const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through t
  * `critical` has an entry for each action, 1 on the critical path; `needs` lists numbers of actions, counted over the
  * ranks of the band. `onselect` and `onhover` get {band, rank, number, label, title, facts} or null.
  * `controls`: the legend and buttons above (default true); `details`: the box below (default true); `wheel`: "always",
- * or "focused" to leave the wheel to the page until the timeline is clicked.
+ * or "focused" to leave the wheel to the page until the timeline is clicked. `most`: the most pixels
+ * that it is high (default: most of the window); beyond that it scrolls.
  */
 export class Timeline {
   constructor(element, data, options = {}) {
@@ -55,8 +57,8 @@ export class Timeline {
     this.selected = null;
     this.hovered = null;
     this._legend();
-    this._tell();
     this._layout();
+    this._tell();
     if (range ?? kept) this.setRange(...(range ?? kept));
     else this.fit();
   }
@@ -293,7 +295,7 @@ export class Timeline {
 
   _tell() {
     if (this.selected) tell(this.details, this._told(this.selected));
-    else this.details.replaceChildren(made("span", { class: "tl-help" }, HELP));
+    else this.details.replaceChildren(made("span", { class: "tl-help" }, this.shown < this.total ? `${MORE} ${HELP}` : HELP));
   }
 
   // -- where things are, and drawing them -------------------------------------------------------------------------
@@ -321,7 +323,7 @@ export class Timeline {
       y += 6;
     }
     this.total = y;
-    this.shown = this.printing ? y : Math.min(y, Math.max(220, Math.round(innerHeight * 0.78)));
+    this.shown = this.printing ? y : Math.min(y, this.options.most ?? Math.max(220, Math.round(innerHeight * 0.78)));
     this.scroller.style.height = `${this.shown}px`;
     this.spacer.style.height = `${y}px`;
     const ratio = Math.max(devicePixelRatio || 1, this.printing ? 2 : 1);
