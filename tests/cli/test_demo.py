@@ -24,6 +24,7 @@ from penstock.demo.bubble import compare, stage_costs
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.demo.train import main, warmup_and_decay
+from penstock.runs import read_run
 from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
@@ -66,13 +67,15 @@ def assert_shown(said: str, out: Path) -> None:
     assert all(len(line) <= 80 for line in lines if str(out) not in line)
     assert not any(line != line.rstrip() for line in lines)
     assert "\x1b" not in said
-    for label in ("loss", "bubble", "speed", "memory", "trace", "log"):
+    for label in ("loss", "bubble", "speed", "memory", "trace", "log", "run"):
         assert any(line.startswith(f"  {label} ") for line in lines), label
 
     steps = [json.loads(line) for line in (out / show.METRICS).read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert steps[2]["loss"] < steps[0]["loss"] < 6
     assert [step["bubble"] is not None for step in steps] == [False, False, True]
+
+    assert [step.loss for step in read_run(out).steps()] == [step["loss"] for step in steps]
 
     events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
     ran = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}

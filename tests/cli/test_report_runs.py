@@ -25,7 +25,7 @@ def a_run(folder: Path, timeline: Timeline, name: str = "gpt") -> Path:
     """A run of four ranks, of whose five steps the last was timed."""
     about = replace(
         ABOUT, name=name, ranks=4, chunks=1, replicas=1, schedule="1f1b", microbatches=8, placement="0 1 2 3", rows=64,
-        cuts=("a", "b", "c"), units=(("x.0", "x.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
+        cuts=("a", "b", "c"), units=(("0.0", "0.1", "1.0", "1.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
     )  # fmt: skip
     for part in ("timelines", "memory", "ranks"):
         (folder / part).mkdir(parents=True)
@@ -51,6 +51,7 @@ def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page
     assert page.evaluate("timeline.bands[0].name") == "measured, step 5"
     peaks = page.evaluate("timeline.bands[0].lanes.map((lane) => lane.memory && lane.memory.peak)")
     assert peaks == [None, 400, None, None]
+    assert "0.0 to 1.1, 4 modules" in page.inner_text(".facts")
     line = page.locator(".course").first
     assert line.locator("path.line").get_attribute("d").count("M") == 2, "a loss that is no number leaves a gap"
     line.locator("svg").focus()
@@ -91,6 +92,14 @@ def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> N
     (folder / "steps.jsonl").write_text("")
     page = open_page(report(folder))
     assert "No timeline was recorded" in page.inner_text(".warning")
+
+
+def test_a_step_that_lacks_actions_is_shown_and_not_explained(tmp_path: Path, open_page: Any) -> None:
+    whole = measured()
+    partial = Timeline((Timeline.merge([[*whole.spans(0)][:5]]).tracks[0], *whole.tracks[1:]))
+    page = open_page(report(a_run(tmp_path / "run", partial)))
+    assert "no complete step" in page.inner_text(".warning")
+    assert page.evaluate("timeline.bands[0].length") == len(partial)
 
 
 def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:

@@ -84,6 +84,19 @@ def test_a_memory_limit_and_a_search(open_page: Any, studio: Start) -> None:
 
 
 @pytest.mark.long
+def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None:
+    page = ready(open_page, studio())
+    page.route("**/api/search**", lambda route: None)  # one that never ends
+    page.check("#searched")
+    slide(page, "ranks", 2)
+    page.wait_for_function(
+        "(where) => Number(document.querySelector(where).dataset.value) === 27",
+        arg="tr[data-schedule='1f1b'] [data-figure=span]",
+    )
+    assert page.inner_text(".searching [role=status]") == "searching…"
+
+
+@pytest.mark.long
 def test_what_numbers_do_not_allow_is_said(open_page: Any, studio: Start) -> None:
     server = studio()
     page = ready(open_page, server, "schedules=1f1b,chimera&ranks=3")

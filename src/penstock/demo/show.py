@@ -131,6 +131,7 @@ def result(
         ("memory", f"{memory} MB: the peak of each rank's process, with PyTorch"),
         ("trace", f"{escape(str(settings.out / TIMELINE))}: who did what when; open it in ui.perfetto.dev"),
         ("log", f"{escape(str(settings.out / METRICS))}: a line a step"),
+        ("run", f"penstock report {escape(str(settings.out))} draws all of it on a page"),
     ]
     if settings.ranks > cores():
         turns = f"({settings.ranks} processes take turns on {cores()} cores: bubble and speed say little here)"

@@ -25,6 +25,7 @@ from penstock.demo.data import Batch, Corpus, standard_library
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
 from penstock.report import write_perfetto
+from penstock.runs import RunFolder
 
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
@@ -47,7 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = GPT(layers=LAYERS, context=CONTEXT)
     example, _ = corpus.batch(0, ROWS, CONTEXT)
     with penstock.pipeline(
-        model, (example,), schedule=settings.schedule, microbatches=settings.microbatches, loss_fn=loss
+        model,
+        (example,),
+        schedule=settings.schedule,
+        microbatches=settings.microbatches,
+        loss_fn=loss,
+        run=RunFolder(settings.out, steps=settings.steps, line=False),  # the demo draws a bar of its own
     ) as pipe:
         held_out = corpus.held_out_batches(HELD_OUT_BATCHES, ROWS, CONTEXT)
         before = evaluate(pipe, held_out)

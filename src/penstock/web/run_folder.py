@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
 from penstock.runs import RunRead, StepRecord
+from penstock.schedule import Schedule
+from penstock.simulate.columns import Columns
 from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, duration
-from penstock.words import counted, in_ranges, sized
+from penstock.words import counted, sized
 
 
-def of_run(run: RunRead, found: Explanation | None, step: int | None) -> Shown:
+def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Sequence[str] = ()) -> Shown:
     """What a run recorded.
 
     Args:
@@ -26,11 +28,12 @@ def of_run(run: RunRead, found: Explanation | None, step: int | None) -> Shown:
         found: the explanation of one of its steps; None: nothing can be explained of ranks that took turns, nor of a
             run without timelines.
         step: the step whose timeline is shown; None: no timeline was recorded.
+        doubts: why nothing is explained, if that is not plain.
     """
     about, steps, predicted = run.about, run.steps(), run.predicted()
     bands: list[dict[str, Any]] = []
     memory: list[Held] = []
-    warnings = list(found.run.notes) if found else []
+    warnings = [*doubts, *(found.run.notes if found else ())]
     if step is None:
         warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
     else:
@@ -39,7 +42,7 @@ def of_run(run: RunRead, found: Explanation | None, step: int | None) -> Shown:
             warnings.append(TURNS_NOTE)
         curves, memory = _memory(run, step)
         note = "durations are real; starts cannot be compared" if timeline.in_turns else ""
-        bands.append(band(f"measured, step {step}", timeline, run.schedule(step), memory=curves, note=note))
+        bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
     if predicted is not None:
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
     elif found is not None:
@@ -114,15 +117,23 @@ def _memory(run: RunRead, step: int) -> tuple[list[dict[str, Any] | None], list[
     return curves, held
 
 
-def _fitting(run: RunRead, step: int | None) -> Any:
+def _whole(run: RunRead, step: int) -> Schedule | None:
+    """The schedule of a step; None if actions are missing from it, so that nobody knows who waited for whom."""
+    try:
+        schedule = run.schedule(step)
+        Columns.of(schedule)
+    except (ArgumentError, ScheduleError):
+        return None
+    return schedule
+
+
+def _fitting(run: RunRead, step: int | None) -> Schedule | None:
     """The schedule of the predicted timeline, if it is that of a step."""
     predicted = run.predicted()
     if step is None or predicted is None:
         return None
-    schedule = run.schedule(step)
-    rows = [track.actions for track in predicted.timeline.tracks]
     try:
-        return schedule.with_rows(rows)
+        return run.schedule(step).with_rows(track.actions for track in predicted.timeline.tracks)
     except ArgumentError:
         return None
 
@@ -152,5 +163,12 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
     ]
     if about.resumed:
         found.append(("resumed", ", ".join(about.resumed)))
-    found += [(f"stage {stage}", ", ".join(in_ranges(units))) for stage, units in enumerate(about.units)]
+    found += [(f"stage {stage}", _in_short(units)) for stage, units in enumerate(about.units)]
     return found
+
+
+def _in_short(units: Sequence[str]) -> str:
+    """The modules of a stage, or of many the first and the last."""
+    if len(units) <= 3:
+        return ", ".join(units)
+    return f"{units[0]} to {units[-1]}, {counted(len(units), 'module')}"

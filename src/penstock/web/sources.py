@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import ArgumentError
 from penstock.explain import Explanation, Predicted, Run, explain, read_run, run_of
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
@@ -64,7 +65,11 @@ def _of_folder(path: Path, step: int | None, prediction: Prediction) -> Shown:
         return of_run(run, None, None)
     if any(run.timeline(one).in_turns for one in recorded):
         return of_run(run, None, recorded[-1] if step is None else step)
-    found = _explained([path], step, prediction)
+    try:
+        known = run_of(read_run([path]))
+    except ArgumentError as error:  # a crash may have left no step whole
+        return of_run(run, None, recorded[-1] if step is None else step, (str(error),))
+    found = explain(known, step=step, predicted=prediction(known))
     return of_run(run, found, found.step.number)
 
 

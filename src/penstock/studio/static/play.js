@@ -32,15 +32,22 @@ export function play(panel) {
       "rank starts, as papers on zero bubbles count."),
   );
   let timeline = null;
-  let found = null;
+  let shown = null;
+
+  const seek = newestOnly(async () => {
+    const of = asked(question());
+    const best = await search.find();
+    if (best && state.searched && of === asked(question())) show(shown, best);
+  });
 
   addEventListener("penstock-theme", () => timeline?.refresh());
   const update = newestOnly(async () => {
     try {
       const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };
       tell(null);
-      found = state.searched ? await search.find() : null;
-      show(answer, found);
+      shown = answer;
+      show(answer, null);
+      if (state.searched) seek(); // takes seconds, for which no number waits
     } catch (error) {
       tell(error.message);
     }
