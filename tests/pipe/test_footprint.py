@@ -87,12 +87,15 @@ class Skipping(nn.Module):
 
 
 def test_a_value_that_skips_stages_counts_at_every_cut_that_it_crosses() -> None:
-    """It travels once, from its producer to its consumer; a profile's cuts do not know which stages lie between."""
+    """Each value counts once a cut, although it travels from its producer to each stage that uses it: a profile's cuts
+    do not know which stages lie between.
+    """
     model, x = Skipping(), torch.randn(6, 8)
     profile = penstock.profile(model, (x,), microbatches=2, budget_seconds=0)
     cuts = [unit.name for unit in profile.units[1:]]
     crossings = penstock.inspect(model, (x,), stages=4, microbatches=2, cuts=cuts).crossings
     assert [(one.source, one.target) for one in crossings] == [(0, 1), (0, 3), (1, 2), (2, 3)]
     for cut, unit in enumerate(profile.units[1:], 1):
-        assert unit.boundary_bytes == sum(one.bytes for one in crossings if one.source < cut <= one.target)
+        values = {(one.source, one.value): one.bytes for one in crossings if one.source < cut <= one.target}
+        assert unit.boundary_bytes == sum(values.values())
         assert unit.boundary_gradient_bytes == unit.boundary_bytes
