@@ -78,8 +78,8 @@ def assert_shown(said: str, out: Path) -> None:
     assert [step.loss for step in read_run(out).steps()] == [step["loss"] for step in steps]
 
     events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
-    ran = {(event["pid"], event["name"]) for event in events if event["ph"] == "X"}
-    assert {(rank, f"{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
+    ran = {(event["pid"], event["args"].get("action")) for event in events if event["ph"] == "X"}
+    assert {(rank, f"{rank}{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
 
 
 @pytest.mark.distributed
