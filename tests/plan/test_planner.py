@@ -315,6 +315,12 @@ def test_plans_with_split_backwards_take_what_those_take() -> None:
     assert steps(3.0, "1f1b") == steps(1.0, "1f1b")
 
 
+def test_split_backwards_that_not_all_sizes_have_count_for_none() -> None:
+    whole, split = _profile([1.0, 2.0]), _split(_profile([4.0, 8.0]), 10.0)
+    sizes = Sizes({1: whole, 4: split})
+    assert [[unit.split.seconds / unit.seconds for unit in sizes.at(rows)] for rows in (1, 2, 4)] == [[1.0, 1.0]] * 3
+
+
 def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
     uneven = _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)
     cluster = Cluster(3, link=LinkCost(1.0, MB))
