@@ -139,7 +139,8 @@ def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
         {index for index, unit in enumerate(profile.units) if unit.split_forward_seconds is not None}
         for profile in profiles.values()
     ]
-    dropped = set.union(*measured) - set.intersection(*measured)
+    first, *others = measured
+    dropped = first.union(*others) - first.intersection(*others)
     if not dropped:
         return profiles
     nothing: dict[str, Any] = dict.fromkeys(SPLIT_SECONDS)
