@@ -20,7 +20,7 @@ from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensor
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.pipe.action_time import action_seconds
-from penstock.pipe.build import checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
