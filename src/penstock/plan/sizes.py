@@ -24,6 +24,8 @@ GROWING = (
     "working_bytes",
     "input_bytes",
     "loss_bytes",
+    "shared_bytes",
+    "target_bytes",
 )
 """What depends on the number of rows. The rest is of the parameters."""
 
