@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -127,7 +128,9 @@ def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: st
 def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: str = "") -> tuple[Plan, list[float]]:
     """A plan for as many microbatches, and what each rank needs by it, without the optimizer."""
     model, x, y = case(dtype, words)
-    sizes = Sizes.of([penstock.profile(model, (x,), microbatches=MICROBATCHES, budget_seconds=0.1, target=y)])
+    profile = penstock.profile(model, (x,), microbatches=MICROBATCHES, budget_seconds=0.0, target=y)
+    alike = {"forward_seconds": 1.0, "input_gradient_seconds": 1.0, "weight_gradient_seconds": 1.0}
+    sizes = Sizes.of([replace(profile, units=tuple(replace(unit, **alike) for unit in profile.units))])  # the same cuts
     rows = x.shape[0] // MICROBATCHES
     choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
     units, order = sizes.at(rows), order_of(choice)
