@@ -34,6 +34,22 @@ def test_fake_tensors_have_no_values() -> None:
             x.nonzero()
 
 
+def test_allocations_are_told_in_order() -> None:
+    kept = []
+
+    def run() -> None:
+        with torch.profiler.record_function("begins"):
+            kept.append(torch.empty(100) + 1)
+
+    seen = compat.cpu_allocations(run)
+    assert seen is not None
+    assert [one for one in seen if one[0] == "begins"] == [("begins", 0)]
+    assert [size for _, size in seen if abs(size) == 400] == [400, 400, -400]
+    with torch.autograd.profiler.profile():
+        assert compat.cpu_allocations(run) is None, "a profiler runs already"
+    assert len(kept) == 1
+
+
 def test_fakes_of_real_numbers_have_no_values_either() -> None:
     mode, number = compat.fake_mode(), torch.tensor(3)
     fake = mode.from_tensor(number)

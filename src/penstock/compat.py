@@ -165,6 +165,28 @@ class WeakStorage:
         return isinstance(self._reference, StorageWeakRef) and not self._reference.expired()  # type: ignore[no-untyped-call]
 
 
+def cpu_allocations(run: Callable[[], None]) -> list[tuple[str, int]] | None:
+    """What torch's CPU allocator gives out (bytes above 0) and takes back (below) while this runs, in order, among the
+    names of the ranges that begin (`record_function`). None if torch does not say, or is being profiled already.
+
+    The older of torch's profilers: the newer one takes a second to start, and writes to the terminal.
+    """
+    old: Any = torch.autograd
+    try:
+        if old.profiler._is_profiler_enabled:
+            return None
+        more = torch._C._profiler._ExperimentalConfig()
+        old._enable_profiler_legacy(old.ProfilerConfig(old.ProfilerState.CPU, False, True, False, False, False, more))
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    try:
+        run()
+    finally:
+        found = old._disable_profiler_legacy()
+    kinds: tuple[Any, ...] = "memory_alloc", "push"
+    return [(each.name(), each.cpu_memory_usage()) for one in found for each in one if each.kind() in kinds]
+
+
 def autocast_state(device: torch.device) -> tuple[bool, torch.dtype, bool]:
     """Whether autocast is on for the device, its dtype, and whether it caches cast parameters."""
     kind = device.type

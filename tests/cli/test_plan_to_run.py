@@ -5,9 +5,6 @@ The script says nothing of the plan but what the plan's own screen tells it to.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +15,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.plan import read_plan
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(TEST_SECONDS)]
 
 MODEL = """
 import torch
@@ -102,11 +100,7 @@ def test_a_plan_is_run_as_its_screen_says(tmp_path: Path, case: str) -> None:
     (tmp_path / "train.py").write_text(
         SCRIPT.format(mesh="\n".join(lines), argument=", mesh=mesh" if "mesh=mesh" in told[-1:] or lines else "")
     )
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--plan", str(file), "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
-        check=False,
-    )  # fmt: skip
+    done = finished(*PENSTOCK, "run", "--plan", file, "train.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     parts = [torch.load(tmp_path / f"held.{rank}.pt") for rank in range(devices)]
     assert all(cuts == plan.cuts for cuts, _ in parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 TRAIN = """
 import itertools, os, signal
@@ -39,10 +40,7 @@ for number, (x, y) in enumerate(itertools.islice(batches, done, None), done):
 
 def losses(folder: Path, ranks: int, *, fails: bool = False, **environment: str) -> dict[int, str]:
     """The loss of each step, to the bit."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--ranks", str(ranks), "train.py"]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = finished(*PENSTOCK, "run", "--ranks", str(ranks), "train.py", folder=folder, **environment)
     assert bool(done.returncode) == fails, done.stderr
     return {int(number): loss for number, loss in map(str.split, done.stdout.splitlines())}
 

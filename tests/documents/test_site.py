@@ -64,6 +64,13 @@ def test_its_pages_fit_any_screen_and_show_the_figure_for_it(
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+def test_formulas_stand_on_one_line(site: Path, open_page: Opener) -> None:
+    page = open_page(site / "concepts" / "zero-bubble.html")
+    heights = page.locator(".formula math").evaluate_all("all => all.map(one => one.getBoundingClientRect().height)")
+    assert heights
+    assert max(heights) < 60  # 177 if each letter begins a line
+
+
 def test_search_works_from_disk(site: Path, open_page: Opener) -> None:
     page = open_page(site / "index.html")
     page.locator("input[name=q]").first.fill("zero bubble")

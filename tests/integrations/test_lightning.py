@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,26 +12,18 @@ from typing import Any
 import pytest
 
 from penstock.errors import ArgumentError
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 from scaffolding.scripts import lines_here
 
 JOB = Path(__file__).with_name("lightning_job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_lightning.py"
-RUN = ["-c", "from penstock.cli import main; main()", "run", "--ranks", "2"]
+RUN = (*PENSTOCK, "run", "--ranks", "2")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
-
-
-def run(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning's own
+    pytest.mark.timeout(TEST_SECONDS),
+]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -46,7 +36,7 @@ def test_a_run_goes_on_as_it_would_have(tmp_path: Path, monkeypatch: pytest.Monk
     if ranks == 1:
         assert lines_here(EXAMPLE, *again) == steps[1:]
         return
-    resumed = run(*RUN, EXAMPLE, *again, folder=tmp_path)
+    resumed = finished(*RUN, EXAMPLE, *again, folder=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stdout.splitlines() == steps[1:]
 
@@ -73,7 +63,7 @@ def test_validation_logging_and_early_stopping_agree_on_all_ranks(
     assert steps == 6, "EarlyStopping ended it after three epochs of two"
     assert float.fromhex(expected.pop("rank")) == 0
     if launched:
-        together = run(*RUN, JOB, folder=tmp_path)
+        together = finished(*RUN, JOB, folder=tmp_path)
         assert together.returncode == 0, together.stderr
         lines = together.stdout.splitlines()
     else:
@@ -88,7 +78,7 @@ def test_validation_logging_and_early_stopping_agree_on_all_ranks(
 @pytest.mark.long
 @pytest.mark.distributed
 def test_a_rank_that_raises_is_named_on_the_other(tmp_path: Path) -> None:
-    done = run(*RUN, JOB, "fail", folder=tmp_path)
+    done = finished(*RUN, JOB, "fail", folder=tmp_path)
     assert done.returncode != 0
     assert "rank 0 stops: rank 1 failed outside of a step: ValueError: the data ran dry" in done.stderr
 

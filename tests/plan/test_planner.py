@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -182,8 +183,11 @@ def test_of_equal_plans_the_simplest_comes_first() -> None:
     assert simplest_first([plan, faster]) == [faster, plan]
 
 
-def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) -> None:
+def test_a_better_order_is_searched_for_and_goes_through_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a slow link, uneven stages do better in an order that was found for them than in any that has a name."""
+    monkeypatch.setattr(import_module("penstock.search.search"), "_PATIENCE", math.inf)  # however busy the machine is
     sizes = Sizes({1: _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)})
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     named = make_plans(sizes, cluster, 6, best=1)
@@ -315,7 +319,14 @@ def test_plans_with_split_backwards_take_what_those_take() -> None:
     assert steps(3.0, "1f1b") == steps(1.0, "1f1b")
 
 
-def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
+def test_split_backwards_that_not_all_sizes_have_count_for_none() -> None:
+    whole, split = _profile([1.0, 2.0]), _split(_profile([4.0, 8.0]), 10.0)
+    sizes = Sizes({1: whole, 4: split})
+    assert [[unit.split.seconds / unit.seconds for unit in sizes.at(rows)] for rows in (1, 2, 4)] == [[1.0, 1.0]] * 3
+
+
+def test_a_searched_order_is_judged_by_the_costs_of_split_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(import_module("penstock.search.search"), "_PATIENCE", math.inf)  # however busy the machine is
     uneven = _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     found = {

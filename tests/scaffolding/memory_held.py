@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,9 +50,41 @@ class Words(nn.Module):
         return logits
 
 
+def convolutions() -> nn.Module:
+    """Its results are both what a ReLU keeps and what the next convolution keeps; kernels take buffers of their own."""
+    widths = [3, *[16] * 6]
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
+            for before, after in pairwise(widths)
+        )
+    )
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(x)[0]
+        return x + y
+
+
 def case(dtype: torch.dtype, words: str = "") -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, its batch and target. `words`: "tied" or "untied": of words, for `cross_entropy`."""
+    """A model, its batch and target. `words`: "tied" or "untied": of words, for `cross_entropy`; or the kind of model:
+    "convolutions" or "lstm".
+    """
     torch.manual_seed(0)
+    if words == "convolutions":
+        return (
+            convolutions().to(dtype),
+            torch.randn(64, 3, 32, 32, dtype=dtype),
+            torch.randn(64, 16, 32, 32, dtype=dtype),
+        )
+    if words == "lstm":
+        x, y = (torch.randn(128, 32, WIDTH, dtype=dtype) for _ in range(2))
+        return nn.Sequential(*(Recurrent() for _ in range(6))).to(dtype), x, y
     if words:
         x, y = (torch.randint(VOCABULARY, (ROWS * MICROBATCHES,)) for _ in range(2))
         return Words(tied=words == "tied").to(dtype), x, y
@@ -60,7 +94,7 @@ def case(dtype: torch.dtype, words: str = "") -> tuple[nn.Module, Tensor, Tensor
 
 
 def loss_of(words: str) -> Any:
-    return F.cross_entropy if words else F.mse_loss
+    return F.cross_entropy if words in ("tied", "untied") else F.mse_loss
 
 
 def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = "") -> int:
@@ -93,10 +127,13 @@ def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: st
 
 def planned(dtype: torch.dtype, ranks: int, schedule: str, chunks: int, words: str = "") -> tuple[Plan, list[float]]:
     """A plan for as many microbatches, and what each rank needs by it, without the optimizer."""
-    model, x, _ = case(dtype, words)
-    sizes = Sizes.of([penstock.profile(model, (x,), microbatches=MICROBATCHES, budget_seconds=0.1)])
-    choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, ROWS), Cluster(ranks)
-    units, order = sizes.at(ROWS), order_of(choice)
+    model, x, y = case(dtype, words)
+    profile = penstock.profile(model, (x,), microbatches=MICROBATCHES, budget_seconds=0.0, target=y)
+    alike = {"forward_seconds": 1.0, "input_gradient_seconds": 1.0, "weight_gradient_seconds": 1.0}
+    sizes = Sizes.of([replace(profile, units=tuple(replace(unit, **alike) for unit in profile.units))])  # the same cuts
+    rows = x.shape[0] // MICROBATCHES
+    choice, cluster = Choice(1, ranks, chunks, schedule, MICROBATCHES, rows), Cluster(ranks)
+    units, order = sizes.at(rows), order_of(choice)
     where = cut(units, order.placement, cluster, kinds_of_ranks(cluster, 1, ranks)[0])
     plan = predict(choice, units, cluster, where)
     bounds = [*where.starts, len(units)]

@@ -13,6 +13,7 @@ from penstock.balance.profile import (
     UnitCost,
     counted_again,
     first_difference,
+    kept_bytes,
     read_profile,
     ties_of,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "estimated",
     "first_difference",
     "fitted",
+    "kept_bytes",
     "read_profile",
     "stage_bytes",
     "stage_loads",

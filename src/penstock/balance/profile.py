@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 from penstock.balance.fields import check_numbers, read_as
@@ -86,6 +87,9 @@ class UnitCost:
         loss_bytes: what a loss keeps for its backward, as much as cross entropy: of the last unit, unless the model
             computes its own.
         tied: those of its parameters and buffers that other units hold, too.
+        shared_bytes: of `activation_bytes`, what the unit before keeps too, such as its result: there once on a device
+            with both.
+        target_bytes: of the target of the last unit's loss: it is there from the beginning of a step, too.
     """
 
     name: str
@@ -109,6 +113,8 @@ class UnitCost:
     input_bytes: float = 0
     loss_bytes: float = 0
     tied: tuple[Tied, ...] = ()
+    shared_bytes: float = 0
+    target_bytes: float = 0
 
     @property
     def split(self) -> UnitCost:
@@ -135,6 +141,14 @@ class UnitCost:
     def held_bytes(self) -> int:
         """What it takes all the time: parameters, buffers, gradients, and the optimizer's state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def kept_bytes(units: Sequence[UnitCost]) -> list[float]:
+    """What a microbatch takes from its forward to its backward, besides the model's inputs, of the first unit of these
+    consecutive ones, of the first two, and so on.
+    """
+    later = [0.0, *(min(unit.shared_bytes, unit.in_flight_bytes) for unit in units[1:])]
+    return [*accumulate(unit.in_flight_bytes - shared for unit, shared in zip(units, later, strict=True))]
 
 
 def counted_again(units: Iterable[UnitCost]) -> tuple[float, float, float]:

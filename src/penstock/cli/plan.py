@@ -185,7 +185,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     with loaded(target, "the model") as given:
         from penstock.pipe.profiling import profile as measured
 
-        cutting = given.dividing
+        cutting = given.dividing | {"target": given.target}
         if cluster.kind is not None:
             cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
         example = given.model, given.args, given.kwargs

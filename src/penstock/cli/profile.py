@@ -88,6 +88,7 @@ def profile(
             budget_seconds=budget_seconds,
             calibrate=calibrate or (),
             links=links,
+            target=given.target,
             **given.dividing,
         )
     if links and os.environ.get("RANK", "0") != "0":

@@ -224,7 +224,7 @@ class Partitioner:
 
         if budget_seconds is None:
             return complete(count(recording, self.model, units, args, kwargs))
-        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds, splits))
+        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds, splits, memory=True))
         try:
             counted = count(recording, self.model, units, args, kwargs)
         except UnmeasurableError:  # only estimates need it

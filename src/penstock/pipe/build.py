@@ -6,7 +6,7 @@ The same script runs alone (one process drives all ranks) and under torchrun (ea
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
+from penstock.pipe.arguments import check_model, check_numbers, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -40,13 +41,13 @@ from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
 from penstock.runtime.processes.world import World, device_named, device_of, join
-from penstock.runtime.step.example import is_whole, shared, tensors_of
+from penstock.runtime.step.example import is_whole, shared
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.schedule import CHUNKS, Schedule
 from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
 from penstock.simulate import LinkCost
-from penstock.words import a, counted
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from penstock.plan import Plan
@@ -202,8 +203,8 @@ def pipeline(
         offload=offload,
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
-    _check_numbers(microbatches=microbatches, chunks=chunks)
-    _check_model(model)
+    check_numbers(microbatches=microbatches, chunks=chunks)
+    check_model(model)
     example = checked_inputs(args, kwargs)
     options = Options(
         loss_fn=loss_fn,
@@ -236,7 +237,9 @@ def pipeline(
         pg_options=pg_options,
         run=run,
     )
-    kind = device_named(devices).type if isinstance(devices, (str, torch.device)) else _device_of(model, example).type
+    kind = (
+        device_named(devices).type if isinstance(devices, (str, torch.device)) else device_of_run(model, example).type
+    )
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
@@ -268,7 +271,7 @@ def build(
         plan: what the pipeline follows, which a recorded run is compared with.
     """
     given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
-    current = _device_of(model, example)
+    current = device_of_run(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
             "share_loss=False, but the mesh has replicas: each knows only its own part of the batch's loss; leave "
@@ -374,54 +377,3 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> No
                 f"the example has {rows} rows on the processes 0..{len(rows) - 1}; each must give one of the same "
                 "shape (later batches of replicas may differ)"
             )
-
-
-def _device_of(model: nn.Module | Sequence[nn.Module], example: tuple[tuple[Any, ...], dict[str, Any]]) -> torch.device:
-    """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
-    roots = [model] if isinstance(model, nn.Module) else model
-    held = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
-    if held.type not in ("cpu", "meta"):
-        return held
-    return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, type):
-        raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
-    layers = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
-
-
-def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One batch, from the user's arguments.
-
-    Raises:
-        ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.
-    """
-    if isinstance(args, (Tensor, batches.Microbatches)):
-        kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
-        raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
-    if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):
-        raise ArgumentError(
-            f"args is {a(type(args).__name__)}; expected a tuple of the model's positional inputs, such as (x,); what "
-            "it takes by keyword is given as kwargs={'x': x}"
-        )
-    if not (kwargs is None or isinstance(kwargs, Mapping)):
-        raise ArgumentError(
-            f"kwargs is {a(type(kwargs).__name__)}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
-            "takes is given as target=..., the loss as loss_fn=..."
-        )
-    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
-    if taken:
-        raise ArgumentError(
-            f"kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
-            "pass it by position in args, or wrap the model in a module that names it otherwise"
-        )
-    return tuple(args), dict(kwargs or {})
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")

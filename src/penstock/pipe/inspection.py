@@ -19,7 +19,8 @@ from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.build import build, checked_inputs
+from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.build import build
 from penstock.pipe.described import modules_of
 from penstock.pipe.footprint import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options

@@ -20,7 +20,7 @@ from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensor
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.pipe.action_time import action_seconds
-from penstock.pipe.build import checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
@@ -48,6 +48,7 @@ def profile(
     budget_seconds: float = 2.0,
     calibrate: Sequence[Profile | str | os.PathLike[str]] | Efficiency = (),
     links: bool = False,
+    target: Any = None,
 ) -> Profile:
     """Runs each module before which the model can be cut, forward and backward, and says what it costs.
 
@@ -69,6 +70,7 @@ def profile(
         links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
             model's. Every rank of a job calls this. All measure the units at the same time, as they will work, since a
             machine's devices may slow each other down; all get rank 0's profile.
+        target: of the whole batch, for the loss: only its memory counts.
 
     Raises:
         ArgumentError: an argument is wrong, `links` is asked for in a single process, the batch makes no microbatch of
@@ -87,12 +89,13 @@ def profile(
         )
     pieces = _pieces(cutting, example, microbatches, microbatch_sizes)
     there = None if device is None or isinstance(device, Device) or kind is not None else device_named(device)
+    per_row = sum(tensor.nbytes for tensor in tensors_in(target)) / _pieces(cutting, example, 1, None)[0][1]
     if links and kind is not None:
         raise ArgumentError("links are measured between the ranks that run here: leave them out of an estimate")
 
     def units() -> Profile:
         partitioner = Partitioner(model, 1, leaves=leaves, opens=opens, streams=NoStreams())
-        found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there)
+        found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there, per_row)
         if kind is not None:
             return estimated(found, kind, _efficiency(calibrate, kind))
         # other devices compute while the runtime goes on
@@ -106,14 +109,19 @@ def _measured(
     pieces: Sequence[tuple[Flat, int]],
     budget_seconds: float | None,
     there: torch.device | None,
+    target_bytes: float,
 ) -> Profile:
-    """The profile of microbatches, the last as the main one. `budget_seconds`: None: nothing is run."""
+    """The profile of microbatches, the last as the main one. `budget_seconds`: None: nothing is run; `target_bytes`: of
+    a row.
+    """
 
     def one(piece: Flat, rows: int) -> Profile:
         inputs, named = unflatten(piece.leaves, piece.structure)
         if there is not None:
             inputs, named = map_tensors(lambda tensor: tensor.to(there), (inputs, named))
-        return partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
+        found = partitioner.profile(inputs, named, budget_seconds, rows, partial(SplitBackward, in_order=True))
+        *before, last = found.units
+        return replace(found, units=(*before, replace(last, target_bytes=rows * target_bytes)))
 
     try:
         with torch.enable_grad():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from penstock.balance import UnitCost, counted_again
+from penstock.balance import UnitCost, counted_again, kept_bytes
 from penstock.schedule import Placement
 
 
@@ -16,8 +15,8 @@ class Besides:
 
     Attributes:
         working: what a forward or a backward takes while it runs, at most.
-        batch: the model's inputs: of a stage, for one microbatch; of a rank, for the whole step, since all are there
-            from its beginning.
+        batch: the model's inputs and the loss's target: of a stage, for one microbatch; of a rank, for the whole step,
+            since all are there from its beginning.
     """
 
     working: float
@@ -26,9 +25,9 @@ class Besides:
     @classmethod
     def of(cls, units: Sequence[UnitCost]) -> Besides:
         """Those of consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch."""
-        kept = [*accumulate(unit.in_flight_bytes for unit in units)]
+        kept = kept_bytes(units)
         most = max(before + unit.working_bytes for before, unit in zip(kept, units, strict=True))
-        return cls(max(0.0, most - kept[-1]), sum(unit.input_bytes for unit in units))
+        return cls(max(0.0, most - kept[-1]), sum(unit.input_bytes + unit.target_bytes for unit in units))
 
 
 def besides(placement: Placement, microbatches: int, stages: Sequence[Besides]) -> list[Besides]:

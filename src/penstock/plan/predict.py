@@ -66,7 +66,7 @@ def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, 
         return None
     problem = replace(
         _problem(units, placement, cluster, kinds),
-        held_bytes=[unit.held_bytes + schedule.microbatches * unit.input_bytes for unit in units],
+        held_bytes=[unit.held_bytes + schedule.microbatches * (unit.input_bytes + unit.target_bytes) for unit in units],
         activation_bytes=[unit.in_flight_bytes for unit in units],
         working_bytes=[unit.working_bytes for unit in units],
         ties=ties_of(units),

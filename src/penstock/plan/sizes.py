@@ -24,6 +24,8 @@ GROWING = (
     "working_bytes",
     "input_bytes",
     "loss_bytes",
+    "shared_bytes",
+    "target_bytes",
 )
 """What depends on the number of rows. The rest is of the parameters."""
 
@@ -58,6 +60,7 @@ class Sizes:
             other.check_for(first.parameters, first.device, first.dtype)
             if [unit.name for unit in other.units] != [unit.name for unit in first.units]:
                 raise ArgumentError("profiles: they have different units; make them with the same opens= and leaves=")
+        object.__setattr__(self, "profiles", _split_alike(self.profiles))
 
     @classmethod
     def of(cls, profiles: Iterable[Profile]) -> Sizes:
@@ -130,6 +133,28 @@ def rows_of(profile: Profile) -> int:
     if not found:
         raise ArgumentError("profiles: one does not say with which inputs it was made; use penstock.profile(...)")
     return found.most_common(1)[0][0]
+
+
+def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
+    """Without the times of split backwards of units for which not all sizes have them."""
+    measured = [
+        {index for index, unit in enumerate(profile.units) if unit.split_forward_seconds is not None}
+        for profile in profiles.values()
+    ]
+    first, *others = measured
+    dropped = first.union(*others) - first.intersection(*others)
+    if not dropped:
+        return profiles
+    nothing: dict[str, Any] = dict.fromkeys(SPLIT_SECONDS)
+    return {
+        rows: replace(
+            profile,
+            units=tuple(
+                replace(unit, **nothing) if index in dropped else unit for index, unit in enumerate(profile.units)
+            ),
+        )
+        for rows, profile in profiles.items()
+    }
 
 
 def _growing(unit: UnitCost) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from penstock.balance import MeasuredLink, Problem, Profile, UnitCost, best_starts, counted_again
+from penstock.balance import MeasuredLink, Problem, Profile, UnitCost, best_starts, counted_again, kept_bytes
 from penstock.simulate.costs import LinkCost, StageCost
 
 USUAL_LINKS = {"cpu": LinkCost(30e-6, 5e9)}
@@ -81,7 +81,7 @@ def stage_cost(
         speed: of its device; 1: that of the device of the profile.
         action_seconds: what the runtime adds to F, and to B or I. A W of its own is taken to need none.
     """
-    activations = sum(unit.in_flight_bytes for unit in units)
+    activations = kept_bytes(units)[-1]
     parameters, gradients, states = counted_again(units)
     return StageCost(
         sum(unit.forward_seconds for unit in units) / speed + action_seconds,

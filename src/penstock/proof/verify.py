@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.gradients import gradient_dtype
-from penstock.pipe.build import build, checked_inputs, pipeline
+from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.build import build, pipeline
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.another_order import reordered_in

@@ -94,9 +94,10 @@ def idle_of(found: Explanation) -> Idle:
 
 
 def improvements_of(found: Explanation) -> list[Improvement]:
-    """What to change first, then other ways."""
+    """What to change first, then other ways; a gain that is within the simulator's error is no advice."""
     error = f"± {found.change_error:.1%}" if found.change_error >= 0.001 else "± <0.1%"
-    ordered = sorted(found.changes, key=lambda one: not one.mends)[:_MOST]
+    certain = [one for one in found.changes if one.gain > found.change_error]
+    ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
     return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
 
 

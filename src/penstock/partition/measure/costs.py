@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, UnitCost
+from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.alike import kind_of
@@ -60,16 +61,39 @@ class Times(NamedTuple):
     split: SplitTimes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a forward keeps for its backward, besides parameters and buffers.
+
+    Attributes:
+        bytes: of all.
+        inputs, outputs: those of each input and each result that is kept itself; 0 of the others.
+    """
+
+    bytes: int
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, sizes: Mapping[int, int], own: Collection[int], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> Saved:
+        """From the sizes of what was saved, by `storage_of`; `own`: the parameters' and buffers'."""
+        kept = {storage: size for storage, size in sizes.items() if storage not in own}
+        into, out = ([kept.get(storage_of(value), 0) for value in values] for values in (inputs, outputs))
+        return cls(sum(kept.values()), tuple(into), tuple(out))
+
+
 class Run(Protocol):
     """A unit that ran.
 
     Attributes:
         outputs: what it returned.
-        saved_bytes: what its forward kept for its backward, besides parameters and buffers.
+        saved: what its forward kept for its backward, besides parameters and buffers.
     """
 
     outputs: Sequence[Tensor]
-    saved_bytes: int
+    saved: Saved
 
     def times(self) -> Times:
         """What it took."""
@@ -83,6 +107,9 @@ class Like:
     """A unit that is of the same kind as an earlier one."""
 
     stage: int
+
+
+R = TypeVar("R", bound=Run)
 
 
 def cut_finely(
@@ -116,17 +143,34 @@ def first_runs(
     return runs
 
 
+def run_of(runs: Mapping[int, R | Like], index: int) -> R:
+    """The run of a unit, or of the one of its kind that ran."""
+    run = runs[index]
+    run = runs[run.stage] if isinstance(run, Like) else run
+    assert not isinstance(run, Like)
+    return run
+
+
+def _shared(split: CutRecording, runs: Mapping[int, Run | Like]) -> list[int]:
+    """For each unit, the bytes of what it and the one before it both keep: its inputs."""
+    found, before = [], dict[tuple[int, str], int]()
+    for index, plan in enumerate(split.plans):
+        saved = run_of(runs, index).saved
+        inputs = {(i.source, i.name): size for i, size in zip(plan.inputs, saved.inputs, strict=True)}
+        found.append(sum(min(size, before.get(key, 0)) for key, size in inputs.items()))
+        before = inputs | {(index, o.name): size for o, size in zip(plan.outputs, saved.outputs, strict=True)}
+    return found
+
+
 def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
     """What each unit costs."""
     crossing = _crossing([plan.inputs for plan in split.plans])
     recording = split.recording
+    shared = _shared(split, runs)
     found: list[UnitCost] = []
     for index, (unit, plan) in enumerate(zip(kept, split.plans, strict=True)):
-        run, like = runs[index], ""
-        if isinstance(run, Like):
-            like = kept[run.stage].name
-            run = runs[run.stage]
-            assert not isinstance(run, Like)
+        run, one = run_of(runs, index), runs[index]
+        like = kept[one.stage].name if isinstance(one, Like) else ""
         times = run.times()
         names = {name for node in plan.run for name in split.held_by(node)}
         held = [recording.held[name] for name in names]
@@ -138,7 +182,8 @@ def unit_costs(kept: Sequence[Candidate], split: CutRecording, runs: Mapping[int
             times.forward,
             times.input_gradient,
             times.weight_gradient,
-            activation_bytes=run.saved_bytes,
+            activation_bytes=run.saved.bytes,
+            shared_bytes=shared[index],
             parameter_bytes=size,
             gradient_bytes=trained,
             optimizer_bytes=OPTIMIZER_VALUES * trained,

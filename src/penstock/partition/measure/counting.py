@@ -21,6 +21,7 @@ from penstock.compat import FakeTensorMode, fake_mode, quiet, size_of, storage_o
 from penstock.hardware import Operation
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.costs import (
+    Saved,
     Times,
     UnmeasurableError,
     cut_finely,
@@ -74,7 +75,7 @@ class CountedUnit:
     """A unit that ran once, on fakes of its parameters and inputs.
 
     Attributes:
-        outputs, saved_bytes: see `Run`.
+        outputs, saved: see `Run`.
     """
 
     def __init__(self, stage: Stage, inputs: Sequence[Tensor], recording: Recording, mode: FakeTensorMode) -> None:
@@ -110,7 +111,7 @@ class CountedUnit:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), Counting() as forward:
             made = self._module(*entering)
         self.outputs: Sequence[Tensor] = [value.detach() for value in made]
-        self.saved_bytes = sum(size for storage, size in sizes.items() if storage not in own)
+        self.saved = Saved.of(sizes, own, entering, made)
         roots, seeds = _seeded(made)
         with Counting() as backward:
             if roots:

@@ -42,13 +42,13 @@ def units_held(
 
 
 def with_memory(costs: Sequence[UnitCost], held: Sequence[UnitCost]) -> tuple[UnitCost, ...]:
-    """The units with what those of the same names take besides."""
+    """The units with what those of the same names take besides; what was measured counts if it is more."""
     known = {unit.name: unit for unit in held}
     found = []
     for unit in costs:
         own = known[unit.name]
-        besides = {name: getattr(own, name) for name in ("working_bytes", "input_bytes", "loss_bytes", "tied")}
-        found.append(replace(unit, **besides))
+        most = {name: max(getattr(unit, name), getattr(own, name)) for name in ("working_bytes", "loss_bytes")}
+        found.append(replace(unit, input_bytes=own.input_bytes, tied=own.tied, **most))
     return tuple(found)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile
+from penstock.balance import Profile, UnitCost
 from penstock.partition.cut.balance import Candidate
 from penstock.partition.measure.costs import (
     Like,
@@ -24,8 +25,10 @@ from penstock.partition.measure.costs import (
     cut_finely,
     first_runs,
     profile_of,
+    run_of,
     unit_costs,
 )
+from penstock.partition.measure.footprint import Footprint
 from penstock.partition.measure.in_sequence import Make, Round, in_sequence
 from penstock.partition.measure.running import Backward, RunningUnit, Splits
 from penstock.partition.recording.recording import Recording
@@ -55,6 +58,8 @@ def measure(
     kwargs: Mapping[str, Any],
     budget_seconds: float = BUDGET_SECONDS,
     splits: Splits | None = None,
+    *,
+    memory: bool = False,
 ) -> Profile:
     """The profile of a recording's units. Changes nothing of the model, nor any random generator.
 
@@ -62,6 +67,7 @@ def measure(
         units: the candidates for cuts; those at which no cut is possible join the one before.
         args, kwargs: what was recorded.
         splits: makes what splits backwards, which are then measured too.
+        memory: whether to measure what a forward and a backward take, too: runs more, without the clock.
 
     Raises:
         UnmeasurableError: parameters are on the meta device, or a unit raises.
@@ -88,11 +94,36 @@ def measure(
             given = _made_up(recording, args, kwargs)
             found = first_runs(split, {**given}, first)
             runs = _measured(split, given, found, made, budget_seconds)
+            costs = unit_costs(kept, split, found)
+            if memory:
+                costs = _with_taken(costs, found)
         except Exception as error:
             raise UnmeasurableError(f"running its units fails ({in_a_line(error)})") from error
         finally:
             reach.restore()
-    return profile_of(recording, model, unit_costs(kept, split, found), args, kwargs, runs)
+    return profile_of(recording, model, costs, args, kwargs, runs)
+
+
+def _with_taken(costs: Sequence[UnitCost], found: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
+    """The units with what they really take, where that is more than what autograd says that it keeps."""
+    taken: dict[tuple[int, bool], Footprint | None] = {}
+    changed = []
+    for index, cost in enumerate(costs):
+        unit, is_last = run_of(found, index), index == len(costs) - 1
+        assert isinstance(unit, RunningUnit)
+        own, whole = (
+            taken[key] if (key := (id(unit), loss)) in taken else taken.setdefault(key, unit.taken(with_loss=loss))
+            for loss in (False, is_last)
+        )
+        changed.append(cost if own is None or whole is None else _at_least(cost, own, whole))
+    return tuple(changed)
+
+
+def _at_least(cost: UnitCost, own: Footprint, whole: Footprint) -> UnitCost:
+    """`own`: of the unit; `whole`: with the loss, if one follows."""
+    kept, loss = max(cost.activation_bytes, own.kept), max(whole.kept - own.kept, 0)
+    working = max(whole.kept + whole.working - kept - loss, 0)
+    return replace(cost, activation_bytes=kept, loss_bytes=loss, working_bytes=working)
 
 
 def _measured(

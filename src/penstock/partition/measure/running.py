@@ -17,7 +17,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.compat import size_of, storage_of
 from penstock.errors import PartitionError
 from penstock.partition.measure.clock import Clock
-from penstock.partition.measure.costs import SplitTimes, Times
+from penstock.partition.measure.costs import Saved, SplitTimes, Times
+from penstock.partition.measure.footprint import Footprint, usual_loss
+from penstock.partition.measure.peaks import really_taken
 from penstock.partition.stages.stage import Stage
 
 
@@ -84,7 +86,7 @@ class RunningUnit:
 
     Attributes:
         outputs: what the first run returned.
-        saved_bytes: what the first run kept for its backward, besides parameters and buffers.
+        saved: what the first run kept for its backward, besides parameters and buffers.
         held_bytes: its parameters and their gradients.
         runs: what it took.
         clock: of its device.
@@ -114,9 +116,10 @@ class RunningUnit:
             self._splitting = splits(lambda: dict(self._module.named_parameters()), self._module, device)
         self.runs = Runs()
         self.clock = Clock(device)
+        self._device = device
         self.held_bytes = sum(size_of(p) * (2 if p.requires_grad else 1) for p in self._module.parameters())
         self.outputs: Sequence[Tensor] = ()
-        self.saved_bytes = 0
+        self.saved = Saved(0)
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -145,12 +148,33 @@ class RunningUnit:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             made = self._module(*entering)
         self.outputs = [value.detach() for value in made]
-        self.saved_bytes = sum(size for storage, size in sizes.items() if storage not in self._own)
+        self.saved = Saved.of(sizes, self._own, entering, made)
         roots, seeds = _seeded(made)
         if roots:
             torch.autograd.backward(roots, seeds)
         self.learn()
         self.clock.settle()
+
+    def taken(self, *, with_loss: bool = False) -> Footprint | None:
+        """What a run really takes, untimed, besides parameters and their gradients; None if nothing says.
+
+        `with_loss`: whether `usual_loss` follows.
+        """
+        edges, grads = list[GradientEdge](), list[tuple[Any, ...]]()
+
+        def forward() -> None:
+            made = self._module(*self._enter(self.inputs)[1])
+            for value in usual_loss(made) if with_loss else made:
+                if value.requires_grad:
+                    edges.append(get_gradient_edge(value))
+                    grads.append((tuple(value.shape), value.stride(), value.dtype))
+
+        def backward() -> None:
+            if edges:
+                made = [torch.empty_strided(*size, dtype=dtype, device=self._device) for *size, dtype in grads]
+                torch.autograd.backward(edges, [seed.fill_(1) for seed in made])
+
+        return really_taken(self._device, forward, backward)
 
     def learn(self) -> None:
         """Runs a first split backward, which shows what can be put off. Comes before any that is timed."""

@@ -1,0 +1,69 @@
+"""What every verb of the facade takes: a model and a batch, checked; and the device that they are on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ArgumentError
+from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.step.example import tensors_of
+from penstock.words import a
+
+
+def device_of_run(
+    model: nn.Module | Sequence[nn.Module], example: tuple[tuple[Any, ...], dict[str, Any]]
+) -> torch.device:
+    """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
+    roots = [model] if isinstance(model, nn.Module) else model
+    held = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+    if held.type not in ("cpu", "meta"):
+        return held
+    return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
+
+
+def check_model(model: object) -> None:
+    """Raises ArgumentError if it is no module and no sequence of modules."""
+    if isinstance(model, type):
+        raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
+    layers = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
+
+
+def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One batch, from the user's arguments.
+
+    Raises:
+        ArgumentError: they are not a sequence and a mapping, or a name is one that `Pipeline.step` takes itself.
+    """
+    if isinstance(args, (Tensor, batches.Microbatches)):
+        kind = "a tensor" if isinstance(args, Tensor) else "a Microbatches"
+        raise ArgumentError(f"args is {kind}; expected a tuple of the model's positional inputs: give (x,)")
+    if isinstance(args, (Mapping, str)) or not isinstance(args, Iterable):
+        raise ArgumentError(
+            f"args is {a(type(args).__name__)}; expected a tuple of the model's positional inputs, such as (x,); what "
+            "it takes by keyword is given as kwargs={'x': x}"
+        )
+    if not (kwargs is None or isinstance(kwargs, Mapping)):
+        raise ArgumentError(
+            f"kwargs is {a(type(kwargs).__name__)}; expected the model's inputs by keyword, {{'x': x}}; what the loss "
+            "takes is given as target=..., the loss as loss_fn=..."
+        )
+    taken = sorted({"target", "outputs", "timeline", "loss_scale"} & (kwargs or {}).keys())
+    if taken:
+        raise ArgumentError(
+            f"kwargs: the model's argument {taken[0]!r} has the name of one that Pipeline.step takes itself; "
+            "pass it by position in args, or wrap the model in a module that names it otherwise"
+        )
+    return tuple(args), dict(kwargs or {})
+
+
+def check_numbers(**numbers: int | None) -> None:
+    """Raises ArgumentError if one that is given is no whole number of at least 1."""
+    for name, value in numbers.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
