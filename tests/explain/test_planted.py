@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planted import LINK, even, recorded, timeline, twice, without
 
 from penstock.errors import ArgumentError
-from penstock.explain import Explanation, explain
+from penstock.explain import Explanation, explain, run_of
+from penstock.explain.case import case_of
+from penstock.explain.changes import Trial, suggestions
+from penstock.explain.factors import factors_of
 from penstock.explain.where import Reason
 from penstock.schedule.timeline import Timeline
 
@@ -138,6 +143,38 @@ def test_a_moved_cut_is_what_the_simulator_says_of_it(change: str, after: tuple[
     back = "cut=1:0.5,cut=1:" + str(-0.5 / 1.5)  # stage 0 takes a half of stage 1, and gives as much back
     (same,) = explain(recorded(taking(before)), what_ifs=[back]).what_ifs
     assert same.step_seconds == pytest.approx(taking(before).makespan_seconds)
+
+
+@pytest.mark.parametrize("change", ["cut=even", "cut=1:0.25"])
+def test_a_moved_cut_leaves_an_interruption_as_long_as_it_was(change: str) -> None:
+    """A backward of the light stage was interrupted; that it gets more work does not make the interruption longer."""
+
+    def with_interruption(seconds: Callable[[int], float]) -> Timeline:
+        return timeline(
+            lambda stage, k: seconds(stage),
+            lambda stage, k: 2 * seconds(stage) + (20.0 if (stage, k) == (0, 2) else 0.0),
+            ranks=2,
+        )
+
+    found = explain(
+        recorded(with_interruption(lambda stage: 1.0 + stage)), what_ifs=[change, f"{change},actions=usual"]
+    )
+    level = with_interruption(lambda stage: 1.5).makespan_seconds
+    assert found.what_ifs[0].step_seconds == pytest.approx(level)
+    quiet = timeline(lambda stage, k: 1.5, lambda stage, k: 3.0, ranks=2).makespan_seconds
+    assert found.what_ifs[1].step_seconds == pytest.approx(quiet)
+    assert next(one for one in found.changes if one.kind == "cut").step_seconds == pytest.approx(level)
+
+
+def test_nothing_is_accused_of_what_the_replay_may_have_wrong() -> None:
+    """Ranks, too: only what brings more than the replay's error is told."""
+    step = run_of(recorded(timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice))).typical
+    factors = factors_of(step.replicas)
+    replay = case_of(step, factors.seconds)
+    trial = Trial(step, factors, replay, replay.step_seconds)
+    gain = next(one.gain for one in suggestions(trial, 0.0) if one.kind == "rank")
+    assert "rank" in [one.kind for one in suggestions(trial, 0.99 * gain)]
+    assert "rank" not in [one.kind for one in suggestions(trial, 1.01 * gain)]
 
 
 def test_changes_are_made_together() -> None:

@@ -26,7 +26,7 @@ _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
 _MOST_RANKS = 3
-_BY_MEDIANS = ("cut", "rank", "microbatches")
+_MENDS = ("cut", "rank", "microbatches", "actions")
 _SAME_WORK = "the same work in sum"
 
 
@@ -51,7 +51,7 @@ class Change:
     @property
     def mends(self) -> bool:
         """Whether it mends something that the trace shows to be uneven, rather than doing the work in another way."""
-        return self.kind in (*_BY_MEDIANS, "actions")
+        return self.kind in _MENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,20 @@ class Trial:
         """What a microbatch takes on each stage, of a rank that is not slow."""
         return np.asarray(np.nansum(self.factors.typical, axis=0))
 
+    @property
+    def excess(self) -> Floats:
+        """What actions that are slow by themselves take beyond what is usual, in seconds; 0 for all others."""
+        return np.asarray(np.nan_to_num(self.factors.seconds) * (1 - 1 / _own(self)))
+
+    def scaled(self, case: Case, scale: Floats) -> Case:
+        """What work usually takes so many times as long. An action's excess has other causes, and so stays."""
+        return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
+
 
 def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
     """The changes that bring something: those that mend what is uneven, then other ways; what brings most first.
 
-    Stages, ranks and microbatches are known by medians of many actions. What rests on single ones, and other ways, have
-    to bring more than the replay's error.
+    Each has to bring more than the replay's error: what may be nothing is no advice.
     """
     found = [
         *_cut(trial),
@@ -96,7 +104,7 @@ def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
     ]
     return tuple(
         sorted(
-            (one for one in found if one.gain >= (LEAST_GAIN if one.kind in _BY_MEDIANS else max(LEAST_GAIN, error))),
+            (one for one in found if one.gain >= max(LEAST_GAIN, error)),
             key=lambda one: (not one.mends, -one.gain),
         )
     )
@@ -123,7 +131,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
         if old != new_one
     ]
     if moves:
-        case = trial.replay.with_seconds(trial.replay.seconds * (np.array(new) / totals)[None, None, :, None])
+        case = trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None])
         yield trial.change(
             "cut", f"{is_so}: {'; '.join(moves)}", case, "units as profiled, scaled to what was measured"
         )
@@ -133,15 +141,15 @@ def _even(trial: Trial, case: Case) -> Case:
     """All stages as long as their mean, each op's share of its stage as it is."""
     totals = trial.totals
     scale = np.where(totals > 0, totals.mean() / np.where(totals > 0, totals, 1.0), 1.0)
-    return case.with_seconds(case.seconds * scale[None, None, :, None])
+    return trial.scaled(case, scale[None, None, :, None])
 
 
 def _ranks(trial: Trial) -> Iterator[Change]:
     """The slow ranks by what they lose, the worst few."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
     for one in slow_ranks(trial.step, factors)[:_MOST_RANKS]:
-        seconds, place = trial.replay.seconds.copy(), numbers.index(one.replica)
-        seconds[place] /= np.where(one.slow, factors.rank[place], 1.0)[..., None]
+        scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
+        scale[place][one.slow] /= factors.rank[place][one.slow]
         ops = ", ".join(
             f"{_WORDS[op.value]} {factors.rank[place][row][one.slow[row]].max():.1f}x"
             for row, op in enumerate(COMPUTE)
@@ -150,7 +158,7 @@ def _ranks(trial: Trial) -> Iterator[Change]:
         than = "the other stages'" if one.alone else "its replicas'"
         text = f"{one.who} is slow ({ops} {than}): mend or replace it"
         note = "no replica tells; its other ops are not slow" if one.alone else ""
-        yield trial.change("rank", text, trial.replay.with_seconds(seconds), note)
+        yield trial.change("rank", text, trial.scaled(trial.replay, scale[..., None]), note)
 
 
 def _microbatches(trial: Trial) -> Iterator[Change]:
@@ -167,7 +175,7 @@ def _microbatches(trial: Trial) -> Iterator[Change]:
 
 
 def _equal(trial: Trial, case: Case) -> Case:
-    return case.with_seconds(case.seconds / trial.factors.microbatch[:, None, None, :])
+    return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
 
 
 def _actions(trial: Trial) -> Iterator[Change]:
@@ -175,7 +183,7 @@ def _actions(trial: Trial) -> Iterator[Change]:
     slow = own > 1.0
     if not slow.any():
         return
-    excess = np.nan_to_num(trial.factors.seconds) * (1 - 1 / own)
+    excess = trial.excess
     place, op, stage, microbatch = (int(index) for index in np.unravel_index(int(np.argmax(excess)), excess.shape))
     of = f" of replica {trial.step.replicas[place].number}" if len(trial.step.replicas) > 1 else ""
     name = f"{stage}{COMPUTE[op].value}{microbatch}"
@@ -187,7 +195,7 @@ def _actions(trial: Trial) -> Iterator[Change]:
 
 
 def _usual(trial: Trial, case: Case) -> Case:
-    return case.with_seconds(case.seconds / _own(trial))
+    return case.with_seconds(case.seconds - trial.excess)
 
 
 def _own(trial: Trial) -> Floats:
@@ -226,14 +234,16 @@ def what_if(trial: Trial, text: str) -> Change:
     """The step if things were different.
 
     Args:
-        text: changes as in `WHAT_IFS`. Another schedule is made last.
+        text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
 
     Raises:
         ArgumentError: it is none of them.
     """
     case, notes = trial.replay, []
     parts = [part.strip().partition("=") for part in text.split(",")]
-    for name, _, value in sorted(parts, key=lambda part: part[0] == "schedule"):
+    usual = [part for part in parts if part[0] == "actions"]
+    rest = [part for part in parts if part[0] != "actions"]
+    for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
         case, note = _changed(trial, case, name, value)
         notes += [note] if note else []
     return trial.change("what if", text, case, "; ".join(notes))
@@ -251,12 +261,12 @@ def _changed(trial: Trial, case: Case, name: str, value: str) -> tuple[Case, str
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < trial.slowest.schedule.placement.depth:
             return _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
-            return case.with_seconds(case.seconds / slow[..., None]), ""
+            return trial.scaled(case, 1 / slow[..., None]), ""
         case "rank", _ if value.isdigit() and int(value) < trial.slowest.schedule.ranks:
             of_rank = np.ones_like(slow)
             stages = list(trial.slowest.schedule.placement.by_rank[int(value)])
             of_rank[:, :, stages] = slow[:, :, stages]
-            return case.with_seconds(case.seconds / of_rank[..., None]), ""
+            return trial.scaled(case, 1 / of_rank[..., None]), ""
         case "microbatches", "equal":
             return _equal(trial, case), _SAME_WORK
         case "actions", "usual":
@@ -274,7 +284,7 @@ _PROPORTIONS = "moved work is forward and backward in the proportion of the stag
 
 def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
     """The cut before a stage moved: later, by a share of its work, or below 0 earlier, by a share of the one before."""
-    now, replayed = (np.nansum(one.seconds, axis=(0, 1, 3)) for one in (case, trial.replay))
+    now, replayed = (np.nansum(one.seconds - trial.excess, axis=(0, 1, 3)) for one in (case, trial.replay))
     totals = trial.totals * now / np.where(replayed > 0, replayed, 1.0)
     moved = totals.copy()
     for upper in range(stage, len(totals), trial.slowest.schedule.placement.depth):  # in each copy of the model
@@ -282,7 +292,7 @@ def _recut(trial: Trial, case: Case, stage: int, share: float) -> Case:
         moved[upper - 1] += amount
         moved[upper] -= amount
     scale = np.where(totals > 0, moved / np.where(totals > 0, totals, 1.0), 1.0)
-    return case.with_seconds(case.seconds * scale[None, None, :, None])
+    return trial.scaled(case, scale[None, None, :, None])
 
 
 def _is_factor(text: str) -> bool:
