@@ -14,7 +14,7 @@ from test_explain import measured, profile
 
 from penstock.report import to_perfetto
 from penstock.report.frame import frame
-from penstock.schedule import generate
+from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 from penstock.web.picture import write_picture
@@ -152,6 +152,21 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     assert str(path) in refusal("report", str(path)) or "timeline" in refusal("report", str(path))
     assert not path.with_suffix(".html").exists()
+
+
+def test_a_trace_of_forwards_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rows = [[span for span in measured().spans(rank) if span.action.op is Op.F] for rank in range(4)]
+    path.write_text(json.dumps(Timeline.merge(rows).to_dict()))
+    assert "32 actions, and no backward" in refusal("report", str(path))
+
+
+@pytest.mark.parametrize(("option", "name", "better"), [("--out", "x.json", "x.html"), ("--png", "x.svg", "x.png")])
+def test_a_file_is_what_its_name_says(trace: Path, option: str, name: str, better: str) -> None:
+    said = refusal("report", str(trace), option, str(trace.with_name(name)))
+    assert f"{option} {trace.with_name(name)}: expected a name that ends in" in said
+    assert said.endswith(better)
+    assert [*trace.parent.iterdir()] == [trace]
 
 
 def test_a_run_of_another_tool_is_refused(tmp_path: Path) -> None:

@@ -135,8 +135,8 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
     actions = 3 * question.ranks * question.microbatches * chunks
     if actions > MOST_TO_SEARCH:
         raise ArgumentError(
-            f"{question.ranks} ranks and {question.microbatches} microbatches: a schedule has {actions:,} actions, and "
-            f"the studio searches up to {MOST_TO_SEARCH:,}; take fewer, or use `penstock search`"
+            f"{question.size}: a schedule has {actions:,} actions, and the studio searches up to {MOST_TO_SEARCH:,}; "
+            f"take fewer, or use `penstock search`"
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
     costs = [
@@ -192,8 +192,8 @@ def walk(question: Question) -> dict[str, Any]:
         cells += found.slots * question.ranks
         if cells > MOST_CELLS:
             raise ArgumentError(
-                f"{entry.name} with {question.ranks} ranks and {question.microbatches} microbatches has {found.slots} "
-                f"slots, too many to go through; take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
+                f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
+                f"take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
             )
         walks.append(
             {

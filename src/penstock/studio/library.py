@@ -9,7 +9,9 @@ from pathlib import Path
 
 from penstock.errors import ArgumentError
 from penstock.explain.reading import SUFFIXES
-from penstock.runs import is_run
+from penstock.json_files import read_json
+from penstock.runs import read_run
+from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
 
 _MOST_ENTRIES = 500
@@ -27,11 +29,13 @@ class Entry:
         name: its path in the runs folder, with slashes.
         kind: "run" or "file".
         modified: in seconds since 1970.
+        damage: of a run, why it cannot be read; empty: it can.
     """
 
     name: str
     kind: str
     modified: float
+    damage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,8 @@ class Library:
             seen += 1 + len(files)
             if seen > _MOST_SEEN or depth >= _DEEPEST:
                 folders.clear()
-            if self._is_run(folder):
-                yield self._entry(folder, "run")
+            if (damage := self._damage(folder)) is not None:
+                yield self._entry(folder, "run", damage)
                 folders.clear()
                 continue
             yield from (
@@ -68,16 +72,26 @@ class Library:
                 if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
             )
 
-    def _is_run(self, folder: Path) -> bool:
+    def _damage(self, folder: Path) -> str | None:
+        """Why the run in a folder cannot be read; empty: it can; None: there is none, or another tool's."""
         about = (folder / ABOUT).resolve()
-        return about.is_relative_to(self._real_root) and about.is_file() and is_run(folder)
+        if not (about.is_relative_to(self._real_root) and about.is_file()):
+            return None
+        try:
+            given = read_json(about, ABOUT)
+            if not (isinstance(given, dict) and given.get("format") == FORMAT):
+                return None
+            read_run(folder)
+        except ArgumentError as error:
+            return str(error).replace(f"{self._real_root}{os.sep}", "")
+        return ""
 
-    def _entry(self, path: Path, kind: str) -> Entry:
+    def _entry(self, path: Path, kind: str, damage: str = "") -> Entry:
         try:
             modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
         except OSError:
             modified = 0.0
-        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified)
+        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, damage)
 
     def path(self, name: str) -> Path:
         """The file or folder of that name.
