@@ -46,6 +46,7 @@ CPU_SECONDS = {
     "tests/distributed/test_split_ranks.py": 25,
     "tests/studio/test_studio_page.py": 25,
     "tests/studio/test_runs_page.py": 5,
+    "tests/studio/test_opened_page.py": 10,
     "tests/cli/test_demo.py": 20,
     "tests/documents/test_shown_output.py": 15,
     "tests/cli/test_run_hosts.py": 20,
