@@ -13,9 +13,11 @@ from command_line import as_json, output, refusal
 from test_explain import measured, profile
 
 from penstock.report import to_perfetto
+from penstock.report.frame import frame
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from penstock.web.picture import write_picture
 
 
 @pytest.fixture
@@ -186,6 +188,13 @@ def test_a_picture_is_as_high_as_the_page(trace: Path, tmp_path: Path) -> None:
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert width == 1280
     assert height > 1000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_a_picture_of_a_page_without_scripts_is_as_high_as_the_page(tmp_path: Path) -> None:
+    write_picture(frame("high", '<div style="height: 2000px">&lt;/body></div>'), tmp_path / "page.png")
+    height = int.from_bytes((tmp_path / "page.png").read_bytes()[20:24], "big")
+    assert 2000 <= height < 2200
 
 
 def test_the_page_names_no_other_file(trace: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from penstock.errors import ArgumentError
 from penstock.report import Moment, walkthrough
+from penstock.report.marks import label_of
 from penstock.schedule import Placement, Schedule, generate, generators
 from penstock.schedule.generators import Numbers
 from penstock.search import Found, search
@@ -195,20 +196,23 @@ def walk(question: Question) -> dict[str, Any]:
                 f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
                 f"take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
             )
+        longest = max(len(label_of(action.microbatch or 0, found.schedule.slices)) for action in found.schedule.rows[0])
         walks.append(
             {
                 "name": entry.name,
                 "rule": entry.rule,
+                "longest": 1 + longest,
                 "slots": found.slots,
                 "headlines": [found.headline(slot) for slot in range(found.slots)],
-                "ranks": [[_cell(moment) for moment in moments] for moments in found.ranks],
+                "ranks": [[_cell(moment, found.schedule.slices) for moment in moments] for moments in found.ranks],
             }
         )
     return {"walks": walks}
 
 
-def _cell(moment: Moment) -> dict[str, Any]:
+def _cell(moment: Moment, slices: int) -> dict[str, Any]:
     action = moment.action
-    doing = {} if action is None else {"op": action.op.value, "stage": action.stage, "microbatch": action.microbatch}
+    label = "" if action is None else action.op.value + label_of(action.microbatch or 0, slices)
+    doing = {} if action is None else {"op": action.op.value, "label": label}
     needs = [[one.rank, one.slot] for one in moment.needs]
     return {"text": moment.text, "needs": needs, "done": action is None and moment.next is None, **doing}

@@ -23,7 +23,7 @@ from penstock.report.frame import base_style
 from penstock.studio import answers, exports, live, opened, reports
 from penstock.studio.guard import HEADERS, Guard
 from penstock.studio.lane import CrowdedError, Lane
-from penstock.studio.library import Library
+from penstock.studio.library import Library, readable
 from penstock.studio.question import Question, number, whole
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
@@ -108,7 +108,8 @@ class Studio:
             given = _given(request)
             name, step = given.pop("name", ""), given.pop("step", "")
             _refuse(given)
-            text = reports.report(self.library.path(name), whole("step", step) if step else None)
+            path, number = self.library.path(name), whole("step", step) if step else None
+            text = readable(lambda: reports.report(path, number), name)
             return Response(text, media_type="text/html", headers={"Content-Security-Policy": reports.policy(text)})
 
         return await _tried(request, made, self._reporting)
@@ -126,12 +127,14 @@ class Studio:
         picture = given.pop("picture", "yes") != "no"
         _refuse(given)
         number = whole("step", step) if step else None
-        return opened.opened(self.library.path(name), name, number, what_ifs, picture=picture)
+        path = self.library.path(name)
+        return readable(lambda: opened.opened(path, name, number, what_ifs, picture=picture), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        return live.live(self.library.path(name), place)
+        path = self.library.path(name)
+        return readable(lambda: live.live(path, place), name)
 
 
 class Guarded:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
 from penstock.json_files import read_json
 from penstock.runs import read_run
@@ -18,7 +21,10 @@ _MOST_ENTRIES = 500
 _DEEPEST = 4
 _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
-"""Of a file, and of all files of a folder together, that the studio opens."""
+"""Of a file, unpacked if it is packed, that the studio opens."""
+_PIECE = 1 << 20
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +87,7 @@ class Library:
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            read_run(folder)
+            readable(lambda: read_run(folder), ABOUT)
         except ArgumentError as error:
             return str(error).replace(f"{self._real_root}{os.sep}", "")
         return ""
@@ -114,7 +120,7 @@ class Library:
             self._check_folder(path, name)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
-        elif path.stat().st_size > MOST_BYTES:
+        elif path.stat().st_size > MOST_BYTES or _unpacks_beyond(path):
             raise _too_large(name)
         return path
 
@@ -143,6 +149,28 @@ class Library:
     @property
     def _real_root(self) -> Path:
         return self.root.resolve()
+
+
+def readable(read: Callable[[], _Read], name: str) -> _Read:
+    """What `read` returns. Raises ArgumentError if it fails as readers of damaged files do."""
+    try:
+        return read()
+    except PenstockError:
+        raise
+    except _DAMAGED as error:
+        raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _unpacks_beyond(path: Path) -> bool:
+    """Whether a file is packed, and has more in it than may be opened. If it is damaged, its reader says so."""
+    left = MOST_BYTES
+    try:
+        with gzip.open(path) as file:
+            while left >= 0 and (read := len(file.read(_PIECE))):
+                left -= read
+    except (OSError, EOFError, zlib.error):
+        return False
+    return left < 0
 
 
 def _too_large(name: str) -> ArgumentError:
