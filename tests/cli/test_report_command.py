@@ -13,9 +13,11 @@ from command_line import as_json, output, refusal
 from test_explain import measured, profile
 
 from penstock.report import to_perfetto
-from penstock.schedule import generate
+from penstock.report.frame import frame
+from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
+from penstock.web.picture import write_picture
 
 
 @pytest.fixture
@@ -152,6 +154,21 @@ def test_what_is_no_run_is_refused(tmp_path: Path, content: str) -> None:
     assert not path.with_suffix(".html").exists()
 
 
+def test_a_trace_of_forwards_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rows = [[span for span in measured().spans(rank) if span.action.op is Op.F] for rank in range(4)]
+    path.write_text(json.dumps(Timeline.merge(rows).to_dict()))
+    assert "32 actions, and no backward" in refusal("report", str(path))
+
+
+@pytest.mark.parametrize(("option", "name", "better"), [("--out", "x.json", "x.html"), ("--png", "x.svg", "x.png")])
+def test_a_file_is_what_its_name_says(trace: Path, option: str, name: str, better: str) -> None:
+    said = refusal("report", str(trace), option, str(trace.with_name(name)))
+    assert f"{option} {trace.with_name(name)}: expected a name that ends in" in said
+    assert said.endswith(better)
+    assert [*trace.parent.iterdir()] == [trace]
+
+
 def test_a_run_of_another_tool_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"some": "thing"}')
     assert "is not of a run of penstock" in refusal("report", str(tmp_path))
@@ -171,6 +188,13 @@ def test_a_picture_is_as_high_as_the_page(trace: Path, tmp_path: Path) -> None:
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert width == 1280
     assert height > 1000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_a_picture_of_a_page_without_scripts_is_as_high_as_the_page(tmp_path: Path) -> None:
+    write_picture(frame("high", '<div style="height: 2000px">&lt;/body></div>'), tmp_path / "page.png")
+    height = int.from_bytes((tmp_path / "page.png").read_bytes()[20:24], "big")
+    assert 2000 <= height < 2200
 
 
 def test_the_page_names_no_other_file(trace: Path) -> None:

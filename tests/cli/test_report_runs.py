@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
-from command_line import as_json, refusal
+from command_line import as_json, output, refusal
 from test_explain import measured
 from test_report_command import numbers, report, seconds
-from test_top import ABOUT
+from test_top import ABOUT, STATE
 
 from penstock.runs import StepRecord
 from penstock.schedule import generate
@@ -57,6 +58,26 @@ def test_a_run_is_shown_with_its_loss_speed_and_memory(tmp_path: Path, open_page
     line.locator("svg").focus()
     page.keyboard.press("ArrowRight")
     assert "step 1: 2.5" in line.inner_text()
+
+
+def test_a_failure_and_ranks_that_are_gone_stand_under_the_title(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    failed = replace(STATE, step=13, failure="rank 0 failed outside of a step: RuntimeError: boom")
+    states = [failed, replace(failed, number=1, step=14), replace(STATE, number=2, host=gethostname(), pid=2**22 + 1)]
+    for state in states:
+        said = {"run": ABOUT.id, "at": 0.0, "state": state.to_dict(), "heard": []}
+        (folder / "ranks" / f"{state.number}.json").write_text(json.dumps(said))
+    header = open_page(report(folder)).inner_text("header")
+    assert "ended at step 14: rank 0 failed outside of a step: RuntimeError: boom" in header
+    assert "rank 2: gone without a word" in header
+    assert header.count("boom") == 1
+    seen = " ".join(output("top", str(folder), "--once", columns=200).split())
+    assert all(" ".join(line.split()) in seen for line in header.splitlines() if ": " in line), "top says the same"
+
+
+def test_it_says_when_a_run_started_as_people_do(tmp_path: Path, open_page: Any) -> None:
+    header = open_page(report(a_run(tmp_path / "run", measured()))).inner_text("header")
+    assert "started 1 January 2026, 00:00 UTC" in header
 
 
 def test_a_run_is_explained_as_penstock_explain_does(tmp_path: Path, open_page: Any) -> None:

@@ -163,6 +163,13 @@ def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200
 
 
+@pytest.mark.parametrize(("option", "name"), [("--svg", "a.png"), ("--png", "a.svg")])
+def test_a_picture_is_what_its_name_says(tmp_path: Path, option: str, name: str) -> None:
+    said = refusal("show", "--schedule", "1f1b", *NUMBERS, option, str(tmp_path / name))
+    assert said.endswith(f"expected a name that ends in {option.replace('--', '.')}, such as {tmp_path}/a.{option[2:]}")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_png_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.errors.importlib.util.find_spec", lambda name: None)
     says = refusal("show", "--schedule", "1f1b", *NUMBERS, "--png", "x.png")

@@ -27,8 +27,8 @@ from penstock.runtime.transport.shared_memory import SharedMemoryTransport
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import models
 
-LOST_AFTER = 8.0
-"""Seconds."""
+LOST_AFTER = 11.0
+"""Seconds: more than the 8 after which the kernel gives up a connection over the cut cable, which drops its packets."""
 
 
 def neighbours() -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
 
 import pytest
+from runs_folder import a_run
 from starlette.testclient import TestClient
 
 from penstock.errors import ArgumentError
@@ -125,3 +127,31 @@ def test_files_of_something_else_get_one_clear_error(studio: TestClient, folder:
         refused = studio.get("/api/open", params={"name": name})
         assert refused.status_code == 400
         assert "\n" not in refused.json()["error"]
+
+
+def test_a_packed_bomb_is_refused(studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "MOST_BYTES", 4 << 20)
+    for name in ("bomb.json.gz", "bomb.json"):  # readers unpack what is packed, whatever it is called
+        (folder / name).write_bytes(gzip.compress(b"[" + b" " * (8 << 20) + b"]"))
+        assert "too large" in studio.get("/api/open", params={"name": name}).json()["error"]
+
+
+DAMAGES = {
+    "steps.jsonl": ['{"step": 1e999, "loss": 1}\n', "[" * 100_000 + "\n"],
+    "ranks/0.json": ["[" * 100_000, '{"run": "abc", "at": "x", "heard": 5, "state": {"pid": "q", "ended": false}}'],
+    "run.json": ["[" * 100_000, '{"format": "penstock run", "version": 1}', "", "{"],
+    "timelines/2.json": ["{", "[" * 100_000, '{"ranks": 5}'],
+}
+
+
+@pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in DAMAGES.items() for text in texts])
+def test_a_damaged_run_spoils_no_other(studio: TestClient, folder: Path, file: str, text: str) -> None:
+    a_run(folder / "good")
+    (a_run(folder / "bad") / file).write_text(text)
+    entries = {one["name"]: one for one in studio.get("/api/library").json()["entries"]}
+    assert entries["good"]["damage"] == ""
+    assert entries["bad"]["kind"] == "run"
+    for address in ("/api/open", "/api/live", "/report"):
+        answer = studio.get(address, params={"name": "bad"})
+        assert answer.status_code in (200, 400)
+        assert answer.status_code == 200 or "\n" not in answer.json()["error"]

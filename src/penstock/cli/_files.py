@@ -32,6 +32,8 @@ class Files:
 
     def write(self, schedule: Schedule, outcome: Outcome | None) -> None:
         """Writes what was asked for: in proportion to time if there is an outcome, in slots otherwise."""
+        refuse_other("--svg", self.svg, ".svg")
+        refuse_other("--png", self.png, ".png")
         timeline = None if outcome is None else outcome.timeline
         panel = panel_of(schedule, timeline)
         if outcome is None:
@@ -53,3 +55,10 @@ class Files:
         except OSError as error:
             raise ArgumentError(f"{option} {file}: {error.strerror or error}") from None
         print(f"wrote {file}")
+
+
+def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
+    """Refuses a file whose name promises something else than what is written into it; one without suffix may be."""
+    if file is not None and file.suffix and file.suffix.lower() not in suffixes:
+        better = file.with_suffix(suffixes[0])
+        raise ArgumentError(f"{option} {file}: expected a name that ends in {' or '.join(suffixes)}, such as {better}")

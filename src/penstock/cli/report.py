@@ -58,6 +58,7 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
+    from penstock.cli._files import refuse_other
     from penstock.cli.explain import folder_of, predicted_by
     from penstock.web.page import page
     from penstock.web.picture import browser, write_picture
@@ -66,6 +67,8 @@ def report(
     def prediction(found: Run) -> Predicted | None:
         return predicted_by(found, profile, cuts, plan, folder_of(run))
 
+    refuse_other("--out", out, ".html", ".htm")
+    refuse_other("--png", png, ".png")
     if png is not None:
         browser(png)  # before anything is written
     if len(run) == 1 and is_fabric(run[0]):

@@ -165,6 +165,8 @@ def show(seen: Seen, console: Console) -> None:
 
 
 def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
+    from penstock.runs.health import troubles
+
     about = seen.run.about
     replicas = f"{counted(about.replicas, 'replica')} of " if about.replicas > 1 else ""
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
@@ -190,5 +192,4 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     if len(ranks) < len(seen.ranks):
         others = Counter(how for _, how in seen.ranks)
         parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))
-    failures = dict.fromkeys(state.failure for state, _ in seen.ranks if state.failure is not None)
-    return [*parts, *(Text(failure, "red") for failure in failures)]
+    return [*parts, *(Text(trouble, "red") for trouble in troubles(seen.ranks))]

@@ -13,7 +13,7 @@ from penstock.errors import ArgumentError
 from penstock.explain.clocks import Messages, shifts, tolerance_of
 from penstock.explain.event import Event, Recording
 from penstock.explain.traced import KNOWN
-from penstock.schedule import Placement, Row, Schedule, check, summary
+from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.columns import Columns, Floats
@@ -117,8 +117,10 @@ def run_of(recording: Recording) -> Run:
     """The steps of a recording.
 
     Raises:
-        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order.
+        ArgumentError: no step has one complete replica: says which rank or action is missing, or out of order; or there
+            is no backward at all.
     """
+    _refuse_without_backward(recording)
     events = _placed(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     every: defaultdict[int, list[Event]] = defaultdict(list)
@@ -148,6 +150,15 @@ def run_of(recording: Recording) -> Run:
             f"left out {counted(len(lacking), 'incomplete pipeline')}, first step {number}, replica {replica}: {wrong}"
         )
     return Run(tuple(steps), tuple(dict.fromkeys(notes)))
+
+
+def _refuse_without_backward(recording: Recording) -> None:
+    ops = [event.action.op for event in recording.events if event.action is not None and event.action.op.is_compute]
+    if ops and not any(op in (Op.B, Op.I) for op in ops):
+        raise ArgumentError(
+            f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
+            "forwards only; give that of a training step"
+        )
 
 
 def _placed(events: Sequence[Event]) -> list[Event]:

@@ -25,9 +25,9 @@ def to_perfetto(
     """The trace, ready for JSON: a process for each rank, with a thread for compute and one for communication.
 
     A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
-    made a message to what used it. Counters show memory, or how many microbatches a rank holds. Times are in
-    microseconds, as the format requires. Messages that travel at the same time, as a GPU's do, get more threads:
-    slices of one cannot overlap.
+    made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several stages or
+    slices: activations). Times are in microseconds, as the format requires. Messages that travel at the same time, as
+    a GPU's do, get more threads: slices of one cannot overlap.
 
     Args:
         timeline: simulated or real.
@@ -50,7 +50,8 @@ def to_perfetto(
         events += made
         curve = memory[rank] if rank < len(memory) else None
         if curve is None:
-            events += _counters(rank, {"microbatches held": _held(track)}, "")
+            what = "microbatches" if slices == 1 and len(_own(track)) == 1 else "activations"  # of a stage, of a slice
+            events += _counters(rank, {f"{what} held": _held(track)}, "")
         else:
             events += _counters(rank, curve, unit)
     if not timeline.in_turns:
@@ -76,8 +77,12 @@ def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": args}
 
 
+def _own(track: Track) -> list[int]:
+    return sorted({stage for stage, _ in track.actions.kinds})
+
+
 def _stages(track: Track) -> str:
-    stages = sorted({stage for stage, _ in track.actions.kinds})
+    stages = _own(track)
     return f"stage{'s' * (len(stages) != 1)} {', '.join(map(str, stages))}"
 
 
@@ -138,7 +143,7 @@ def _counters(rank: int, curve: Curve, unit: str) -> Iterator[dict[str, Any]]:
 
 
 def _held(track: Track) -> list[tuple[float, float]]:
-    """How many microbatches, or chunks of them, have begun their forward and not ended their backward."""
+    """How many microbatches, or parts of them, have begun their forward and not ended their backward."""
     kept = {stage for stage, code in track.actions.kinds if OPS[code].is_backward}
     changes: list[tuple[float, float]] = []
     columns = (track.actions.stage, track.actions.op, track.start, track.end)

@@ -6,10 +6,11 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from penstock.runs.records import RankState
+from penstock.words import in_ranges
 
 Health = Literal["computes", "waits", "between steps", "ended", "failed", "silent", "gone"]
 
@@ -46,6 +47,24 @@ def health(
     if not state.action:
         return "between steps"
     return "waits" if state.waits_for else "computes"
+
+
+def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
+    """What ended a run, or seems to have, a sentence each: failures, then ranks that are gone or silent."""
+    found = []
+    for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
+        found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {failure}")
+    for how, words in (("gone", "gone without a word: no such process any more"), ("silent", "silent")):
+        if those := [state for state, judged in ranks if judged == how]:
+            names = in_ranges(f"rank {state.number}" for state in those)
+            found.append(f"{', '.join(names)}: {words}; last heard of{_at(those)}")
+    return found
+
+
+def _at(states: Sequence[RankState]) -> str:
+    """The step that they had come to, if they have said."""
+    steps = [state.step for state in states if state.step is not None]
+    return f" at step {max(steps):,}" if steps else ""
 
 
 def _lives(pid: int) -> bool:

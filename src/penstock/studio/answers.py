@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from penstock.errors import ArgumentError
 from penstock.report import Moment, walkthrough
+from penstock.report.marks import label_of
 from penstock.schedule import Placement, Schedule, generate, generators
 from penstock.schedule.generators import Numbers
 from penstock.search import Found, search
@@ -135,8 +136,8 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
     actions = 3 * question.ranks * question.microbatches * chunks
     if actions > MOST_TO_SEARCH:
         raise ArgumentError(
-            f"{question.ranks} ranks and {question.microbatches} microbatches: a schedule has {actions:,} actions, and "
-            f"the studio searches up to {MOST_TO_SEARCH:,}; take fewer, or use `penstock search`"
+            f"{question.size}: a schedule has {actions:,} actions, and the studio searches up to {MOST_TO_SEARCH:,}; "
+            f"take fewer, or use `penstock search`"
         )
     placement = Placement.v(question.ranks) if where == "v" else Placement.loop(question.ranks, chunks)
     costs = [
@@ -192,23 +193,26 @@ def walk(question: Question) -> dict[str, Any]:
         cells += found.slots * question.ranks
         if cells > MOST_CELLS:
             raise ArgumentError(
-                f"{entry.name} with {question.ranks} ranks and {question.microbatches} microbatches has {found.slots} "
-                f"slots, too many to go through; take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
+                f"{entry.name} with {question.size} has {found.slots} slots, too many to go through; "
+                f"take fewer microbatches (up to {MOST_CELLS:,} cells are shown)"
             )
+        longest = max(len(label_of(action.microbatch or 0, found.schedule.slices)) for action in found.schedule.rows[0])
         walks.append(
             {
                 "name": entry.name,
                 "rule": entry.rule,
+                "longest": 1 + longest,
                 "slots": found.slots,
                 "headlines": [found.headline(slot) for slot in range(found.slots)],
-                "ranks": [[_cell(moment) for moment in moments] for moments in found.ranks],
+                "ranks": [[_cell(moment, found.schedule.slices) for moment in moments] for moments in found.ranks],
             }
         )
     return {"walks": walks}
 
 
-def _cell(moment: Moment) -> dict[str, Any]:
+def _cell(moment: Moment, slices: int) -> dict[str, Any]:
     action = moment.action
-    doing = {} if action is None else {"op": action.op.value, "stage": action.stage, "microbatch": action.microbatch}
+    label = "" if action is None else action.op.value + label_of(action.microbatch or 0, slices)
+    doing = {} if action is None else {"op": action.op.value, "label": label}
     needs = [[one.rank, one.slot] for one in moment.needs]
     return {"text": moment.text, "needs": needs, "done": action is None and moment.next is None, **doing}

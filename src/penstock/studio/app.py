@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
-from threading import Lock
 from typing import Any
 from urllib.parse import urlencode
 
@@ -21,9 +20,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.report.frame import base_style
-from penstock.studio import answers, exports, live, opened
+from penstock.studio import answers, exports, live, opened, reports
 from penstock.studio.guard import HEADERS, Guard
-from penstock.studio.library import Library
+from penstock.studio.lane import CrowdedError, Lane
+from penstock.studio.library import Library, readable
 from penstock.studio.question import Question, number, whole
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
@@ -43,17 +43,6 @@ def assets() -> Mapping[str, tuple[str, str]]:
     return found
 
 
-class Busy:
-    """One computation at a time, so that several pages together take no more of the machine than one."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-
-    def run(self, act: Callable[..., Any], *given: Any) -> Any:
-        with self._lock:
-            return act(*given)
-
-
 class Studio:
     """The answers to requests.
 
@@ -64,20 +53,21 @@ class Studio:
 
     def __init__(self, library: Library, guard: Guard) -> None:
         self.library, self.guard = library, guard
-        self._computing, self._searching = Busy(), Busy()
+        self._playing, self._searching, self._reading, self._reporting = Lane(), Lane(), Lane(), Lane()
 
     def app(self) -> ASGIApp:
         routes = [
             Route("/", self.page),
             Route("/static/{folder}/{name}", self.static),
-            Route("/api/catalogue", self._answering(lambda given: answers.catalogue())),
-            Route("/api/simulate", self._answering(lambda given: answers.simulate(Question.of(given)))),
-            Route("/api/walk", self._answering(lambda given: answers.walk(Question.of(given)))),
-            Route("/api/search", self._answering(self._search, self._searching)),
-            Route("/api/library", self._answering(lambda given: self._entries())),
-            Route("/api/open", self._answering(self._open)),
-            Route("/api/live", self._answering(self._live)),
+            Route("/api/catalogue", _answering(lambda given: answers.catalogue())),
+            Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
+            Route("/api/walk", _answering(lambda given: answers.walk(Question.of(given)), self._playing)),
+            Route("/api/search", _answering(self._search, self._searching)),
+            Route("/api/library", _answering(lambda given: self._entries())),
+            Route("/api/open", _answering(self._open, self._reading)),
+            Route("/api/live", _answering(self._live)),
             Route("/export/{kind}", self.export),
+            Route("/report", self.report),
         ]
         return Guarded(Starlette(routes=routes), self.guard)
 
@@ -110,19 +100,19 @@ class Studio:
                 headers={"Content-Disposition": f'attachment; filename="{file.name}"'},
             )
 
-        return await self._tried(made, self._computing)
+        searching = request.query_params.get("schedule") == answers.SEARCHED
+        return await _tried(request, made, self._searching if searching else self._playing)
 
-    def _answering(self, answer: Callable[[dict[str, str]], Any], busy: Busy | None = None) -> Any:
-        async def answered(request: Request) -> Response:
-            return await self._tried(lambda: _json(answer(_given(request))), busy or self._computing)
+    async def report(self, request: Request) -> Response:
+        def made() -> Response:
+            given = _given(request)
+            name, step = given.pop("name", ""), given.pop("step", "")
+            _refuse(given)
+            path, number = self.library.path(name), whole("step", step) if step else None
+            text = readable(lambda: reports.report(path, number), name)
+            return Response(text, media_type="text/html", headers={"Content-Security-Policy": reports.policy(text)})
 
-        return answered
-
-    async def _tried(self, act: Callable[[], Response], busy: Busy) -> Response:
-        try:
-            return await run_in_threadpool(busy.run, act)
-        except PenstockError as error:
-            return _json({"error": str(error)}, 400)
+        return await _tried(request, made, self._reporting)
 
     def _search(self, given: dict[str, str]) -> Any:
         where, seconds = _where(given.pop("placement", "loop")), number("seconds", given.pop("seconds", "1"))
@@ -134,13 +124,17 @@ class Studio:
     def _open(self, given: dict[str, str]) -> Any:
         name, step = given.pop("name", ""), given.pop("step", "")
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
+        picture = given.pop("picture", "yes") != "no"
         _refuse(given)
-        return opened.opened(self.library.path(name), name, whole("step", step) if step else None, what_ifs)
+        number = whole("step", step) if step else None
+        path = self.library.path(name)
+        return readable(lambda: opened.opened(path, name, number, what_ifs, picture=picture), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        return live.live(self.library.path(name), place)
+        path = self.library.path(name)
+        return readable(lambda: live.live(path, place), name)
 
 
 class Guarded:
@@ -157,8 +151,9 @@ class Guarded:
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start":
+                given = {name for name, _ in message["headers"]}
                 own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *own]
+                message["headers"] = [*message["headers"], *(one for one in own if one[0] not in given)]
             await send(message)
 
         request = Request(scope)
@@ -170,6 +165,23 @@ class Guarded:
         else:
             answer = self._app
         await answer(scope, receive, with_headers)
+
+
+def _answering(answer: Callable[[dict[str, str]], Any], lane: Lane | None = None) -> Any:
+    async def answered(request: Request) -> Response:
+        return await _tried(request, lambda: _json(answer(_given(request))), lane)
+
+    return answered
+
+
+async def _tried(request: Request, act: Callable[[], Response], lane: Lane | None) -> Response:
+    """An answer, or why there is none. What has no lane is quick, and waits for nothing."""
+    try:
+        return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
+    except PenstockError as error:
+        return _json({"error": str(error)}, 400)
+    except CrowdedError as error:
+        return _json({"error": str(error)}, 503)
 
 
 def _given(request: Request) -> dict[str, str]:

@@ -46,7 +46,7 @@ def _svg(figures: Figures) -> bytes:
 
 
 def _perfetto(figures: Figures) -> bytes:
-    return json.dumps(to_perfetto(figures.timeline)).encode()
+    return json.dumps(to_perfetto(figures.timeline, slices=figures.schedule.slices)).encode()
 
 
 _KINDS: Mapping[str, tuple[str, str, Callable[[Figures], bytes]]] = {

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gzip
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.runs import is_run
+from penstock.json_files import read_json
+from penstock.runs import read_run
+from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
 
 _MOST_ENTRIES = 500
 _DEEPEST = 4
 _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
-"""Of a file, and of all files of a folder together, that the studio opens."""
+"""Of a file, unpacked if it is packed, that the studio opens."""
+_PIECE = 1 << 20
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +35,13 @@ class Entry:
         name: its path in the runs folder, with slashes.
         kind: "run" or "file".
         modified: in seconds since 1970.
+        damage: of a run, why it cannot be read; empty: it can.
     """
 
     name: str
     kind: str
     modified: float
+    damage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,8 @@ class Library:
             seen += 1 + len(files)
             if seen > _MOST_SEEN or depth >= _DEEPEST:
                 folders.clear()
-            if self._is_run(folder):
-                yield self._entry(folder, "run")
+            if (damage := self._damage(folder)) is not None:
+                yield self._entry(folder, "run", damage)
                 folders.clear()
                 continue
             yield from (
@@ -68,16 +78,26 @@ class Library:
                 if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
             )
 
-    def _is_run(self, folder: Path) -> bool:
+    def _damage(self, folder: Path) -> str | None:
+        """Why the run in a folder cannot be read; empty: it can; None: there is none, or another tool's."""
         about = (folder / ABOUT).resolve()
-        return about.is_relative_to(self._real_root) and about.is_file() and is_run(folder)
+        if not (about.is_relative_to(self._real_root) and about.is_file()):
+            return None
+        try:
+            given = read_json(about, ABOUT)
+            if not (isinstance(given, dict) and given.get("format") == FORMAT):
+                return None
+            readable(lambda: read_run(folder), ABOUT)
+        except ArgumentError as error:
+            return str(error).replace(f"{self._real_root}{os.sep}", "")
+        return ""
 
-    def _entry(self, path: Path, kind: str) -> Entry:
+    def _entry(self, path: Path, kind: str, damage: str = "") -> Entry:
         try:
             modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
         except OSError:
             modified = 0.0
-        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified)
+        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, damage)
 
     def path(self, name: str) -> Path:
         """The file or folder of that name.
@@ -100,7 +120,7 @@ class Library:
             self._check_folder(path, name)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
-        elif path.stat().st_size > MOST_BYTES:
+        elif path.stat().st_size > MOST_BYTES or _unpacks_beyond(path):
             raise _too_large(name)
         return path
 
@@ -129,6 +149,28 @@ class Library:
     @property
     def _real_root(self) -> Path:
         return self.root.resolve()
+
+
+def readable(read: Callable[[], _Read], name: str) -> _Read:
+    """What `read` returns. Raises ArgumentError if it fails as readers of damaged files do."""
+    try:
+        return read()
+    except PenstockError:
+        raise
+    except _DAMAGED as error:
+        raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _unpacks_beyond(path: Path) -> bool:
+    """Whether a file is packed, and has more in it than may be opened. If it is damaged, its reader says so."""
+    left = MOST_BYTES
+    try:
+        with gzip.open(path) as file:
+            while left >= 0 and (read := len(file.read(_PIECE))):
+                left -= read
+    except (OSError, EOFError, zlib.error):
+        return False
+    return left < 0
 
 
 def _too_large(name: str) -> ArgumentError:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.report.walkthrough import WORK
-from penstock.runs import RankState, RunRead, StepRecord, read_run
+from penstock.runs import About, RankState, RunRead, StepRecord, read_run
 from penstock.runs.health import Health, health
 from penstock.runs.progress import Progress
 from penstock.runs.reading import joined
 from penstock.schedule import Action
+from penstock.words import counted
 
 _MOST_STEPS = 5_000
 """In one answer."""
@@ -33,19 +34,23 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
     added, end = run.steps_after(place)
     return {
         "id": about.id,
-        "name": about.name,
-        "schedule": about.schedule,
-        "device": about.device,
-        "model": about.model,
+        "headline": _headline(about),
         "ranks": about.ranks,
-        "replicas": about.replicas,
-        "microbatches": about.microbatches,
+        "alone": about.processes == about.replicas,
         "memory_limit": about.memory_limit,
         "steps": [_plain(asdict(one)) for one in joined([], added)[-_MOST_STEPS:]],
         "place": end,
+        "recorded": max(run.timeline_steps(), default=None),
         "progress": _progress(run, end, about.total_steps),
         "states": [_state(one, health(one, now), now) for one in run.ranks()],
     }
+
+
+def _headline(about: About) -> str:
+    ranks = counted(about.ranks, "rank") + (
+        f" in each of {counted(about.replicas, 'replica')}" if about.replicas > 1 else ""
+    )
+    return ", ".join((about.model, about.schedule, ranks, counted(about.microbatches, "microbatch"), about.device))
 
 
 def _progress(run: RunRead, end: int, total_steps: int | None) -> dict[str, Any] | None:

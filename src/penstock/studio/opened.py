@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,32 @@ from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.json_files import read_json
 from penstock.plan import Plan
-from penstock.runs import is_run
+from penstock.runs import read_run
+from penstock.runs.folder import ABOUT
 from penstock.schedule import Schedule, check, from_csv, summary
 from penstock.simulate import StageCost, simulate
+from penstock.web.measured import of_explanation
 from penstock.web.page_data import band, timeline_data
+from penstock.web.planned import of_plan
+from penstock.web.run_folder import of_run
+from penstock.web.sources import shown
 
 _MOST_SHOWN = 100_000
 """Actions of one timeline."""
 _MOST_WHAT_IFS = 8
+_CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts cannot be dragged; those of a run can."
 
 
-def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = ()) -> dict[str, Any]:
+def opened(
+    path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = (), *, picture: bool = True
+) -> dict[str, Any]:
     """What is at a path, for the page.
 
     Args:
         name: what the page calls it.
         step: of a run or trace; None: the typical one.
         what_ifs: changes to try on a run or trace, as `penstock explain --what-if` takes them.
+        picture: whether the timeline of a run or trace is wanted, too.
 
     Raises:
         ArgumentError: it is nothing that can be shown, or a what-if is none.
@@ -36,16 +45,17 @@ def opened(path: Path, name: str, step: int | None = None, what_ifs: Sequence[st
     """
     if len(what_ifs) > _MOST_WHAT_IFS:
         raise ArgumentError(f"{len(what_ifs)} what-ifs: the studio tries up to {_MOST_WHAT_IFS} at once")
-    if path.is_dir() and not is_run(path):
-        raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
-    if not path.is_dir():
-        if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
-            return _of_schedule(schedule, name)
-        if path.suffix == ".json":
-            given = read_json(path, repr(name))
-            if isinstance(given, dict) and "choice" in given:
-                return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
-    return _of_run(_explained(path, _stamp(path), step, tuple(what_ifs)), name)
+    if path.is_dir():
+        return _of_folder(path, name, step, what_ifs, picture=picture)
+    if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
+        return _of_schedule(schedule, name)
+    if path.suffix == ".json":
+        given = read_json(path, repr(name))
+        if isinstance(given, dict) and "choice" in given:
+            return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
+    found = _explained(path, _stamp(path), step, tuple(what_ifs))
+    bands = of_explanation(found, name).bands if picture else ()
+    return _of_step(found, name, found.step.slowest.schedule.name, bands)
 
 
 def _stamp(path: Path) -> float:
@@ -64,40 +74,49 @@ def _explained(path: Path, stamp: float, step: int | None, what_ifs: tuple[str, 
     return explain(_steps(path, stamp), step=step, what_ifs=what_ifs)
 
 
-def _of_run(found: Explanation, name: str) -> dict[str, Any]:
-    slowest = found.step.slowest
-    schedule, timeline = slowest.schedule, slowest.timeline
-    shown = len(timeline) <= _MOST_SHOWN
-    return {
-        "kind": "run",
-        "name": name,
-        "explanation": found.to_dict(),
-        "cuts": [
-            {"cut": stage, "rank": schedule.placement.rank_of[stage]} for stage in range(1, schedule.placement.depth)
-        ],
-        "timeline": timeline_data([band("measured", timeline, schedule)], unit="s") if shown else None,
-        "note": "" if shown else f"{len(timeline):,} actions are too many to draw here: see `penstock report`",
-    }
+def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
+    """The folder of a run, whose schedule is known by name: on one rank all orders look alike."""
+    if not (path / ABOUT).exists():
+        raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
+    run = read_run(path)
+    try:
+        found = _explained(path, _stamp(path), step, tuple(what_ifs))
+    except ArgumentError:
+        if what_ifs:
+            raise
+        view = shown([path], step)  # which shows what cannot be explained, or says why not
+        return {"kind": "unexplained", "name": name, "note": " ".join(view.warnings)} | _drawn(view.bands)
+    bands = of_run(run, found, found.step.number).bands if picture else ()
+    return _of_step(found, name, run.about.schedule, bands)
+
+
+def _of_step(found: Explanation, name: str, schedule: str, bands: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    rank_of = found.step.slowest.schedule.placement.rank_of
+    cuts = [{"cut": stage, "rank": rank_of[stage]} for stage in range(1, found.step.slowest.schedule.placement.depth)]
+    said = {"kind": "run", "name": name, "schedule": schedule, "explanation": found.to_dict(), "cuts": cuts}
+    return said | _drawn(bands)
+
+
+def _drawn(bands: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The timeline of these bands; None if there are none, or too many actions."""
+    given = [dict(one) for one in bands]
+    actions = sum(len(rank["start"]) for one in given for rank in one["ranks"])
+    if actions > _MOST_SHOWN:
+        note = f"{actions:,} actions are too many to draw here; the full report shows them"
+        return {"timeline": None, "note": note}
+    return {"timeline": timeline_data(given, unit="s") if given else None}
 
 
 def _of_plan(plan: Plan, name: str) -> dict[str, Any]:
-    choice = plan.choice
-    schedule = plan.schedule
-    if not isinstance(schedule, Schedule):
-        from penstock.schedule import generate
-
-        schedule = generate(choice.schedule, choice.ranks, choice.microbatches, choice.chunks)
-    thirds = [StageCost(each / 3, each / 3, each / 3) for each in plan.stage_seconds]
-    timeline = simulate(schedule, thirds)
+    view = of_plan(plan, name)
     return {
         "kind": "plan",
         "name": name,
         "plan": plan.to_dict(),
         "rows_per_second": plan.rows_per_second,
         "bubble": plan.bubble,
-        "timeline": timeline_data([band(schedule.name, timeline, schedule)], unit="s"),
-        "note": "a plan says what a stage takes as a whole: F, I and W are drawn as thirds of it, messages as free",
-    }
+        "note": " ".join((*view.warnings, _CUTS)),
+    } | _drawn(view.bands)
 
 
 def _schedule(path: Path) -> Schedule | None:

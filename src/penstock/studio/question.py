@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Generator, generator
 from penstock.schedule.generators import Numbers
+from penstock.words import counted
 
 MOST = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MOST_ACTIONS = 60_000
@@ -68,8 +69,8 @@ class Question:
         found = sum(entry.actions(self.numbers(entry)) for entry in entries)
         if found > MOST_ACTIONS:
             raise ArgumentError(
-                f"{self.ranks} ranks and {self.microbatches} microbatches: these {len(entries)} schedules have "
-                f"{found:,} actions, and the studio shows {MOST_ACTIONS:,}; take fewer, or use `penstock simulate`"
+                f"{self.size}: {counted(len(entries), 'schedule')} of this size: {found:,} actions, and the studio "
+                f"shows {MOST_ACTIONS:,}; take fewer, or use `penstock simulate`"
             )
 
     @classmethod
@@ -78,6 +79,11 @@ class Question:
         if unknown := sorted(given.keys() - _READ.keys()):
             raise ArgumentError(f"{unknown[0]!r} is no part of a question; there are {', '.join(_READ)}")
         return cls(**{name: _READ[name](name, text) for name, text in given.items() if text})
+
+    @property
+    def size(self) -> str:
+        """`4 ranks and 8 microbatches`."""
+        return f"{counted(self.ranks, 'rank')} and {counted(self.microbatches, 'microbatch')}"
 
     def entries(self) -> list[Generator]:
         """The schedules, each once. Raises ArgumentError if one is unknown."""

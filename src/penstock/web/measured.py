@@ -36,6 +36,7 @@ def of_explanation(found: Explanation, name: str) -> Shown:
         bands=(band(_measured(found), slowest.timeline, slowest.schedule), *compared(found)),
         idle=idle_of(found),
         improvements=tuple(improvements_of(found)),
+        nothing_better=nothing_better(found),
         numbers=found.to_dict(),
     )
 
@@ -95,10 +96,22 @@ def idle_of(found: Explanation) -> Idle:
 
 def improvements_of(found: Explanation) -> list[Improvement]:
     """What to change first, then other ways; a gain that is within the simulator's error is no advice."""
-    error = f"± {found.change_error:.1%}" if found.change_error >= 0.001 else "± <0.1%"
+    error = _error(found)
     certain = [one for one in found.changes if one.gain > found.change_error]
     ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
     return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
+
+
+def _error(found: Explanation) -> str:
+    return f"± {found.change_error:.1%}" if found.change_error >= 0.001 else "± <0.1%"
+
+
+def nothing_better(found: Explanation) -> str:
+    """What is said if no change brings more than the simulator's error."""
+    if improvements_of(found):
+        return ""
+    error = _error(found).removeprefix("± ")
+    return f"Nothing: no change that was tried brings more than {error} of a step, the simulator's error on this step."
 
 
 def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:

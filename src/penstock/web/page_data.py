@@ -70,7 +70,8 @@ def band(
         }
         for rank, track in enumerate(timeline.tracks)
     ]
-    return {"name": name, "note": note, "ranks": ranks}
+    slices = 1 if schedule is None else schedule.slices
+    return {"name": name, "note": note, "slices": slices, "ranks": ranks}
 
 
 def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:

@@ -18,6 +18,13 @@ _FLAGS = (
 _SECONDS = 120
 _HIGHEST = 16_000
 """Pixels: what a browser can draw in one picture."""
+_TELLS_HEIGHT = """<script>
+addEventListener("load", () => {
+  document.documentElement.dataset.height = String(Math.ceil(document.body.getBoundingClientRect().height));
+});
+</script>
+"""
+"""Added to the page: a picture is as high as its window, which has to be known before the picture is made."""
 
 
 def browser(path: Path) -> str:
@@ -50,11 +57,14 @@ def write_picture(page: str, path: Path, width: int = 1280) -> None:
     found = browser(path)
     with tempfile.TemporaryDirectory() as folder:
         source, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
-        source.write_text(page, encoding="utf-8")
+        head, end, rest = page.rpartition("</body>")
+        source.write_text(head + _TELLS_HEIGHT + end + rest, encoding="utf-8")
         own = (found, *_FLAGS, f"--user-data-dir={folder}/profile")
         text = _run([*own, f"--window-size={width},900", "--dump-dom", source.as_uri()], path)
         height = re.search(r'data-height="(\d+)"', text)
-        high = min(_HIGHEST, int(height[1])) if height else 900
+        if height is None:
+            raise ArgumentError(f"--png {path}: {found} did not tell how high the page is")
+        high = min(_HIGHEST, int(height[1]))
         _run([*own, f"--window-size={width},{high}", f"--screenshot={drawn}", source.as_uri()], path)
         if not drawn.exists():
             raise ArgumentError(f"--png {path}: {found} made no picture")

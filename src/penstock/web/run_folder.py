@@ -12,11 +12,12 @@ import numpy as np
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
 from penstock.runs import RunRead, StepRecord
+from penstock.runs.health import health, troubles
 from penstock.schedule import Schedule
 from penstock.simulate.columns import Columns
-from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of
+from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of, nothing_better
 from penstock.web.page_data import band
-from penstock.web.shown import Course, Figure, Held, Shown, duration
+from penstock.web.shown import Course, Figure, Held, Shown, duration, moment
 from penstock.words import counted, sized
 
 
@@ -51,11 +52,13 @@ def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Se
     return Shown(
         title=about.name,
         headings=tuple(_headings(run, steps)),
+        troubles=tuple(troubles([(state, health(state)) for state in run.ranks()])),
         warnings=tuple(warnings),
         figures=(*_figures(run, steps, memory), *_of_prediction(run, found, steps)),
         bands=tuple(bands),
         idle=idle_of(found) if found else None,
         improvements=tuple(improvements_of(found)) if found else (),
+        nothing_better=nothing_better(found) if found else "",
         memory=tuple(memory),
         courses=tuple(_courses(steps)),
         facts=tuple(_facts(run)),
@@ -67,7 +70,7 @@ def _headings(run: RunRead, steps: Sequence[StepRecord]) -> list[str]:
     about = run.about
     replicas = [counted(about.replicas, "replica")] if about.replicas > 1 else []
     counts = [counted(about.ranks, "rank"), counted(about.microbatches, "microbatch"), *replicas]
-    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {about.started}"]
+    return [about.model, about.schedule, *counts, counted(len(steps), "step"), f"started {moment(about.started)}"]
 
 
 def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) -> list[Figure]:
@@ -162,7 +165,7 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
         ("host", about.host),
     ]
     if about.resumed:
-        found.append(("resumed", ", ".join(about.resumed)))
+        found.append(("resumed", "; ".join(map(moment, about.resumed))))
     found += [(f"stage {stage}", _in_short(units)) for stage, units in enumerate(about.units)]
     return found
 

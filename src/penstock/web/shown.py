@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
@@ -83,11 +84,12 @@ class Shown:
     Attributes:
         title: what it is of.
         headings: what else there is to know of it, in short.
+        troubles: what ended the run before its time, or seems to have.
         warnings: what a reader has to know to read it right.
         figures: the summary.
         bands: the timelines, as `penstock.web.band` makes them.
         idle: None: nothing is known of why ranks are idle.
-        improvements: what to change first.
+        improvements: what to change first; `nothing_better` is said if there is nothing.
         memory: of each rank, if it is known.
         courses: the loss and the like.
         facts: what was run, and where; `facts_head` stands above them.
@@ -96,11 +98,13 @@ class Shown:
 
     title: str
     headings: tuple[str, ...] = ()
+    troubles: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     bands: tuple[dict[str, Any], ...] = ()
     idle: Idle | None = None
     improvements: tuple[Improvement, ...] = ()
+    nothing_better: str = ""
     memory: tuple[Held, ...] = ()
     courses: tuple[Course, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
@@ -115,3 +119,9 @@ def duration(seconds: float) -> str:
     value = seconds / scale
     places = max(0, 3 - len(str(int(abs(value)))) + 1)
     return f"{value:,.{places}f} {unit}"
+
+
+def moment(iso: str) -> str:
+    """`23 November 2026, 20:02 UTC`, from ISO 8601."""
+    at = datetime.fromisoformat(iso).astimezone(UTC)
+    return f"{at.day} {at:%B %Y, %H:%M} UTC"

@@ -1,5 +1,6 @@
 """Whatever happens to a rank, the others end soon and name it; and a rank that is only slow is left alone."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -459,6 +461,37 @@ def test_server_drops_those_who_do_not_know_the_token() -> None:
     finally:
         server.stop()
         assert server.join(10)
+
+
+class GivenUp(socket.socket):
+    """A connection whose packets nobody acknowledges: its kernel gives it up, and tells so once."""
+
+    told = False
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        self._tell()
+        return b""
+
+    def sendall(self, data: object, flags: int = 0) -> None:
+        self._tell()
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    def _tell(self) -> None:
+        if not self.told:
+            self.told = True
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+
+@pytest.mark.parametrize("sends", [0, 1, 2])
+def test_connection_that_the_kernel_gave_up_is_neither_silent_nor_closed_by_the_other_side(sends: int) -> None:
+    """The cable may be cut: distributed/test_nodes.py does that, and sees that nobody is said to be gone."""
+    with GivenUp() as link:
+        connection = Connection(link)
+        tries = [*[partial(connection.send, {})] * sends, connection.receive, connection.receive]
+        for call in tries:
+            with pytest.raises(OSError, match="timed out") as caught:
+                call()
+            assert not isinstance(caught.value, ConnectionError | TimeoutError)
 
 
 def test_rank_that_never_comes_is_reported_at_the_start() -> None:

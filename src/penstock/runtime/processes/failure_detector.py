@@ -6,7 +6,8 @@ Everything that decides whether to give up a rank is in this file, without socke
     closed its connection, no goodbye   ... still does a beat later, or a rank has not joined yet; of several such
                                         ranks the first is named
     is silent, on this machine          ... that lasts for `stall_seconds`, unless the kernel says that its process runs
-    is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent
+    is silent, on another machine       ... that lasts for `away_seconds`: it may be the network that is silent, even
+                                        if the kernel has given up the connection
     said goodbye                        ... still does `stall_seconds` later
 
 A rank that beats is never given up, however long it computes or sits in the caller's code.
@@ -52,6 +53,8 @@ class Patience:
         """Whether a loop that ticks every beat was itself stopped, so its knowledge of the other ranks is outdated."""
         return seconds > max(self.stall_seconds / 2, 2 * self.beat_seconds)
 
+
+GONE = "its process is gone"
 
 ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
@@ -213,7 +216,7 @@ class FailureDetector:
         }
         first = min(gone, key=gone.__getitem__)
         action = self._ranks[first].sighting.doing.action or None
-        self.accuse(Failure(first, action, "its process is gone", "lost"))
+        self.accuse(Failure(first, action, GONE, "lost"))
 
     def _lost(self, entry: _RankState) -> str | None:
         """What the silence of a rank that has joined means; None while it may be alive."""
@@ -231,6 +234,6 @@ def silence(seconds: float, state: ProcessState, patience: Patience) -> str | No
         case "stopped":
             return f"its process is stopped (no sign of life for {seconds:.0f} s)"
         case "gone":
-            return "its process is gone"
+            return GONE
         case "unknown":
             return f"no sign of life for {seconds:.0f} s" if seconds >= patience.away_seconds else None

@@ -13,6 +13,7 @@ it is gone, they print forty lines of C++ frames over the one line that matters.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
@@ -22,12 +23,13 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import PipelineFailure
 from penstock.runtime.processes import host_clock
 from penstock.runtime.processes.failure import Failure, Sighting
-from penstock.runtime.processes.failure_detector import FailureDetector, Patience, Process, silence
+from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, Process, silence
 from penstock.runtime.processes.joining import Missing
 
 _MOST_BYTES = 1 << 20
@@ -37,26 +39,38 @@ Address = dict[str, Any]
 
 
 class Connection:
-    """A socket that carries one JSON object per line. Any thread may send; one thread receives."""
+    """A socket that carries one JSON object per line. Any thread may send; one thread receives.
+
+    Its errors tell an end from a network that is silent. `ConnectionError` is the other machine's answer that nobody is
+    there any more. The kernel gives up a connection whose packets are not acknowledged, too: that is another OSError.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
         self._unread = b""
         self._sending = threading.Lock()
+        self._broken: OSError | None = None
+
+    @property
+    def host(self) -> str:
+        """The other side's address in numbers."""
+        return str(self.link.getpeername()[0])
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
-        with self._sending:
+        with self._sending, self._noting():
             self.link.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
         """Waits for bytes and returns the messages that they complete.
 
-        Raises OSError if the other side is gone or nothing came in time, ValueError if it sent anything else.
+        Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
+        cannot be reached, and ValueError if it sent anything else.
         """
-        data = self.link.recv(1 << 16)
+        with self._noting():
+            data = self.link.recv(1 << 16)
         if not data:
-            raise ConnectionResetError("the other side closed the connection")
+            raise self._broken or ConnectionResetError("the other side closed the connection")
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > _MOST_BYTES:
             raise ValueError("a message without an end")
@@ -67,6 +81,18 @@ class Connection:
 
     def close(self) -> None:
         self.link.close()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keeps the error that ended the connection: the kernel tells it once, and then only that it is closed."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise
+            given_up = isinstance(error, TimeoutError)  # to callers, that class means that nothing came in time
+            self._broken = self._broken or (OSError(errno.EHOSTUNREACH, str(error)) if given_up else error)
+            raise self._broken from None
 
 
 class HeartbeatServer:
@@ -142,8 +168,10 @@ class HeartbeatServer:
         try:
             for message in connection.receive():
                 self._take(connection, message)
+        except ConnectionError:
+            self._drop(connection, gone=True)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
-            self._drop(connection)
+            self._drop(connection, gone=False)
 
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
         if not hmac.compare_digest(str(message["token"]), self._token):
@@ -190,18 +218,19 @@ class HeartbeatServer:
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: Connection, *, gone: bool) -> None:
         self._selector.unregister(connection.link)
         connection.close()
         for rank, known in list(self._connections.items()):
             if known is connection:
                 del self._connections[rank]
-                self._detector.hang_up(rank)
+                if gone:
+                    self._detector.hang_up(rank)
                 self._note(rank)
 
 
-def connect(address: Address, rank: int, patience: Patience) -> Connection:
-    """Joins the detector at `address` as `rank`. Raises OSError if none of its hosts answers."""
+def connect(address: Address, rank: int, seconds: float) -> Connection:
+    """Joins the detector at `address` as `rank`. Raises OSError if none of its hosts answers within `seconds`."""
     process = Process.here()
     hosts: list[str] = address["hosts"]
     if address["process"][0] == process.machine:
@@ -209,7 +238,7 @@ def connect(address: Address, rank: int, patience: Patience) -> Connection:
     problem: OSError | None = None
     for host in hosts:
         try:
-            link = socket.create_connection((host, address["port"]), timeout=patience.stall_seconds)
+            link = socket.create_connection((host, address["port"]), timeout=seconds)
         except OSError as error:
             problem = error
             continue
@@ -230,7 +259,7 @@ def join(address: Address, rank: int, patience: Patience, missing: Missing) -> C
     """
     where = f"{' or '.join(address['hosts'])}, port {address['port']}"
     try:
-        connection = connect(address, rank, patience)
+        connection = connect(address, rank, patience.stall_seconds)
     except OSError as error:
         raise PipelineFailure(
             f"rank {rank} cannot reach rank 0 at {where} ({error}), where ranks report failures to each other. "
@@ -256,8 +285,10 @@ def _await_ready(connection: Connection, server: Process, rank: int, patience: P
         except TimeoutError:
             seconds = time.monotonic() - heard
             lost = silence(seconds, server.state(), patience) if seconds >= patience.stall_seconds else None
-        except OSError:
-            lost = "its process is gone"
+        except ConnectionError:
+            lost = GONE
+        except OSError as error:
+            lost = f"out of reach ({error})"
         failure = None if lost is None else Failure(0, None, lost, "lost")
         for message in messages:
             if "ready" in message:

@@ -29,7 +29,7 @@ from penstock.runtime.processes.failure import (
     name_ranks,
     wait_chain,
 )
-from penstock.runtime.processes.failure_detector import Patience, Process, silence
+from penstock.runtime.processes.failure_detector import GONE, Patience, Process, silence
 from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
@@ -121,7 +121,8 @@ class Watchdog:
             if server:
                 server.stop()
             raise
-        watchdog = cls(rank, address, connection, patience, ranks=ranks)
+        there = {**address, "hosts": [connection.host]}  # to return there takes no look-up of names
+        watchdog = cls(rank, there, connection, patience, ranks=ranks)
         watchdog._start(server)
         return watchdog
 
@@ -208,7 +209,7 @@ class Watchdog:
         try:
             if self._connection is None:
                 assert self._address is not None
-                self._connection = heartbeat_server.connect(self._address, self._rank, self._patience)
+                self._connection = heartbeat_server.connect(self._address, self._rank, self._patience.beat_seconds)
                 self._asked = False
             if not self._asked:
                 self._asked = self._send(beat=self._sighting().to_list(), asked=host_clock.now_ns())
@@ -218,11 +219,12 @@ class Watchdog:
                     self._take(message)
         except TimeoutError:
             pass
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
             if self._connection:
                 self._connection.close()
                 self._connection = None
-            self._down = self._down if self._down is not None else self._clock()
+            if self._down is None and isinstance(error, ConnectionError):
+                self._down = self._clock()
             self._closed.wait(max(0.0, until - self._clock()))
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -267,7 +269,7 @@ class Watchdog:
         """
         action, lost = self.sightings[0].doing.action or None, None
         if self._down is not None and now - self._down >= self._patience.beat_seconds:
-            lost = "its process is gone"
+            lost = GONE
         elif now - self._answered >= self._patience.stall_seconds:
             assert self._address is not None
             lost = silence(now - self._answered, Process(*self._address["process"]).state(), self._patience)

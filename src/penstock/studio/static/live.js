@@ -6,8 +6,8 @@ import { ask, bytes, digits, make, percent, seconds } from "./dom.js";
 const EVERY = 1000; // milliseconds
 const MOST = 20000; // steps that are kept
 
-/** Watches a run in an element until `signal` is aborted. */
-export function watch(element, name, signal) {
+/** Watches a run in an element until `signal` is aborted. `renewed` is called when a timeline has been added. */
+export function watch(element, name, signal, renewed) {
   const head = make("p", { className: "muted" });
   const figures = make("dl", { className: "figures" });
   const charts = make("div", { className: "charts" });
@@ -16,17 +16,24 @@ export function watch(element, name, signal) {
   let place = 0;
   let id = null;
   let steps = [];
+  let held = []; // [step, bytes of the process that holds most] while it was watched
+  let recorded = null;
 
   async function look() {
     if (document.hidden && id !== null) return;
     try {
       const now = await ask("api/live", { name, place }, signal);
-      if (now.id !== id || now.place < place) steps = [];
+      if (now.id !== id || now.place < place) [steps, held, recorded] = [[], [], now.recorded];
       id = now.id;
       place = now.place;
       const first = now.steps[0]?.step ?? Infinity; // a run that is resumed writes steps again
       steps = [...steps.filter((one) => one.step < first), ...now.steps].slice(-MOST);
+      const most = Math.max(...now.states.map((one) => one.device_bytes ?? one.rss_bytes));
+      const step = now.progress?.step ?? 0;
+      if (now.states.length && step > (held[held.length - 1]?.[0] ?? -1)) held = [...held, [step, most]].slice(-MOST);
       show(now);
+      if (now.recorded !== recorded) renewed();
+      recorded = now.recorded;
     } catch (error) {
       if (!signal.aborted) head.textContent = error.message;
     }
@@ -35,26 +42,33 @@ export function watch(element, name, signal) {
   function show(now) {
     const known = now.progress;
     const alive = now.states.some((one) => ["computes", "waits", "between steps"].includes(one.health));
-    const shape = `${now.ranks} ranks${now.replicas > 1 ? ` × ${now.replicas} replicas` : ""}`;
-    head.textContent = `${now.model}, ${now.schedule}, ${shape}, ${now.microbatches} microbatches, ${now.device}`;
+    head.textContent = now.headline;
     const of = known?.total_steps ? ` of ${known.total_steps}` : "";
     figures.replaceChildren(
       figure("Steps", known ? `${known.step}${of}` : "none yet", alive ? "running" : "not running", "steps"),
       figure("Loss", known ? digits(Number(known.loss ?? NaN)) : "–", "", "loss"),
       figure("Rows per second", digits(known?.rows_per_second), known?.seconds ? `a step takes ${seconds(known.seconds)}` : "", "speed"),
-      figure("Bubble", percent(known?.bubble), "of the last step that was timed", "bubble"),
+      bubble(now),
       figure("Time left", seconds(known?.left_seconds), "", "left"),
     );
     ranks(table, now);
     charts.replaceChildren(
       chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
       chart("Seconds a step", steps.map((one) => [one.step, one.seconds]), seconds),
+      ...(held.length > 1 ? [chart("Fullest process", held, bytes)] : []),
     );
   }
 
   look();
   const timer = setInterval(look, EVERY);
   signal.addEventListener("abort", () => clearInterval(timer));
+}
+
+/** A pipeline in one process has nobody to wait for, unless it has several devices. */
+function bubble(now) {
+  const known = now.progress?.bubble ?? null;
+  if (now.alone && (now.ranks === 1 || known === null)) return figure("Bubble", "–", "one process: nothing waits for another", "bubble");
+  return figure("Bubble", percent(known), "of the last step that was timed", "bubble");
 }
 
 function figure(name, value, of, key) {

@@ -1,6 +1,6 @@
 // What is in the runs folder, and what is open: a run with its live state, a plan, a trace or a schedule.
 
-import { ask, digits, make, newestOnly, percent, seconds, tell } from "./dom.js";
+import { ask, asked, bytes, digits, make, newestOnly, percent, seconds, tell } from "./dom.js";
 import { watch } from "./live.js";
 import { change, state } from "./state.js";
 import { changes, whatIf } from "./whatif.js";
@@ -23,6 +23,11 @@ export function runs(panel, catalogue) {
 
   addEventListener("penstock-theme", () => timeline?.refresh());
 
+  /** Shows a timeline that a run which trains has added, unless one is chosen. */
+  function renewed() {
+    if (!state.step && !state.what_if && !document.hidden) update();
+  }
+
   async function entries() {
     try {
       const { folder, entries: found } = await ask("api/library");
@@ -35,10 +40,11 @@ export function runs(panel, catalogue) {
   }
 
   function item(one) {
-    const text = one.kind === "run" ? `${one.name}` : one.name;
-    const button = make("button", { data: { entry: one.name }, on: { click: () => choose(one.name) } }, text);
+    const button = make("button", { data: { entry: one.name, kind: one.kind }, on: { click: () => choose(one.name) } }, one.name);
     const when = new Date(1000 * one.modified).toLocaleString();
-    return make("li", {}, button, make("span", { className: "muted" }, ` ${one.kind}, ${when}`));
+    const what = one.damage ? `damaged ${one.kind}` : one.kind;
+    return make("li", {}, button, make("span", { className: "muted" }, ` ${what}, ${when}`),
+      one.damage ? make("span", { className: "damage" }, one.damage) : null);
   }
 
   function choose(name) {
@@ -63,7 +69,7 @@ export function runs(panel, catalogue) {
   const tryOut = newestOnly(async (text) => {
     change({ what_if: text });
     try {
-      show(await ask("api/open", { name: state.run, step: state.step, what_if: text }));
+      show(await ask("api/open", { name: state.run, step: state.step, what_if: text, picture: "no" }));
       tell(null);
     } catch (error) {
       tell(error.message);
@@ -77,9 +83,10 @@ export function runs(panel, catalogue) {
     open = state.run;
     now.replaceChildren();
     clear();
-    title.textContent = state.run;
-    if (list.querySelector(`[data-entry="${CSS.escape(state.run)}"]`)?.parentElement.textContent.includes(" run, ")) {
-      watch(now, state.run, watching.signal);
+    const report = `report?${asked({ name: state.run })}`;
+    title.replaceChildren(`${state.run} `, make("a", { href: report, target: "_blank", rel: "noopener", data: { report: state.run } }, "full report"));
+    if (list.querySelector(`[data-entry="${CSS.escape(state.run)}"]`)?.dataset.kind === "run") {
+      watch(now, state.run, watching.signal, renewed);
     }
   }
 
@@ -93,13 +100,19 @@ export function runs(panel, catalogue) {
   function show(found) {
     const focused = document.activeElement?.dataset?.cut;
     tries.replaceChildren();
+    const link = title.querySelector("[data-report]");
+    if (link) {
+      link.hidden = found.kind === "schedule";
+      link.href = `report?${asked({ name: state.run, step: state.step })}`;
+    }
     if (found.kind === "run") {
       const depth = found.cuts.length + 1;
-      tries.append(whatIf(found.explanation, depth, state.what_if, catalogue.schedules, tryOut));
+      tries.append(whatIf(found.explanation, found.schedule, depth, state.what_if, catalogue.schedules, tryOut));
       if (focused) tries.querySelector(`[data-cut="${CSS.escape(focused)}"]`)?.focus();
-      facts.replaceChildren(make("h2", {}, "What to change first"), changes(found.explanation), steps(found.explanation), ...notes(found));
+      facts.replaceChildren(make("h2", {}, "What to change first"), changes(found.explanation), ...[steps(found.explanation)].filter(Boolean), ...notes(found));
     } else if (found.kind === "plan") facts.replaceChildren(plan(found), ...notes(found));
-    else facts.replaceChildren(schedule(found), ...notes(found));
+    else if (found.kind === "schedule") facts.replaceChildren(schedule(found), ...notes(found));
+    else facts.replaceChildren(...notes(found));
     if (!found.timeline) return;
     if (timeline) timeline.setData(found.timeline);
     else timeline = new Timeline(picture, found.timeline, { wheel: "focused" });
@@ -107,7 +120,7 @@ export function runs(panel, catalogue) {
 
   function steps(explanation) {
     const numbers = Object.keys(explanation.steps);
-    if (numbers.length < 2) return null ?? make("span", {});
+    if (numbers.length < 2) return null;
     const choice = make("select", { aria: { label: "Step" } }, ...numbers.map((one) => make("option", { value: one }, `step ${one}: ${seconds(explanation.steps[one])}`)));
     choice.value = String(explanation.step);
     choice.addEventListener("change", () => {
@@ -127,22 +140,28 @@ function notes(found) {
 function plan(found) {
   const { choice, step_seconds: step, memory_bytes: memory } = found.plan;
   return table([
-    ["Schedule", choice.schedule],
-    ["Ranks", choice.ranks],
-    ["Replicas", choice.replicas],
-    ["Chunks a rank", choice.chunks],
-    ["Microbatches", choice.microbatches],
-    ["A step takes", seconds(step)],
-    ["Rows per second", digits(found.rows_per_second)],
-    ["Bubble", percent(found.bubble)],
-    ["Most memory of a rank", `${digits(Math.max(...memory) / 1e9)} GB`],
+    ["schedule", "Schedule", choice.schedule],
+    ["ranks", "Ranks", choice.ranks],
+    ["replicas", "Replicas", choice.replicas],
+    ["chunks", "Chunks a rank", choice.chunks],
+    ["microbatches", "Microbatches", choice.microbatches],
+    ["step_seconds", "A step takes", step, seconds],
+    ["rows_per_second", "Rows per second", found.rows_per_second, digits],
+    ["bubble", "Bubble", found.bubble, percent],
+    ["memory_bytes", "Most memory of a rank", Math.max(...memory), bytes],
   ]);
 }
 
 function schedule(found) {
-  return table([["Ranks", found.ranks], ["Microbatches", found.microbatches], ["Span", digits(found.span)], ["Bubble", percent(found.bubble)]]);
+  return table([
+    ["ranks", "Ranks", found.ranks],
+    ["microbatches", "Microbatches", found.microbatches],
+    ["span", "Span", found.span, digits],
+    ["bubble", "Bubble", found.bubble, percent],
+  ]);
 }
 
 function table(rows) {
-  return make("table", { className: "facts" }, make("tbody", {}, ...rows.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, String(value))))));
+  return make("table", { className: "facts" }, make("tbody", {}, ...rows.map(([key, name, value, text = String]) =>
+    make("tr", {}, make("th", { scope: "row" }, name), make("td", { data: { fact: key, value } }, text(value))))));
 }

@@ -89,12 +89,12 @@ function sentence(cell, rank) {
 }
 
 function swatch(cell) {
-  return make("i", { className: cell.op ? `op op-${cell.op}` : "op", aria: { hidden: "true" } }, cell.op ? `${cell.op}${cell.microbatch}` : "");
+  return make("i", { className: cell.op ? `op op-${cell.op}` : "op", aria: { hidden: "true" } }, cell.label ?? "");
 }
 
 /** The slots around the current one. What an action or a waiting rank needs is marked. */
 function grid(table, walk, slot) {
-  const room = Math.max(5, Math.floor((table.parentElement.clientWidth - NAMES) / CELL));
+  const room = Math.max(5, Math.floor((table.parentElement.clientWidth - NAMES) / Math.max(CELL, 8 + 7 * walk.longest)));
   const from = Math.max(0, Math.min(slot - (room >> 1), walk.slots - room));
   const to = Math.min(walk.slots, from + room);
   const needed = new Set(slot < walk.slots ? walk.ranks.flatMap((cells) => cells[slot].needs.map(([rank, at]) => `${rank} ${at}`)) : []);
@@ -105,7 +105,7 @@ function grid(table, walk, slot) {
       make("tr", {}, make("th", { scope: "row" }, `rank ${rank}`), ...numbers.map((at) => {
         const cell = cells[at];
         const marks = [at === slot ? "now" : "", needed.has(`${rank} ${at}`) ? "needed" : "", cell.op ? `op-${cell.op}` : "idle"];
-        return make("td", { className: marks.join(" "), title: cell.text }, cell.op ? `${cell.op}${cell.microbatch}` : "·");
+        return make("td", { className: marks.join(" "), title: cell.text }, cell.label ?? "·");
       })))),
   );
 }

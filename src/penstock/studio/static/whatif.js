@@ -1,6 +1,6 @@
 // What if: stages as a bar whose cuts can be moved, stragglers that can be taken away, another schedule.
 
-import { digits, make, percent, seconds } from "./dom.js";
+import { make, percent, seconds } from "./dom.js";
 
 const STEP = 0.05; // of a stage, with the arrow keys
 const MOST = 0.95;
@@ -24,8 +24,8 @@ export function parsed(text) {
   };
 }
 
-/** The panel for an explanation. `tried(text)` is called with each new what-if. */
-export function whatIf(explanation, depth, text, schedules, tried) {
+/** The panel for an explanation of a run whose own schedule has that name. `tried(text)` is called with each new what-if. */
+export function whatIf(explanation, own, depth, text, schedules, tried) {
   const { moved, others } = parsed(text);
   const said = () => tried(written(moved, [...boxes.filter((box) => box.checked).map((box) => box.value), ...(other.value ? [`schedule=${other.value}`] : [])]));
   const stages = explanation.stages.slice(0, depth).map((one) => one.seconds);
@@ -34,8 +34,8 @@ export function whatIf(explanation, depth, text, schedules, tried) {
   const boxes = [["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks.slice(0, 16)]
     .map(([value]) => make("input", { type: "checkbox", value, checked: others.includes(value), on: { change: said } }));
   const names = Object.fromEntries([["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks]);
-  const other = make("select", { aria: { label: "Another schedule" }, on: { change: said } }, make("option", { value: "" }, explanation.schedule),
-    ...schedules.filter((one) => one.name !== explanation.schedule).map((one) => make("option", { value: one.name }, one.name)));
+  const other = make("select", { aria: { label: "Another schedule" }, on: { change: said } }, make("option", { value: "" }, `${own}, its own`),
+    ...schedules.filter((one) => one.name !== own).map((one) => make("option", { value: one.name }, one.name)));
   other.value = others.find((part) => part.startsWith("schedule="))?.slice("schedule=".length) ?? "";
   const back = make("button", { on: { click: () => tried("") } }, "As it was");
   draw();
@@ -57,7 +57,7 @@ export function whatIf(explanation, depth, text, schedules, tried) {
   function draw() {
     const now = taken();
     bar.replaceChildren(...now.flatMap((value, stage) => {
-      const box = make("div", { className: "stage", data: { stage }, title: `stage ${stage}: ${seconds(value)}` },
+      const box = make("div", { className: "stage", data: { stage, seconds: value }, title: `stage ${stage}: ${seconds(value)}` },
         make("b", {}, `stage ${stage}`), make("span", {}, seconds(value)));
       box.style.flexGrow = String(value / (now.reduce((one, two) => one + two, 0) || 1));
       return stage ? [handle(stage), box] : [box];
@@ -104,7 +104,7 @@ function bounded(share) {
 
 function outcome(explanation) {
   const [change] = explanation.what_ifs;
-  if (!change) return make("p", { className: "outcome" }, `The step takes ${seconds(explanation.step_seconds)}.`);
+  if (!change) return make("p", { className: "outcome", data: { seconds: explanation.step_seconds } }, `The step takes ${seconds(explanation.step_seconds)}.`);
   const less = change.gain >= 0 ? `${percent(change.gain)} less` : `${percent(-change.gain)} more`;
   const note = change.note ? ` (${change.note})` : "";
   return make("p", { className: "outcome", aria: { live: "polite" }, data: { seconds: change.step_seconds, gain: change.gain } },
@@ -115,5 +115,5 @@ function outcome(explanation) {
 export function changes(explanation) {
   if (!explanation.changes.length) return make("p", {}, "Nothing to change: stages, ranks and microbatches are alike.");
   return make("ol", { className: "changes" }, ...explanation.changes.slice(0, 8).map((one) =>
-    make("li", {}, `${one.text}: ${percent(one.gain)} (${digits(one.step_seconds)} s)`, one.note ? make("span", { className: "muted" }, ` ${one.note}`) : null)));
+    make("li", {}, `${one.text}: ${percent(one.gain)} less, ${seconds(one.step_seconds)}`, one.note ? make("span", { className: "muted" }, ` ${one.note}`) : null)));
 }

@@ -129,6 +129,7 @@ export class Band {
     this.name = given.name ?? "";
     this.note = given.note ?? "";
     this.ops = ops;
+    this.slices = given.slices ?? 1; // of a microbatch, by which actions are numbered
     this.lanes = [];
     let first = 0;
     for (const [rank, each] of given.ranks.entries()) {
@@ -177,10 +178,11 @@ export class Band {
     return found;
   }
 
-  /** An action's name: 2F3, or F3 where each rank has one stage. */
+  /** An action's name: 2F3, or F3 where each rank has one stage; F3.1 of slice 1 of microbatch 3. */
   label(lane, place, full = false) {
     const name = this.ops[lane.op[place]];
-    const number = lane.microbatch[place] < 0 ? "" : lane.microbatch[place];
+    const at = lane.microbatch[place];
+    const number = at < 0 ? "" : this.slices === 1 ? at : `${Math.floor(at / this.slices)}.${at % this.slices}`;
     return `${full || this.chunked ? lane.stage[place] : ""}${name}${number}`;
   }
 }

@@ -48,7 +48,3 @@ const courses = dataOf("course-data") ?? [];
 for (const element of document.querySelectorAll("[data-course]")) {
   new LineChart(element, courses[Number(element.dataset.course)]);
 }
-// A picture of the page is made by a browser that has to be told how high it is.
-requestAnimationFrame(() => {
-  document.documentElement.dataset.height = String(Math.ceil(document.body.getBoundingClientRect().height));
-});

@@ -18,7 +18,9 @@ export function described(band, number, unit) {
   const { lane, place } = band.find(number);
   const op = band.ops[lane.op[place]];
   const microbatch = lane.microbatch[place];
-  const of = microbatch >= 0 && op !== "REDUCE_GRAD" ? ` of microbatch ${microbatch}` : "";
+  const whole = `microbatch ${Math.floor(microbatch / band.slices)}`;
+  const piece = band.slices === 1 ? whole : `slice ${microbatch % band.slices} of ${whole}`;
+  const of = microbatch >= 0 && op !== "REDUCE_GRAD" ? ` of ${piece}` : "";
   const start = lane.start[place];
   const end = lane.end[place];
   const facts = [["takes", duration(end - start, unit)], ["from", `${duration(start, unit)} to ${duration(end, unit)}`]];
