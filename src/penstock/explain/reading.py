@@ -129,15 +129,14 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
             f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
             "with a process for each rank (penstock run), or simulate these times"
         )
-    spans = [span for timeline in timelines for span in timeline]
     numbers: Sequence[int | None] = steps or [None] * len(timelines)
-    events = (
+    spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
+    events = tuple(
         Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)
-        for timeline, step in zip(timelines, numbers, strict=True)
-        for s in timeline
+        for step, s in spans
         if s.action.op.is_compute
     )
-    stages = max((2 + s.action.stage for s in spans if s.action.op is Op.SEND_F), default=0)
-    waits = ((str(s.action), s.waited_seconds) for s in spans)
-    ran = ((str(s.action), s.end_seconds - s.start_seconds) for s in spans)
-    return Recording(tuple(events), stages=max(stages, stages_by_waits(waits, ran)))
+    stages = max((2 + s.action.stage for _, s in spans if s.action.op is Op.SEND_F), default=0)
+    waits = ((str(s.action), s.waited_seconds) for _, s in spans if s.waited_seconds)
+    ran = ((event.name, event.end_seconds - event.start_seconds) for event in events)
+    return Recording(events, stages=max(stages, stages_by_waits(waits, ran)))
