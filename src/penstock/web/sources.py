@@ -94,5 +94,5 @@ def _json(path: Path) -> Any:
     """What a file of JSON says; None if it is something else."""
     try:
         return json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
