@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_folder import a_run, says, steps, timeline
 
 from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
@@ -19,6 +18,7 @@ from penstock.schedule import generate, write_csv
 from penstock.studio.live import in_words, live
 from penstock.studio.opened import opened
 from penstock.studio.serve import Server
+from scaffolding.run_folders import a_run, says, steps, timeline
 
 Start = Callable[..., Server]
 
