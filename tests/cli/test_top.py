@@ -13,39 +13,15 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.runs import About, RankState, StepRecord
-from penstock.runs.folder import append_lines, write_whole
+from penstock.runs import RankState, StepRecord
+from penstock.runs.folder import write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
+from scaffolding.run_folders import about, says, steps
 
-ABOUT = About(
-    name="gpt",
-    id="abc",
-    started="2026-01-01T00:00:00.000+00:00",
-    resumed=(),
-    penstock="0.1.0",
-    torch="2.13.0",
-    host="node",
-    device="cpu",
-    model="GPT",
-    ranks=2,
-    replicas=1,
-    processes=2,
-    chunks=1,
-    schedule="1f1b",
-    microbatches=4,
-    rows=64,
-    placement="0 1",
-    cuts=("b",),
-    units=(("a",), ("b",)),
-    parameter_bytes=(4, 4),
-    gradient_bytes=(4, 4),
-    activation_bytes=(),
-    memory_limit=None,
-    total_steps=100,
-)
+ABOUT = about(2, 4)
 NOW = 1_000_000.0
 STATE = RankState(0, 0, (0,), "node", 7, NOW, step=9, action="0F3", since=NOW - 2, rss_bytes=10**9)
 
@@ -54,13 +30,9 @@ def a_run(folder: Path, *states: RankState, written: float | None = None, heard:
     for name in ("ranks", "timelines"):
         (folder / name).mkdir(parents=True)
     write_whole(folder / "run.json", ABOUT.to_dict())
-    steps = [
-        StepRecord(step, 3.0 - step / 10, 0.2, 64, 0.25 * step, 0.2 if step == 5 else None) for step in range(1, 10)
-    ]
-    append_lines(folder / "steps.jsonl", [step.to_line() for step in steps])
+    steps(folder, 1, 10)
     for state in states:
-        value = {"run": "abc", "at": time.time() if written is None else written, "state": state.to_dict()}
-        write_whole(folder / "ranks" / f"{state.number}.json", {**value, "heard": [one.to_dict() for one in heard]})
+        says(folder, state, at=written, heard=heard)
     return str(folder)
 
 

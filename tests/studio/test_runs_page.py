@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_folder import a_run, says, steps, timeline
 
 from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
@@ -19,6 +18,7 @@ from penstock.schedule import generate, write_csv
 from penstock.studio.live import in_words, live
 from penstock.studio.opened import opened
 from penstock.studio.serve import Server
+from scaffolding.run_folders import a_run, says, steps, timeline
 
 Start = Callable[..., Server]
 
@@ -110,6 +110,8 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
         opened(tmp_path / "plan.json", "plan.json")
     with pytest.raises(ArgumentError, match="8 at once"):
         opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"] * 9)
+    with pytest.raises(ArgumentError, match="1000000 chunks: the studio tries up to 8"):
+        opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even,schedule=interleaved-1f1b/1000000"])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ArgumentError, match="a folder without a run"):
         opened(tmp_path / "folder", "folder")
