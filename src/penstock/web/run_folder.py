@@ -110,8 +110,8 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
             Figure("speed", f"{later[-1].rows / seconds if seconds else math.nan:,.4g} rows/s", "from step to step"),
             Figure(
                 "a step takes",
-                duration(seconds),
-                f"median of {len(gaps) or 1:,}, from end to end; {duration(inside)} of it in Pipeline.step",
+                duration(inside),
+                f"median of {len(later):,}, in Pipeline.step; {duration(seconds)} from end to end",
             ),
         ]
     losses = [one for one in steps if one.loss is not None]
@@ -184,7 +184,7 @@ def _courses(steps: Sequence[StepRecord]) -> list[Course]:
 
 def _peaks(run: RunRead) -> list[Course]:
     """The most that a device had allocated in each step of which that was measured, if it was of several."""
-    steps = run.timeline_steps()
+    steps = list(run.timelines()[0])
     every = ([max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in steps)
     found = [(step, max(peaks)) for step, peaks in zip(steps, every, strict=True) if peaks]
     if len(found) < 2:
