@@ -110,6 +110,8 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
         opened(tmp_path / "plan.json", "plan.json")
     with pytest.raises(ArgumentError, match="8 at once"):
         opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even"] * 9)
+    with pytest.raises(ArgumentError, match="1000000 chunks: the studio tries up to 8"):
+        opened(tmp_path / "trace.json", "trace.json", what_ifs=["cut=even,schedule=interleaved-1f1b/1000000"])
     (tmp_path / "folder").mkdir()
     with pytest.raises(ArgumentError, match="a folder without a run"):
         opened(tmp_path / "folder", "folder")

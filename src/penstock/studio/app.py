@@ -213,7 +213,10 @@ def _asset(name: str) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):
+        text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
     return Response(text, status, media_type="application/json")
 
 

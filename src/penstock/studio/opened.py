@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.runs import read_run
 from penstock.runs.folder import ABOUT
 from penstock.schedule import Schedule, check, from_csv, summary
 from penstock.simulate import StageCost, simulate
+from penstock.studio.question import MOST
 from penstock.web.measured import of_explanation
 from penstock.web.page_data import band, timeline_data
 from penstock.web.planned import of_plan
@@ -25,6 +27,7 @@ from penstock.web.sources import shown
 _MOST_SHOWN = 100_000
 """Actions of one timeline."""
 _MOST_WHAT_IFS = 8
+_CHUNKS = re.compile(r"schedule=[^,/]*/(\d+)")
 _CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts cannot be dragged; those of a run can."
 
 
@@ -45,6 +48,9 @@ def opened(
     """
     if len(what_ifs) > _MOST_WHAT_IFS:
         raise ArgumentError(f"{len(what_ifs)} what-ifs: the studio tries up to {_MOST_WHAT_IFS} at once")
+    for chunks in _CHUNKS.findall(",".join(what_ifs)):
+        if len(chunks) > 2 or int(chunks) > MOST["chunks"]:
+            raise ArgumentError(f"{chunks[:20]} chunks: the studio tries up to {MOST['chunks']}")
     if path.is_dir():
         return _of_folder(path, name, step, what_ifs, picture=picture)
     if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
