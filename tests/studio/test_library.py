@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from runs_folder import a_run
 from starlette.testclient import TestClient
 
 from penstock.errors import ArgumentError
@@ -19,6 +18,7 @@ from penstock.studio import library
 from penstock.studio.app import Studio
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
+from scaffolding.run_folders import a_run
 
 SECRET = "the secret outside"
 
