@@ -164,6 +164,22 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
+_COLUMNS = ("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process")
+_WORDS = ("action", "waits for", "process")
+"""Columns that are broken where a screen is narrow; figures never are."""
+
+
+def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
+    """A line for each rank, without the columns in which nothing is known."""
+    shown = [index for index in range(len(_COLUMNS)) if any(str(line[index]) not in ("", "-") for line in lines)]
+    made = table(*(_COLUMNS[index] for index in shown), left=sum(index < 4 for index in shown))
+    for column, index in zip(made.columns, shown, strict=True):
+        column.no_wrap = _COLUMNS[index] not in _WORDS
+    for line in lines:
+        made.add_row(*(line[index] for index in shown))
+    return made
+
+
 def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     from penstock.runs.health import troubles
 
@@ -172,7 +188,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
-        Text("no step has ended yet" if seen.progress is None else str(seen.progress)),
+        Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
         Text(""),
     ]
     if not seen.ranks:
@@ -181,14 +197,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     if most is not None and len(ranks) > most:
         ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))
         ranks = ranks[: max(1, most)]
-    made = table("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process", left=4)
-    lines = [seen.line(*one) for one in ranks]
-    for line in lines:
-        made.add_row(*line)
-    for column in reversed(range(len(made.columns))):
-        if all(str(line[column]) in ("", "-") for line in lines):
-            del made.columns[column]
-    parts.append(made)
+    parts.append(_table([seen.line(*one) for one in ranks]))
     if len(ranks) < len(seen.ranks):
         others = Counter(how for _, how in seen.ranks)
         parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))

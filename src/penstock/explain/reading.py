@@ -106,12 +106,12 @@ def _text(file: Path) -> str:
 
 def recording_of_run(run: RunRead) -> Recording:
     """The timelines that a run has recorded. Raises ArgumentError if there is none."""
-    if not (steps := run.timeline_steps()):
-        raise ArgumentError(
-            f"run {str(run.path)!r} has no timeline: the first is of step 5, unless timeline_every is 0"
-        )
-    found = recording_of([run.timeline(step) for step in steps], str(run.path), steps)
-    return replace(found, stages=run.about.stages.stages)
+    timelines, damaged = run.timelines()
+    if not timelines:
+        why = "; ".join(damaged) or "the first is of step 5, unless timeline_every is 0"
+        raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
+    found = recording_of(list(timelines.values()), str(run.path), list(timelines))
+    return replace(found, stages=run.about.stages.stages, notes=(*damaged, *found.notes))
 
 
 def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:

@@ -101,7 +101,7 @@ def improvements_of(found: Explanation) -> list[Improvement]:
     error = _error(found)
     certain = [one for one in found.changes if one.gain > found.change_error]
     ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
-    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
+    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note, one.mends) for one in ordered]
 
 
 def _error(found: Explanation) -> str:

@@ -65,17 +65,16 @@ def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction) 
 
 def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_prediction: bool) -> Shown:
     run = read_folder(path)
-    recorded = run.timeline_steps()
-    if step is not None and step not in recorded:
-        run.timeline(step)  # says which there are
-    if not recorded:
-        return of_run(run, None, None)
-    if any(run.timeline(one).in_turns for one in recorded):
-        return of_run(run, None, recorded[-1] if step is None else step)
+    timelines, damaged = run.timelines()
+    if step is not None and step not in timelines:
+        run.timeline(step)  # says which there are, or what is wrong with it
+    last = max(timelines, default=None) if step is None else step
+    if last is None or any(one.in_turns for one in timelines.values()):
+        return of_run(run, None, last, damaged)
     try:
         known = run_of(read_run([path]))
     except ArgumentError as error:  # a crash may have left no step whole
-        return of_run(run, None, recorded[-1] if step is None else step, (str(error),))
+        return of_run(run, None, last, (*damaged, str(error)))
     found = explain(known, step=step, predicted=prediction(known))
     return of_run(run, found, found.step.number, other_prediction=other_prediction)
 
