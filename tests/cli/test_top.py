@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.runs import About, RankState, StepRecord
+from penstock.runs import About, RankState, StepRecord, is_run
 from penstock.runs.folder import append_lines, write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
@@ -126,6 +126,41 @@ def test_top_is_never_broken_by_what_it_finds(tmp_path: Path) -> None:
     found: Any = as_json("top", run)
     assert ([one["number"] for one in found["ranks"]], found["progress"]["loss"]) == ([0], "nan")
     assert "no such folder" in refusal("top", str(tmp_path / "none"))
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("steps.jsonl", '{"step": 1e999, "loss": 1, "seconds": 1, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
+        ("steps.jsonl", '{"step": 1, "loss": 1, "seconds": NaN, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
+        ("steps.jsonl", DEEP + "\n"),
+        ("ranks/0.json", DEEP),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": NOW, "heard": 5, "state": {**STATE.to_dict(), "pid": "q"}})),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": "x", "heard": [[]], "state": STATE.to_dict()})),
+    ],
+)
+def test_what_is_damaged_is_left_out(file: str, text: str, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    (tmp_path / "gpt" / file).write_text(text)
+    found = as_json("top", run)
+    assert (found["progress"] is None, found["ranks"] == []) == (file == "steps.jsonl", file == "ranks/0.json")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"memory_limit": float("nan")}, {"units": [1, 2]}, {"ranks": 0}, {"started": "2026-01-01T00:00:00"}, {"cuts": 5}],
+    ids=str,
+)
+def test_a_damaged_run_is_refused_in_a_line(damage: dict[str, Any], tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    (tmp_path / "gpt" / "run.json").write_text(json.dumps({**ABOUT.to_dict(), **damage}))
+    assert f"is damaged: {next(iter(damage))} is" in refusal("top", run)
+    (tmp_path / "gpt" / "run.json").write_text(DEEP)
+    assert not is_run(run)
+    assert "is not JSON" in refusal("top", run)
 
 
 def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:

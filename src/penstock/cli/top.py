@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -35,8 +36,8 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
-_LINES_AROUND = 7
-"""Of a screen, those that are not ranks."""
+_LEAST_COLUMNS = 4
+"""Of the table, on however narrow a screen."""
 
 
 @spread
@@ -64,7 +65,7 @@ def top(
         with Live(console=console, auto_refresh=False, screen=False) as live:
             while True:
                 seen = watch.look()
-                live.update(Group(*_parts(seen, console.height - _LINES_AROUND)), refresh=True)
+                live.update(Group(*_fitted(seen, console)), refresh=True)
                 if seen.is_over:
                     return
                 time.sleep(_REFRESH_SECONDS)
@@ -164,7 +165,27 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
+def _fitted(seen: Seen, console: Console) -> list[Text | Table]:
+    """As much of it as a screen holds: figures are whole, columns move closer, and the last ones are left out."""
+    text = [part for part in _parts(seen, 0) if isinstance(part, Text)]
+    parts = _parts(seen, console.height - 2 - sum(len(part.wrap(console, console.width)) or 1 for part in text))
+    for made in parts:
+        if isinstance(made, Table):
+            for column in made.columns:
+                column.no_wrap = True
+            if _width(made, console) > console.width:
+                made.padding = (0, 1, 0, 0)
+            while _width(made, console) > console.width and len(made.columns) > _LEAST_COLUMNS:
+                del made.columns[-1]
+    return parts
+
+
+def _width(made: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum
+
+
 def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
+    """All of it, or with at most so many ranks: those in trouble first."""
     from penstock.runs.health import troubles
 
     about = seen.run.about

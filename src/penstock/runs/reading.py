@@ -142,7 +142,8 @@ class RunRead:
             given = _read(self.path / RANKS / f"{number}.json")
             if not isinstance(given, dict) or given.get("run") != self.about.id or "at" not in given:
                 continue
-            for heard in given.get("heard", ()):
+            told = given.get("heard")
+            for heard in told if isinstance(told, list) else ():
                 if (state := RankState.from_dict(heard, given["at"])) is not None and state.number not in states:
                     states[state.number] = replace(state, heard=True)
             if (state := RankState.from_dict(given.get("state"), given["at"])) is not None:
@@ -184,9 +185,9 @@ def _read(file: Path) -> Any:
     """What a file of JSON says; None if there is none, or it is something else."""
     try:
         return json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def _fits(given: Any, length: int) -> bool:
-    return isinstance(given, list) and len(given) == length
+    return isinstance(given, list) and len(given) == length and all(isinstance(one, int) for one in given)
