@@ -149,7 +149,7 @@ class Writer:
             write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
 
     def _is_mine(self) -> bool:
-        """Whether process 0 has made the folder where this one sees it. Raises OSError if another run has begun there."""
+        """Whether process 0 has made the folder, as seen here. Raises OSError if another run has begun there."""
         about = self.path / ABOUT
         try:
             found = about.stat()
