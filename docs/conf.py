@@ -21,6 +21,7 @@ extensions = [
     "sphinx_design",
     "figures",
     "formulas",
+    "commands",
     "sources",
     "public",
 ]

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import torch
 import torch.distributed as dist
-from bench import environment, others_seconds, quartiles
+from bench import quartiles
+from common.machine import environment, noting_others, others_share
 from rich.console import Console
 from rich.table import Table
 
@@ -267,7 +269,7 @@ def show(results: Found, console: Console) -> None:
         verdict(
             found["growth"] <= GROWTH and whole, f"memory from trial {a:,} to {b:,}: {found['growth']:+.1%}", console
         )
-    console.print(f"other processes took {results['environment']['others_share']:.0%} of the machine meanwhile")
+    console.print(others_share(results["environment"]))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -286,9 +288,8 @@ def main(argv: Sequence[str]) -> None:
         bare(int(chosen.bare[0]), int(chosen.bare[1]), Path(chosen.bare[2]))
         return
     results: Found = {"environment": environment()}
-    began, others = time.perf_counter(), others_seconds()
     sizes = [64 << 10 << power for power in range(30) if 64 << 10 << power <= chosen.largest]
-    with tempfile.TemporaryDirectory() as name:
+    with noting_others(results["environment"]), tempfile.TemporaryDirectory() as name:
         where = Path(name)
         results["links"] = [of_link(where, link, sizes, chosen.trials) for link in chosen.links]
         results["overhead"] = [
@@ -296,8 +297,6 @@ def main(argv: Sequence[str]) -> None:
         ]
         if chosen.long:
             results["memory"] = memory(where, chosen.long_trials)
-    capacity = (time.perf_counter() - began) * results["environment"]["cores"]
-    results["environment"]["others_share"] = round(max(0.0, others_seconds() - others) / capacity, 3)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 120))
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import torch
+from common.pairs import Pair, added, combined
 from torch import nn
 
 import penstock
@@ -29,9 +32,6 @@ WARM_UP = 10
 BLOCK = 50
 """Steps of a block: one of them has a timeline, as one in fifty has by default."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-Pair = dict[str, tuple[float, float]]
-"""By clock: the seconds of a block of steps that are not recorded, and of one that is."""
 
 
 def main() -> None:
@@ -86,31 +86,15 @@ def taken(pipe: penstock.Pipeline, x: torch.Tensor, optimizer: torch.optim.Optim
     return {name: clock() - began[name] for name, clock in CLOCKS.items()}
 
 
-def combined(of_round: Sequence[Pair]) -> Pair:
-    """One pair of all processes: what they took together of processors, and the slowest one on the wall."""
-    return {
-        name: tuple((max if name == "wall" else sum)(pair[name][which] for pair in of_round) for which in (0, 1))
-        for name in CLOCKS
-    }  # type: ignore[misc]
-
-
 def told(rounds: Sequence[Pair]) -> dict[str, object]:
     """By clock, what recording adds in percent of a step: the median with its 95% interval, and quartiles."""
-    told: dict[str, object] = {}
-    for name in CLOCKS:
-        added = sorted(100 * (recorded / bare - 1) for bare, recorded in (pair[name] for pair in rounds))
-        away = math.ceil(0.98 * math.sqrt(len(added)))  # order statistics, 1.96 standard deviations from the middle
-        middle = len(added) // 2
-        told[name] = {
+    return {
+        name: {
             "step_ms": round(statistics.median(pair[name][0] for pair in rounds) / BLOCK * 1e3, 2),
-            "added_percent": round(statistics.median(added), 2),
-            "interval_95": [
-                round(added[max(0, middle - away)], 2),
-                round(added[min(len(added) - 1, middle + away)], 2),
-            ],
-            "quartiles": [round(each, 2) for each in statistics.quantiles(added, n=4)],
+            **added(100 * (recorded / bare - 1) for bare, recorded in (pair[name] for pair in rounds)),
         }
-    return told
+        for name in CLOCKS
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common.machine import environment
+from common.machine import environment, noting_others, others_share
 from common.ranks import CPU, RANKS, Step, Weights, gathered, in_two_processes, measured, transport_of
 from rich.console import Console
 from rich.table import Table
@@ -316,16 +316,9 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print("share: of ceiling * m/(m+p-1), the speed of a pipeline whose only bubble is to fill and to drain")
     one_way = ", ".join(f"{name} {us:.1f}" for name, us in results["one_way_microseconds"].items())
     console.print(f"one way, 1 KiB, median microseconds: {one_way}")
-    console.print(f"other processes took {results['environment']['others_share']:.0%} of the machine meanwhile")
+    console.print(others_share(results["environment"]))
     for text, reached in verdicts(results["sizes"]):
         console.print(f"{'reached    ' if reached else 'NOT reached'}  {text}", highlight=False)
-
-
-def others_seconds() -> float:
-    """CPU seconds that processes other than this one and its children have used since the machine started."""
-    user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    busy = sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(os.times()[:4])
 
 
 def main() -> None:
@@ -343,10 +336,8 @@ def main() -> None:
         measured(lambda rank: run_rank(sizes, chosen.rank_folder, rank), chosen.rank_folder)
         return
     results: dict[str, Any] = {"environment": environment(torch=torch.__version__, threads_per_rank=1)}
-    began, others = time.perf_counter(), others_seconds()
-    results |= in_two_processes(__file__)
-    capacity = (time.perf_counter() - began) * results["environment"]["cores"]
-    results["environment"]["others_share"] = round(max(0.0, others_seconds() - others) / capacity, 3)
+    with noting_others(results["environment"]):
+        results |= in_two_processes(__file__)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 160))
 

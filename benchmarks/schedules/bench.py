@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import LAYERS, RANKS, SIZES, Block, environment, others_seconds, quartiles
+from bench import LAYERS, RANKS, SIZES, Block, quartiles
+from common.machine import environment, noting_others, others_share
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -166,7 +168,7 @@ def show(results: dict[str, Any], console: Console) -> None:
         table.add_row(row["name"], row["torch"], *times, f"{middle:.2f} ({low:.2f}, {high:.2f})")
     console.print(table)
     console.print(f"one process alone: {results['alone_milliseconds'][1]:.1f} ms")
-    console.print(f"other processes took {results['environment']['others_share']:.0%} of the machine meanwhile")
+    console.print(others_share(results["environment"]))
     for row in results["schedules"]:
         reached = row["times_as_fast"][1] >= 2
         console.print(
@@ -184,14 +186,11 @@ def main(argv: Sequence[str]) -> None:
         run_rank(chosen.rounds, chosen.rank_folder)
         return
     results: dict[str, Any] = {"environment": environment()}
-    began, others = time.perf_counter(), others_seconds()
-    with tempfile.TemporaryDirectory() as folder:
+    with noting_others(results["environment"]), tempfile.TemporaryDirectory() as folder:
         status = launch([__file__, *argv, "--rank-folder", folder], RANKS, threads=1)
         if status:
             sys.exit(status)
         results |= summary(json.loads((Path(folder) / "found.json").read_text()))
-    capacity = (time.perf_counter() - began) * results["environment"]["cores"]
-    results["environment"]["others_share"] = round(max(0.0, others_seconds() - others) / capacity, 3)
     chosen.json.write_text(json.dumps(results, indent=2) + "\n")
     show(results, Console(width=None if os.isatty(1) else 120))
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from common.pairs import Pair, added, combined
 from torch import nn
 
 import penstock
@@ -52,10 +56,6 @@ def main() -> None:
             print(json.dumps({**vars(options), "processes": len(everyone), "actions": actions, **told(rounds)}))
 
 
-Pair = dict[str, tuple[float, float]]
-"""By clock: the seconds of a step without a timeline, and of one with."""
-
-
 def taken(pipe: penstock.Pipeline, x: torch.Tensor, *, timed_first: bool) -> Pair:
     """Runs two steps, until loss and timeline have been read."""
     found: dict[bool, dict[str, float]] = {}
@@ -68,31 +68,13 @@ def taken(pipe: penstock.Pipeline, x: torch.Tensor, *, timed_first: bool) -> Pai
     return {name: (found[False][name], found[True][name]) for name in CLOCKS}
 
 
-def combined(of_round: Sequence[Pair]) -> Pair:
-    """One pair of all processes: what they took together of processors, and the slowest one on the wall."""
-    return {
-        name: tuple((max if name == "wall" else sum)(pair[name][which] for pair in of_round) for which in (0, 1))
-        for name in CLOCKS
-    }  # type: ignore[misc]
-
-
 def told(rounds: Sequence[Pair]) -> dict[str, object]:
     """By clock, what a timeline adds in percent of a step: the median with its 95% interval, and quartiles."""
     told: dict[str, object] = {}
     for name in CLOCKS:
         plain = statistics.median(pair[name][0] for pair in rounds)
-        added = sorted(100 * (timed - bare) / plain for bare, timed in (pair[name] for pair in rounds))
-        away = math.ceil(0.98 * math.sqrt(len(added)))  # order statistics, 1.96 standard deviations from the middle
-        middle = len(added) // 2
-        told[name] = {
-            "plain_ms": round(plain * 1e3, 2),
-            "added_percent": round(statistics.median(added), 2),
-            "interval_95": [
-                round(added[max(0, middle - away)], 2),
-                round(added[min(len(added) - 1, middle + away)], 2),
-            ],
-            "quartiles": [round(each, 2) for each in statistics.quantiles(added, n=4)],
-        }
+        percents = (100 * (timed - bare) / plain for bare, timed in (pair[name] for pair in rounds))
+        told[name] = {"plain_ms": round(plain * 1e3, 2), **added(percents)}
     return told
 
 

@@ -13,8 +13,10 @@ import pytest
 from command_line import as_json, output, refusal
 
 from penstock.balance import Profile, UnitCost
+from penstock.errors import ArgumentError
+from penstock.explain import reading
 from penstock.report import to_perfetto
-from penstock.schedule import generate
+from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 
@@ -240,6 +242,8 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(b"{}")[:-9])
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "deep.json").write_text("[" * 200_000)
+    (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nfwd,0,0,1,0\nfwd,0,1,1,1\n")
     wrong = {
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
@@ -247,9 +251,36 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "cut.json.gz": "cannot be read",
         "other.json": "expected a timeline",
         "other.csv": "has no column op",
+        "deep.json": "nested too deeply",
+        "ops.csv": "their names are 'fwd'",
     }
     for name, said in wrong.items():
         assert said in refusal("explain", str(tmp_path / name)), name
+
+
+def test_a_packed_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOST_BYTES", 1 << 20)
+    file = tmp_path / "bomb.json.gz"
+    file.write_bytes(gzip.compress(b" " * (2 << 20)))
+    with pytest.raises(ArgumentError, match="unpacks to more than"):
+        reading.read_run([file])
+
+
+def test_columns_may_say_forward_and_backward(tmp_path: Path) -> None:
+    made = simulate(generate("1f1b", 2, 4), StageCost(1.0, 1.0, 1.0))
+    assert isinstance(made, Timeline)
+    words = {Op.F: ("forward", "forward-compute", "F"), Op.B: ("backward", "backward-compute", "B")}
+    said = []
+    for which in range(3):
+        rows = [
+            f"{words[span.action.op][which]},{span.action.microbatch},{span.start_seconds * 1e6},"
+            f"{(span.end_seconds - span.start_seconds) * 1e6},{span.rank}"
+            for span in made
+        ]
+        file = tmp_path / f"{which}.csv"
+        file.write_text("\n".join(["op,microbatch,start_us,duration_us,pp_rank", *rows]))
+        said.append(as_json("explain", str(file)))
+    assert said[0] == said[1] == said[2]
 
 
 def test_a_trace_without_actions_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import time
 from dataclasses import replace
@@ -13,39 +14,15 @@ from typing import Any
 import pytest
 from command_line import as_json, output, refusal
 
-from penstock.runs import About, RankState, StepRecord, is_run
+from penstock.runs import RankState, StepRecord
 from penstock.runs.folder import append_lines, write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
 from penstock.simulate import StageCost, simulate
+from scaffolding.run_folders import about, says, steps
 
-ABOUT = About(
-    name="gpt",
-    id="abc",
-    started="2026-01-01T00:00:00.000+00:00",
-    resumed=(),
-    penstock="0.1.0",
-    torch="2.13.0",
-    host="node",
-    device="cpu",
-    model="GPT",
-    ranks=2,
-    replicas=1,
-    processes=2,
-    chunks=1,
-    schedule="1f1b",
-    microbatches=4,
-    rows=64,
-    placement="0 1",
-    cuts=("b",),
-    units=(("a",), ("b",)),
-    parameter_bytes=(4, 4),
-    gradient_bytes=(4, 4),
-    activation_bytes=(),
-    memory_limit=None,
-    total_steps=100,
-)
+ABOUT = about(2, 4)
 NOW = 1_000_000.0
 STATE = RankState(0, 0, (0,), "node", 7, NOW, step=9, action="0F3", since=NOW - 2, rss_bytes=10**9)
 
@@ -54,13 +31,9 @@ def a_run(folder: Path, *states: RankState, written: float | None = None, heard:
     for name in ("ranks", "timelines"):
         (folder / name).mkdir(parents=True)
     write_whole(folder / "run.json", ABOUT.to_dict())
-    steps = [
-        StepRecord(step, 3.0 - step / 10, 0.2, 64, 0.25 * step, 0.2 if step == 5 else None) for step in range(1, 10)
-    ]
-    append_lines(folder / "steps.jsonl", [step.to_line() for step in steps])
+    steps(folder, 1, 10)
     for state in states:
-        value = {"run": "abc", "at": time.time() if written is None else written, "state": state.to_dict()}
-        write_whole(folder / "ranks" / f"{state.number}.json", {**value, "heard": [one.to_dict() for one in heard]})
+        says(folder, state, at=written, heard=heard)
     return str(folder)
 
 
@@ -87,6 +60,7 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
+    assert found.said(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
     said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
@@ -134,33 +108,80 @@ DEEP = "[" * 200_000
 @pytest.mark.parametrize(
     ("file", "text"),
     [
+        ("ranks/0.json", DEEP),
+        ("ranks/0.json", '{"run": "abc", "at": "x", "heard": 5}'),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "pid": "q"}})),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "since": "y"}})),
+        ("steps.jsonl", f"{DEEP}\n"),
         ("steps.jsonl", '{"step": 1e999, "loss": 1, "seconds": 1, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
         ("steps.jsonl", '{"step": 1, "loss": 1, "seconds": NaN, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
-        ("steps.jsonl", DEEP + "\n"),
-        ("ranks/0.json", DEEP),
-        ("ranks/0.json", json.dumps({"run": "abc", "at": NOW, "heard": 5, "state": {**STATE.to_dict(), "pid": "q"}})),
-        ("ranks/0.json", json.dumps({"run": "abc", "at": "x", "heard": [[]], "state": STATE.to_dict()})),
     ],
 )
-def test_what_is_damaged_is_left_out(file: str, text: str, tmp_path: Path) -> None:
+def test_what_is_damaged_counts_for_nothing(tmp_path: Path, file: str, text: str) -> None:
     run = a_run(tmp_path / "gpt", STATE)
     (tmp_path / "gpt" / file).write_text(text)
-    found = as_json("top", run)
-    assert (found["progress"] is None, found["ranks"] == []) == (file == "steps.jsonl", file == "ranks/0.json")
+    found: Any = as_json("top", run)
+    assert (found["ranks"] == []) == (file != "steps.jsonl")
+    assert (found["progress"] is None) == (file == "steps.jsonl")
+    output("report", run, "--out", str(tmp_path / "page.html"))
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{"memory_limit": float("nan")}, {"units": [1, 2]}, {"ranks": 0}, {"started": "2026-01-01T00:00:00"}, {"cuts": 5}],
-    ids=str,
+    ("name", "value"),
+    [
+        ("memory_limit", float("nan")),
+        ("units", [1, 2]),
+        ("replicas", -3),
+        ("ranks", 10**9),
+        ("placement", "0 99999999999"),
+    ],
 )
-def test_a_damaged_run_is_refused_in_a_line(damage: dict[str, Any], tmp_path: Path) -> None:
+def test_a_damaged_description_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     run = a_run(tmp_path / "gpt", STATE)
-    (tmp_path / "gpt" / "run.json").write_text(json.dumps({**ABOUT.to_dict(), **damage}))
-    assert f"is damaged: {next(iter(damage))} is" in refusal("top", run)
-    (tmp_path / "gpt" / "run.json").write_text(DEEP)
-    assert not is_run(run)
-    assert "is not JSON" in refusal("top", run)
+    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), name: value})
+    for command in ("top", "report"):
+        assert f"is damaged: {name} is" in refusal(command, run)
+
+
+def test_figures_are_never_broken(tmp_path: Path) -> None:
+    states = [
+        replace(
+            STATE, number=rank, ranks=(rank,), step=123, action="the step's announcement", written=NOW, pid=4_000_000
+        )
+        for rank in (0, 1)
+    ]
+    run = a_run(tmp_path / "gpt", *states, written=NOW)
+    lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:2] in ("0 ", "1 ")]
+    assert [line[-4:-1] for line in lines if len(line) > 4] == [["123", "1.0", "GB"]] * 2
+
+
+def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    order = add_communication(generate("1f1b", 2, 4))
+    for number in (5, 50):
+        write_whole(
+            tmp_path / "gpt" / "timelines" / f"{number}.json",
+            simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict(),
+        )
+    (tmp_path / "gpt" / "timelines" / "50.json").write_text('{"in_turns": false, "ranks"')
+    assert as_json("explain", run)["step"] == 5
+    output("report", run, "--out", str(tmp_path / "page.html"))
+    assert "step 50 is left out" in (tmp_path / "page.html").read_text()
+    assert "is not JSON" in refusal("report", run, "--step", "50")
+
+
+def test_lines_are_whole_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    append_lines(file, ["one\n"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as a full disk: some bytes fit
+    try:
+        with pytest.raises(OSError, match="large"):
+            append_lines(file, ["two\n", "three\n", "four\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_lines(file, ["five\n"])
+    assert file.read_text() == "one\nfive\n"
 
 
 def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:

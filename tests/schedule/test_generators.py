@@ -14,8 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
-from penstock.schedule import Op, Schedule, check, generate, generator, generators, grid, names, peak_activations
-from penstock.schedule.generators import Numbers, interleaved_1f1b, naive, one_f_one_b
+from penstock.schedule import (
+    Op,
+    Placement,
+    Schedule,
+    check,
+    generate,
+    generator,
+    generators,
+    grid,
+    names,
+    peak_activations,
+)
+from penstock.schedule.generators import Generator, Numbers, interleaved_1f1b, naive, one_f_one_b
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from scaffolding.representatives import representatives
@@ -206,3 +217,15 @@ def test_names_are_known_in_any_case() -> None:
 def test_what_is_not_allowed(name: str, numbers: tuple[int, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         generate(name, *numbers)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("entry", generators(), ids=lambda entry: entry.name)
+def test_a_generator_says_before_it_makes_a_schedule_whether_it_fits(entry: Generator, chunks: int) -> None:
+    numbers = Numbers(4, 8, chunks, entry.slices)
+    try:
+        made = generate(entry.name, 4, 8, chunks)
+    except ArgumentError:
+        made = None
+    for placement in (Placement.loop(4, chunks), Placement.wave(4), Placement.bidirectional(4)):
+        assert entry.fits(numbers, placement) == (made is not None and made.placement == placement)

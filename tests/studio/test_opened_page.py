@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_folder import ABOUT, a_run, timeline
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from penstock.studio.opened import opened
 from penstock.studio.serve import Server
 from penstock.web.page import page as report_page
 from penstock.web.sources import shown
+from scaffolding.run_folders import ABOUT, a_run, timeline
 
 Start = Callable[..., Server]
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from penstock.cli._spread import options_on
 from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 from penstock.words import counted, sized
@@ -21,11 +20,8 @@ if TYPE_CHECKING:
     from penstock.plan import Cluster, Kind
     from penstock.simulate import LinkCost
 
-_DEVICES = "Devices"
 
-
-def _option(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=_DEVICES, **more)
+_option = options_on("Devices")
 
 
 @dataclass(frozen=True, slots=True)

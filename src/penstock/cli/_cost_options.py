@@ -6,19 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from penstock.cli._cost_files import read_costs, read_links
 from penstock.cli._costs import WORK, Costs, MeasuredLinks, links_in
 from penstock.cli._measured_costs import profile_of, units_of
+from penstock.cli._spread import options_on
 from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
-
-_PANEL = "Costs: of one microbatch on one stage, in any one unit"
 
 EPILOG = "\n\n".join(
     (
@@ -40,8 +39,7 @@ EPILOG = "\n\n".join(
 """Printed below the options of a verb that takes costs."""
 
 
-def _option(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_PANEL, **more)
+_option = options_on("Costs: of one microbatch on one stage, in any one unit")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
+from penstock.cli._spread import options_on
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     from penstock.network.network import Network
 
-_PANEL = "The hosts' network"
 
-
-def _option(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=_PANEL, **more)
+_option = options_on("The hosts' network")
 
 
 @dataclass(frozen=True, slots=True)

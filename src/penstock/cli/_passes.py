@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import PEAK_NOTE, format_of, print_unbroken, table, title
+from penstock.cli._spread import options_on
 from penstock.errors import ArgumentError
 from penstock.schedule import Schedule
 from penstock.simulate import peaks
@@ -20,11 +20,7 @@ from penstock.simulate.figures import units_of_memory, with_activations
 from penstock.simulate.passes_run import WithPasses, simulate_with
 from penstock.simulate.vocabulary import IN_FLIGHT, Vocabulary
 
-_PANEL = "Passes on every rank: of one microbatch, in the unit of the costs"
-
-
-def _option(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=_PANEL)
+_option = options_on("Passes on every rank: of one microbatch, in the unit of the costs")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,15 @@ OUTPUT_PANEL = "Output"
 Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
 
 
+def options_on(panel: str) -> Callable[..., Any]:
+    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page."""
+
+    def option(text: str, *flags: str, **more: Any) -> Any:
+        return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
+
+    return option
+
+
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """Prepares a verb for Typer: replaces each dataclass parameter with one option per field."""
     hints = get_type_hints(verb, include_extras=True)

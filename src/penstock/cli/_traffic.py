@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._spread import options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.dtypes import BYTES, dtype_of, op_of
@@ -19,18 +20,12 @@ from penstock.fabric.units import size_of, sizes_of
 from penstock.fabric.workload import Workload
 from penstock.words import counted
 
-_PANEL = "What is sent: one of a preset, a model, an earlier run, sizes, a sweep"
-_MODEL_PANEL = "With --model"
 DEFAULT_HOSTS = 4
 DEFAULT_TRIALS = 200
 
 
-def _option(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=_PANEL, **more)
-
-
-def _of_model(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel=_MODEL_PANEL, **more)
+_option = options_on("What is sent: one of a preset, a model, an earlier run, sizes, a sweep")
+_of_model = options_on("With --model")
 
 
 @dataclass(frozen=True, slots=True)

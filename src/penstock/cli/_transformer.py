@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from penstock.cli._spread import options_on
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -22,8 +21,7 @@ ROWS = (1, 2, 4, 8)
 """Of microbatches. Estimates cost nothing, so each size has its own."""
 
 
-def _option(text: str, *flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, help=text, rich_help_panel="A transformer on paper", **more)
+_option = options_on("A transformer on paper")
 
 
 @dataclass(frozen=True, slots=True)

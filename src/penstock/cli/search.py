@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ from penstock.cli._microbatches import CUT
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import Outcome, format_of, show
 from penstock.cli._size import weigh_search
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.cli._spread import OUTPUT_PANEL, Json, options_on, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from penstock.search import Found
 
 CUT_OFF = ", cut off by the clock: another run may find something else"
-_PANEL = "What to look for"
 
 
-def _option(text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_PANEL)
+_option = options_on("What to look for")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group
 from rich.live import Live
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -36,8 +35,8 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
-_LEAST_COLUMNS = 4
-"""Of the table, on however narrow a screen."""
+_LINES_AROUND = 7
+"""Of a screen, those that are not ranks."""
 
 
 @spread
@@ -65,7 +64,7 @@ def top(
         with Live(console=console, auto_refresh=False, screen=False) as live:
             while True:
                 seen = watch.look()
-                live.update(Group(*_fitted(seen, console)), refresh=True)
+                live.update(Group(*_parts(seen, console.height - _LINES_AROUND)), refresh=True)
                 if seen.is_over:
                     return
                 time.sleep(_REFRESH_SECONDS)
@@ -165,27 +164,23 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
-def _fitted(seen: Seen, console: Console) -> list[Text | Table]:
-    """As much of it as a screen holds: figures are whole, columns move closer, and the last ones are left out."""
-    text = [part for part in _parts(seen, 0) if isinstance(part, Text)]
-    parts = _parts(seen, console.height - 2 - sum(len(part.wrap(console, console.width)) or 1 for part in text))
-    for made in parts:
-        if isinstance(made, Table):
-            for column in made.columns:
-                column.no_wrap = True
-            if _width(made, console) > console.width:
-                made.padding = (0, 1, 0, 0)
-            while _width(made, console) > console.width and len(made.columns) > _LEAST_COLUMNS:
-                del made.columns[-1]
-    return parts
+_COLUMNS = ("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process")
+_WORDS = ("action", "waits for", "process")
+"""Columns that are broken where a screen is narrow; figures never are."""
 
 
-def _width(made: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum
+def _table(lines: Sequence[Sequence[str | Text]]) -> Table:
+    """A line for each rank, without the columns in which nothing is known."""
+    shown = [index for index in range(len(_COLUMNS)) if any(str(line[index]) not in ("", "-") for line in lines)]
+    made = table(*(_COLUMNS[index] for index in shown), left=sum(index < 4 for index in shown))
+    for column, index in zip(made.columns, shown, strict=True):
+        column.no_wrap = _COLUMNS[index] not in _WORDS
+    for line in lines:
+        made.add_row(*(line[index] for index in shown))
+    return made
 
 
 def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
-    """All of it, or with at most so many ranks: those in trouble first."""
     from penstock.runs.health import troubles
 
     about = seen.run.about
@@ -193,7 +188,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
-        Text("no step has ended yet" if seen.progress is None else str(seen.progress)),
+        Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
         Text(""),
     ]
     if not seen.ranks:
@@ -202,14 +197,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     if most is not None and len(ranks) > most:
         ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))
         ranks = ranks[: max(1, most)]
-    made = table("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process", left=4)
-    lines = [seen.line(*one) for one in ranks]
-    for line in lines:
-        made.add_row(*line)
-    for column in reversed(range(len(made.columns))):
-        if all(str(line[column]) in ("", "-") for line in lines):
-            del made.columns[column]
-    parts.append(made)
+    parts.append(_table([seen.line(*one) for one in ranks]))
     if len(ranks) < len(seen.ranks):
         others = Counter(how for _, how in seen.ranks)
         parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from statistics import median
 
 import numpy as np
@@ -14,9 +15,11 @@ from penstock.explain.measured import Replica, Step
 from penstock.explain.traced import Around, around
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate import LinkCost
 from penstock.simulate.columns import COMPUTE, Columns, Floats, column
 from penstock.simulate.job import done
+from penstock.simulate.simulator import timed_columns
+from penstock.simulate.work import CostColumns
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
 PLACE = {op.code: place for place, op in enumerate(COMPUTE)}
@@ -25,7 +28,7 @@ _FEW = 3
 """Fewer waits than this between two ranks do not tell how long their messages take."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """Everything that the time of a step depends on.
 
@@ -67,7 +70,7 @@ class Case:
     @property
     def pipeline_seconds(self) -> float:
         """From the first action's start to the last one's end, over all replicas."""
-        ends = [begin + end for begin, end in zip(self.begins, self.spans(), strict=True)]
+        ends = [begin + end for begin, end in zip(self.begins, self.spans, strict=True)]
         return max(ends) - min(self.begins)
 
     @property
@@ -81,10 +84,10 @@ class Case:
             begin = done(self.around.before, self.around.durations, np.zeros(shape))
         ends = []
         for schedule, seconds, begins in zip(self.schedules, self.seconds, begin, strict=True):
-            timeline = simulate(schedule, _costs(seconds, self.host), self._links(shape[1]), begin=begins.tolist())
-            ends.append(self._ends(timeline))
+            ends.append(self._ends(self.timeline(schedule, seconds, begins.tolist())))
         return float(done(self.around.after, self.around.durations, np.array(ends)).max())
 
+    @cached_property
     def spans(self) -> list[float]:
         """Of each replica, from its first start to its last end."""
         found: dict[tuple[Schedule, bytes], float] = {}
@@ -96,9 +99,10 @@ class Case:
             spans.append(found[key])
         return spans
 
-    def timeline(self, schedule: Schedule, seconds: Floats) -> Timeline:
+    def timeline(self, schedule: Schedule, seconds: Floats, begin: Sequence[float] | None = None) -> Timeline:
         """One replica's, with what the host does as a part of the action before."""
-        return simulate(schedule, _costs(seconds, self.host), self._links(schedule.ranks))
+        costs, links = _costs(seconds, self.host), self._links(schedule.ranks)
+        return timed_columns(schedule, _columns(schedule), costs, links, begin=begin)
 
     def _ends(self, timeline: Timeline) -> list[float]:
         """Of each rank, without what the host does after its last action."""
@@ -125,18 +129,18 @@ def _sends(schedule: Schedule) -> NDArray[np.bool_]:
     return found
 
 
-def _costs(seconds: Floats, host: Floats) -> list[list[StageCost]]:
+_columns = lru_cache(maxsize=4)(Columns.of)
+"""One schedule is replayed a dozen times."""
+
+
+def _costs(seconds: Floats, host: Floats) -> CostColumns:
     """[O, S, M] as costs by stage and microbatch. A backward that is not split counts as I."""
     with_host = np.nan_to_num(seconds + host[:, :, None])
     backward = np.where(np.isnan(seconds[_B]), with_host[_I], with_host[_B])
-    stages, microbatches = seconds.shape[1:]
-    return [
-        [
-            StageCost(float(with_host[_F, s, k]), float(backward[s, k]), float(with_host[_W, s, k]))
-            for k in range(microbatches)
-        ]
-        for s in range(stages)
-    ]
+    made = np.zeros((len(Op), *seconds.shape[1:]))
+    made[Op.F.code], made[Op.B.code] = with_host[_F], backward + with_host[_W]
+    made[Op.I.code], made[Op.W.code] = backward, with_host[_W]
+    return CostColumns.of_seconds(made)
 
 
 def case_of(step: Step, seconds: Floats) -> Case:

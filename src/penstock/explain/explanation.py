@@ -173,7 +173,8 @@ def explain(
     trial = Trial(chosen, factors, replay, replay_seconds, predicted)
     even_timeline, planned = replay.free.timeline(chosen.slowest.schedule, even), _predicted(trial)
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    worst = max(map(_worst_error, run.steps))
+    replays = (replay if one is chosen else case_of(one, seconds_of(one.replicas)) for one in run.steps)
+    worst = max(map(_worst_error, run.steps, replays))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
     if predicted is not None and predicted.guessed:
         run = replace(run, notes=(*run.notes, _guess(predicted, trial)))
@@ -220,10 +221,9 @@ def _chosen(run: Run, number: int | None) -> Step:
     raise ArgumentError(f"step={number}: the trace has complete steps {known}")
 
 
-def _worst_error(step: Step) -> float:
+def _worst_error(step: Step, replay: Case) -> float:
     """Of any replica, as a share of the step."""
-    replay = case_of(step, seconds_of(step.replicas))
-    pairs = zip(replay.spans(), step.replicas, strict=True)
+    pairs = zip(replay.spans, step.replicas, strict=True)
     return max(abs(span - one.span_seconds) / step.seconds for span, one in pairs) if step.seconds else 0.0
 
 

@@ -13,8 +13,9 @@ from penstock.errors import ArgumentError
 from penstock.explain.clocks import Messages, shifts, tolerance_of
 from penstock.explain.event import Event, Recording
 from penstock.explain.traced import KNOWN
-from penstock.schedule import Op, Placement, Row, Schedule, check, generate, names, summary
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule import Op, Placement, Row, Schedule, check, summary
+from penstock.schedule.generators import Numbers, generators
+from penstock.schedule.timeline import Timeline
 from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
@@ -183,7 +184,8 @@ def _placed(events: Sequence[Event]) -> list[Event]:
         if step is None:
             step = seen[event.source, event.action or event.name]
             seen[event.source, event.action or event.name] += 1
-        found.append(replace(event, step=step, rank=rank, replica=replica))
+        times = event.start_seconds, event.end_seconds
+        found.append(Event(event.source, event.name, *times, event.action, step, rank, replica))
     return found
 
 
@@ -252,13 +254,11 @@ def _clock_notes(number: int, moved: Sequence[float]) -> list[str]:
 
 
 def _timeline(schedule: Schedule, columns: Columns, starts: Floats, ends: Floats) -> Timeline:
-    tracks = []
-    for rank, row in enumerate(schedule.rows):
-        nodes = columns.nodes(rank)
-        start, end = starts[nodes].tolist(), ends[nodes].tolist()
-        waited = np.maximum(0.0, np.subtract(start, [0.0, *end[:-1]])).tolist()
-        tracks.append([Span(rank, *rest) for rest in zip(row, start, end, waited, strict=True)])
-    return Timeline.merge(tracks)
+    waited = starts - np.roll(ends, 1)
+    waited[columns.first[:-1]] = starts[columns.first[:-1]]
+    times = (starts, ends, np.maximum(0.0, waited))
+    of_ranks = [[column[columns.nodes(rank)].tolist() for column in times] for rank in range(schedule.ranks)]
+    return Timeline.of_columns(schedule.rows, of_ranks)
 
 
 def _schedule(rows: Sequence[Sequence[Event]]) -> Schedule | str:
@@ -284,12 +284,9 @@ def _judged(schedule: Schedule) -> Schedule | str:
     if sum(map(len, schedule.rows)) > _MOST_TRIED:
         return schedule
     chunks = placement.stages // placement.ranks // placement.pipelines
-    for name in names():
-        try:
-            made = generate(name, placement.ranks, schedule.microbatches, chunks, 1)
-        except ArgumentError:
-            continue
-        if made.rows == schedule.rows and made.placement == placement:
+    numbers = Numbers(placement.ranks, schedule.microbatches, chunks)
+    for entry in generators():
+        if entry.fits(numbers, placement) and (made := entry.make(numbers)).rows == schedule.rows:
             return made
     return schedule
 

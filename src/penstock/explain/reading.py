@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import json
-import math
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError
 from penstock.explain.chrome import read_chrome
+from penstock.explain.columns import OPS, read_columns
 from penstock.explain.event import Event, Recording, stages_by_waits
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
-from penstock.schedule import Action, Op
+from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
+_MOST_BYTES = 2 << 30
+"""Of a file when unpacked: what a packed one says of its size cannot be trusted, and more would not fit as objects."""
 
 
 def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
@@ -43,10 +43,13 @@ def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
     found = [_read(file, number) for number, file in enumerate(files)]
     events = tuple(event for one in found for event in one.events)
     if not any(event.action is not None for event in events):
+        named = ", ".join(repr(name) for name in list(dict.fromkeys(event.name for event in events))[:4])
         raise ArgumentError(
-            f"{', '.join(map(str, paths))}: no event names an action of a pipeline. Expected names such as 2F3 (stage, "
-            "op, microbatch), PP:2F3, 'Forward 3' or 'F 2 3', an argument `action`, or columns op, microbatch, "
-            "start_us, duration_us. Schedule1F1B of torch.distributed.pipelining marks none (2.13); others do"
+            f"{', '.join(map(str, paths))}: no event names an action of a pipeline"
+            f"{f'; their names are {named}' if named else ''}. Expected names such as 2F3 (stage, op, microbatch), "
+            "PP:2F3, 'Forward 3' or 'F 2 3', an argument `action`, or columns op, microbatch, start_us, duration_us, "
+            f"where op is one of {', '.join(OPS)}. Schedule1F1B of torch.distributed.pipelining marks none (2.13); "
+            "others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
     return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))
@@ -70,11 +73,13 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 def _read(file: Path, number: int) -> Recording:
     text = _text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return _columns(text, str(file))
+        return read_columns(text, str(file))
     try:
         given = json.loads(text)
     except ValueError as error:
         raise ArgumentError(f"{file} is not JSON: {error}") from None
+    except RecursionError:
+        raise ArgumentError(f"{file}: lists or objects are nested too deeply to be a run's") from None
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number)
     timelines = given if isinstance(given, list) else [given]
@@ -88,7 +93,11 @@ def _read(file: Path, number: int) -> Recording:
 def _text(file: Path) -> str:
     try:
         data = file.read_bytes()
-        return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8-sig")
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ArgumentError(f"{file} unpacks to more than {_MOST_BYTES >> 30} GiB: cut out the steps to look at")
+        return data.decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(f"{file} cannot be read: {error.strerror or error}") from None
     except (EOFError, zlib.error, UnicodeDecodeError) as error:
@@ -97,12 +106,12 @@ def _text(file: Path) -> str:
 
 def recording_of_run(run: RunRead) -> Recording:
     """The timelines that a run has recorded. Raises ArgumentError if there is none."""
-    if not (steps := run.timeline_steps()):
-        raise ArgumentError(
-            f"run {str(run.path)!r} has no timeline: the first is of step 5, unless timeline_every is 0"
-        )
-    found = recording_of([run.timeline(step) for step in steps], str(run.path), steps)
-    return replace(found, stages=run.about.stages.stages)
+    timelines, damaged = run.timelines()
+    if not timelines:
+        why = "; ".join(damaged) or "the first is of step 5, unless timeline_every is 0"
+        raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
+    found = recording_of(list(timelines.values()), str(run.path), list(timelines))
+    return replace(found, stages=run.about.stages.stages, notes=(*damaged, *found.notes))
 
 
 def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:
@@ -120,52 +129,14 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
             f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
             "with a process for each rank (penstock run), or simulate these times"
         )
-    spans = [span for timeline in timelines for span in timeline]
     numbers: Sequence[int | None] = steps or [None] * len(timelines)
-    events = (
+    spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
+    events = tuple(
         Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)
-        for timeline, step in zip(timelines, numbers, strict=True)
-        for s in timeline
+        for step, s in spans
         if s.action.op.is_compute
     )
-    stages = max((2 + s.action.stage for s in spans if s.action.op is Op.SEND_F), default=0)
-    waits = ((str(s.action), s.waited_seconds) for s in spans)
-    ran = ((str(s.action), s.end_seconds - s.start_seconds) for s in spans)
-    return Recording(tuple(events), stages=max(stages, stages_by_waits(waits, ran)))
-
-
-# -- columns ----------------------------------------------------------------------------------------------------------
-
-_OPS = {
-    "forward-compute": Op.F, "backward-compute": Op.B, "forward-send": Op.SEND_F, "forward-recv": Op.RECV_F,
-    "backward-send": Op.SEND_B, "backward-recv": Op.RECV_B,
-} | {op.value: op for op in Op if op.is_compute or op.is_communication}  # fmt: skip
-_NEEDED = ("op", "microbatch", "start_us", "duration_us")
-
-
-def _columns(text: str, file: str) -> Recording:
-    """Rows of one event each, in microseconds on one clock."""
-    reader = csv.DictReader(io.StringIO(text))
-    if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
-        raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
-    events = []
-    for line, row in enumerate(reader, 2):
-        try:
-            events.append(_row(row))
-        except (ValueError, TypeError, ScheduleError) as error:
-            raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
-    sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
-    stages = max((2 + stage for stage in sent), default=0)
-    return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
-
-
-def _row(row: Mapping[str, Any]) -> Event:
-    rank, replica = int(row.get("pp_rank") or 0), int(row.get("dp_rank") or 0)
-    stage = int(row["stage"]) if row.get("stage") else rank
-    start, seconds = float(row["start_us"]) / 1e6, float(row["duration_us"]) / 1e6
-    if not (math.isfinite(start) and 0 <= seconds < math.inf):
-        raise ValueError("its start or duration is no time")
-    op = _OPS.get(row["op"])
-    action = None if op is None else Action(stage, op, int(row["microbatch"]))
-    step = int(row["step"]) if row.get("step") else None
-    return Event((replica, rank), row["op"], start, start + seconds, action, step, rank, replica)
+    stages = max((2 + s.action.stage for _, s in spans if s.action.op is Op.SEND_F), default=0)
+    waits = ((str(s.action), s.waited_seconds) for _, s in spans if s.waited_seconds)
+    ran = ((event.name, event.end_seconds - event.start_seconds) for event in events)
+    return Recording(events, stages=max(stages, stages_by_waits(waits, ran)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.explain.case import PLACE, Case
 from penstock.schedule import Op, Schedule, generate, names, peak_activations
-from penstock.schedule.generators import generator
+from penstock.schedule.generators import Numbers, generator, generators
 from penstock.simulate.columns import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -85,6 +86,7 @@ def _splits(schedule: Schedule) -> bool:
     return any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
 
 
+@lru_cache(maxsize=16)
 def memory_of(schedule: Schedule) -> float:
     """The most that a rank holds, in a microbatch's activations on all of its stages."""
     return max(peak_activations(schedule)) * schedule.placement.ranks / schedule.placement.stages
@@ -119,14 +121,13 @@ def best_schedules(case: Case, slow: Floats) -> Iterator[Ordered]:
     if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > _MOST_ACTIONS:
         return
     held = memory_of(now) * _ROUNDING
-    found = []
-    for name in names():
-        try:
-            one = another(case, name, slow)
-        except ArgumentError:
+    each, found = now.placement.stages // now.placement.ranks, []
+    for entry in generators():
+        numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks), entry.slices)
+        if entry.slices > 1 or not entry.fits(numbers, now.placement):
             continue
-        made = one.case.schedules[0]
-        if made.placement == now.placement and made.rows != now.rows:
+        one = another(case, entry.name, slow)
+        if one.case.schedules[0].rows != now.rows:
             found.append((one.case.pipeline_seconds, one))
     found.sort(key=lambda one: one[0])
     within = next((pair for pair in found if pair[1].memory <= held), None)

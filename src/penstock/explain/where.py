@@ -81,9 +81,8 @@ def where_of(step: Step, factors: Factors, replay: Case) -> Where:
 def _idle(case: Case, place: int) -> list[float]:
     """Of each rank of a replica: its pipeline's span less its own work."""
     schedule, seconds = case.schedules[place], case.seconds[place]
-    span = Case((schedule,), (0.0,), seconds[None], case.host, case.latency).spans()[0]
     work = np.nansum(seconds, axis=(0, 2))  # by stage
-    return [span - float(work[list(stages)].sum()) for stages in schedule.placement.by_rank]
+    return [case.spans[place] - float(work[list(stages)].sum()) for stages in schedule.placement.by_rank]
 
 
 def _busy(replica: Replica) -> list[float]:
@@ -148,15 +147,14 @@ def bubble_of(replica: Replica, ideal: Timeline) -> Bubble | None:
     if gap[node] <= 0:
         return None
     rank = np.repeat(np.arange(columns.ranks), np.diff(columns.first))
-    actions = [action for row in columns.rows for action in row]
     took, usual = ends - starts, ideal_ends - ideal_starts
     chain = _chain(waits.need, columns, ends, node)
     worst = max(chain, key=lambda one: float(took[one] - usual[one]), default=-1)
-    found = Bubble(int(rank[node]), actions[node], float(gap[node]))
+    found = Bubble(int(rank[node]), columns.action(node), float(gap[node]))
     if worst < 0 or took[worst] <= usual[worst]:
         return found
     times = float(took[worst]), float(usual[worst])
-    return Bubble(found.rank, found.before, found.seconds, actions[worst], int(rank[worst]), *times)
+    return Bubble(found.rank, found.before, found.seconds, columns.action(worst), int(rank[worst]), *times)
 
 
 def _times(timeline: Timeline) -> tuple[Floats, Floats]:

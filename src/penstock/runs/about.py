@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -106,53 +107,41 @@ class About:
         if missing := [each.name for each in fields(cls) if each.name not in given]:
             raise ArgumentError(f"{what} is damaged: it misses {', '.join(missing)}")
         values = {each.name: _frozen(given[each.name]) for each in fields(cls)}
-        if odd := next((name for name, is_fit in _FIT.items() if not is_fit(values[name])), None):
-            raise ArgumentError(f"{what} is damaged: {odd} is {str(values[odd])[:80]!r}")
-        return cls(**values)
+        if odd := [name for name in values if not _is_right(name, values[name])]:
+            raise ArgumentError(f"{what} is damaged: {odd[0]} is {reprlib.repr(values[odd[0]])}")
+        for name, parse in (("placement", Placement.parse), ("started", datetime.fromisoformat)):
+            try:
+                parse(values[name])
+            except ValueError:  # of which ArgumentError is one
+                raise ArgumentError(f"{what} is damaged: {name} is {reprlib.repr(values[name])}") from None
+        found = cls(**values)
+        if found.stages.ranks != found.ranks:
+            raise ArgumentError(
+                f"{what} is damaged: ranks is {found.ranks}, and placement {reprlib.repr(found.placement)}"
+            )
+        return found
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+_TEXT = ("name", "id", "started", "penstock", "torch", "host", "device", "model", "schedule", "placement")
+_COUNTS = ("ranks", "replicas", "processes", "chunks", "microbatches", "rows")
+_EACH = {"resumed": str, "cuts": str} | dict.fromkeys(("parameter_bytes", "gradient_bytes", "activation_bytes"), int)
 
 
-def _is_whole(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_count(value: Any) -> bool:
-    return _is_whole(value, 1)
-
-
-def _is_limit(value: Any) -> bool:
+def _is_right(name: str, value: Any) -> bool:
+    """Whether a value is of its field's kind."""
+    if name in _TEXT:
+        return isinstance(value, str)
+    if name in _COUNTS:
+        return isinstance(value, int) and value >= 1
+    if name == "units":
+        return _all(value, tuple) and all(_all(stage, str) for stage in value)
+    if name in _EACH:
+        return _all(value, _EACH[name])
     return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
 
 
-def _all(is_fit: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, tuple) and all(map(is_fit, value))
-
-
-def _parses(parse: Callable[[str], object]) -> Callable[[Any], bool]:
-    def is_fit(value: Any) -> bool:
-        try:
-            return isinstance(value, str) and bool(parse(value))
-        except ValueError:  # of which ArgumentError is one
-            return False
-
-    return is_fit
-
-
-_FIT: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("name", "id", "penstock", "torch", "host", "device", "model", "schedule"), _is_text),
-    **dict.fromkeys(("ranks", "replicas", "processes", "chunks", "microbatches"), _is_count),
-    **dict.fromkeys(("resumed", "cuts"), _all(_is_text)),
-    **dict.fromkeys(("parameter_bytes", "gradient_bytes", "activation_bytes"), _all(_is_whole)),
-    "rows": _is_whole,
-    "units": _all(_all(_is_text)),
-    "started": _parses(lambda text: datetime.fromisoformat(text).tzinfo),
-    "placement": _parses(Placement.parse),
-    "memory_limit": _is_limit,
-    "total_steps": lambda value: value is None or _is_count(value),
-}
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
 
 
 def _frozen(value: Any) -> Any:

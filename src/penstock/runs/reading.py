@@ -97,6 +97,17 @@ class RunRead:
             raise ArgumentError(f"run {str(self.path)!r} has no timeline of step {step}; there are: {there}")
         return Timeline.from_dict(read_json(file, f"timeline {str(file)!r}"))
 
+    def timelines(self) -> tuple[dict[int, Timeline], list[str]]:
+        """All timelines that are there, by step, and a sentence for each that is damaged, as by a copy cut short."""
+        found: dict[int, Timeline] = {}
+        damaged = []
+        for step in self.timeline_steps():
+            try:
+                found[step] = self.timeline(step)
+            except ArgumentError as error:
+                damaged.append(f"step {step} is left out: {error}")
+        return found, damaged
+
     def schedule(self, step: int) -> Schedule:
         """What the ranks ran in a step whose timeline is there, communication included."""
         rows = [track.actions for track in self.timeline(step).tracks]
@@ -142,8 +153,8 @@ class RunRead:
             given = _read(self.path / RANKS / f"{number}.json")
             if not isinstance(given, dict) or given.get("run") != self.about.id or "at" not in given:
                 continue
-            told = given.get("heard")
-            for heard in told if isinstance(told, list) else ():
+            others = given.get("heard")
+            for heard in others if isinstance(others, list) else ():
                 if (state := RankState.from_dict(heard, given["at"])) is not None and state.number not in states:
                     states[state.number] = replace(state, heard=True)
             if (state := RankState.from_dict(given.get("state"), given["at"])) is not None:

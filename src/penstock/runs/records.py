@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, fields
+from types import UnionType
 from typing import Any
 
 
@@ -31,8 +32,6 @@ class StepRecord:
     def to_line(self) -> str:
         """A line of steps.jsonl. A loss that is no number is written as text ("nan"): JSON has none."""
         values = {name: getattr(self, name) for name in self.__slots__}  # `asdict` takes ten times as long
-        if self.bubble is not None and not math.isfinite(self.bubble):
-            values["bubble"] = None
         if self.loss is not None and not math.isfinite(self.loss):
             values["loss"] = str(self.loss)
         return json.dumps(values) + "\n"
@@ -44,12 +43,13 @@ class StepRecord:
             read = json.loads(line)
             loss = None if read["loss"] is None else float(read["loss"])
             bubble = None if read["bubble"] is None else float(read["bubble"])
-            seconds, at_seconds = float(read["seconds"]), float(read["at_seconds"])
-            if not all(map(math.isfinite, (seconds, at_seconds, bubble or 0.0))):
-                return None
-            return cls(int(read["step"]), loss, seconds, int(read["rows"]), at_seconds, bubble)
+            found = cls(
+                int(read["step"]), loss, float(read["seconds"]), int(read["rows"]), float(read["at_seconds"]), bubble
+            )
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
+        times = (found.seconds, found.at_seconds, found.bubble or 0.0)
+        return found if all(map(math.isfinite, times)) and found.rows >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +100,19 @@ class RankState:
             names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
             values = {name: given[name] for name in names}
             values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
-            if any(not isinstance(values[name], kind) for name, kind in _KINDS.items()):
-                return None
-            values |= {"written": float(written), "since": float(values["since"])}
-            return cls(**values) if math.isfinite(values["written"] + values["since"]) else None
+            found = cls(**values, written=float(written))
         except (TypeError, KeyError, ValueError, OverflowError):
             return None
+        right = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
+        times = right and math.isfinite(found.written) and math.isfinite(found.since)
+        return found if times and 0 <= found.pid < 1 << 31 else None
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
+_KINDS: dict[str, type | UnionType] = {
     **dict.fromkeys(("number", "replica", "pid"), int),
     **dict.fromkeys(("host", "action"), str),
-    **dict.fromkeys(("step", "rss_bytes", "device_bytes"), (int, type(None))),
-    "since": (int, float),
+    **dict.fromkeys(("step", "rss_bytes", "device_bytes"), int | None),
+    "since": int | float,
     "ended": bool,
-    "failure": (str, type(None)),
+    "failure": str | None,
 }

@@ -29,6 +29,8 @@ def early_receives(dependencies: Dependencies, order: Sequence[int]) -> Iterator
         dependencies.
     """
     ranks, rank_of, ops = len(dependencies.first) - 1, dependencies.rank_of, dependencies.actions.op
+    if _SENDS.isdisjoint(ops):
+        return
     # For each rank, the last of its nodes that came before. The list is replaced, never changed, so nodes can share it.
     known = [[-1] * ranks for _ in range(ranks)]
     known_at: list[list[int]] = [[]] * len(dependencies.actions)

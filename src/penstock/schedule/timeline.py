@@ -132,6 +132,16 @@ class Timeline(Drawn):
         return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
+    def of_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
+        """Builds one from the actions of each rank, and for each rank when they started, ended, and how long the rank
+        waited before them, in seconds.
+
+        Raises:
+            ArgumentError: one ends before it starts, or waited less than nothing.
+        """
+        return cls(tuple(_track(row, *of_rank) for row, of_rank in zip(rows, times, strict=True)))
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
         """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline."""
         try:

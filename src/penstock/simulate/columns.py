@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Dependencies, Op, Row, Schedule
+from penstock.schedule import Action, Dependencies, Op, Row, Schedule
 from penstock.schedule.dependencies import NEEDS, Neighbours, Where
 from penstock.schedule.order import runnable_order
 
@@ -78,6 +78,11 @@ class Columns:
     def nodes(self, rank: int) -> slice:
         """The nodes of a rank."""
         return slice(int(self.first[rank]), int(self.first[rank + 1]))
+
+    def action(self, node: int) -> Action:
+        """The action of a node."""
+        rank = int(np.searchsorted(self.first, node, side="right")) - 1
+        return self.rows[rank][node - int(self.first[rank])]
 
     def kinds(self) -> Ints:
         """The kind of each node: `Op.code` * stages + stage."""

@@ -22,7 +22,7 @@ from penstock.simulate.columns import Columns, Floats, Ints
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
 from penstock.simulate.earliest import NOT_RUN, loop, run
 from penstock.simulate.passes import Ends, Pass, Placed, Side, placed
-from penstock.simulate.work import Work
+from penstock.simulate.work import CostColumns, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def simulate_with(
     Raises:
         ArgumentError, ScheduleError: as `simulate`; or a pass has too few times or too many.
     """
-    by_stage = costs_of_actions(schedule, costs)
+    by_stage = CostColumns.of(costs_of_actions(schedule, costs))
     columns = Columns.of(schedule)
     work = Work.of_columns(columns, by_stage, links)
     graph = _Graph.of(schedule, columns, work, passes, placed(schedule, passes))

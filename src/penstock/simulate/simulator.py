@@ -15,7 +15,7 @@ from penstock.schedule.timeline import Timeline, Track
 from penstock.simulate.columns import Columns, Floats, column
 from penstock.simulate.costs import NO_COST, Links, OfStage, StageCost, costs_of_actions
 from penstock.simulate.earliest import NOT_RUN, loop, run
-from penstock.simulate.work import Work
+from penstock.simulate.work import CostColumns, Work
 
 
 def simulate(
@@ -70,10 +70,27 @@ def timed(
     begin: Sequence[float] | None = None,
 ) -> tuple[Timeline, Columns]:
     """`simulate`, and the columns that it made, for `Waits.of`: in a large schedule, to make them takes a second."""
-    begins = _begins(schedule, begin)
-    by_stage = costs_of_actions(schedule, costs)
+    by_stage = CostColumns.of(costs_of_actions(schedule, costs))
     columns = Columns.of(schedule)
-    starts, ends = _run(columns, Work.of_columns(columns, by_stage, links), begins, contended) or (None, None)
+    return timed_columns(schedule, columns, by_stage, links, contended=contended, begin=begin), columns
+
+
+def timed_columns(
+    schedule: Schedule,
+    columns: Columns,
+    costs: CostColumns,
+    links: Links = NO_COST,
+    *,
+    contended: bool = False,
+    begin: Sequence[float] | None = None,
+) -> Timeline:
+    """`simulate` with the schedule's columns already made, and costs as columns, for those who simulate it often.
+
+    Raises:
+        ArgumentError, ScheduleError: as `simulate`.
+    """
+    begins = _begins(schedule, begin)
+    starts, ends = _run(columns, Work.of_columns(columns, costs, links), begins, contended) or (None, None)
     if starts is None or ends is None:
         runnable_order(Dependencies(schedule.with_rows(columns.rows)))  # reports which action waits for which
         raise ScheduleError(
@@ -87,9 +104,7 @@ def timed(
     end = [_array(ends[nodes]) for nodes in ranks]
     del ends
     waited = [_waited(*times) for times in zip(start, end, strict=True)]
-    return Timeline(
-        tuple(Track(*of_rank, in_order=True) for of_rank in zip(rows, start, end, waited, strict=True))
-    ), columns
+    return Timeline(tuple(Track(*of_rank, in_order=True) for of_rank in zip(rows, start, end, waited, strict=True)))
 
 
 def _begins(schedule: Schedule, begin: Sequence[float] | None) -> Floats:

@@ -8,11 +8,49 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ArgumentError
 from penstock.schedule import Op
 from penstock.schedule.action import OPS
 from penstock.schedule.dependencies import NEEDS, Where
 from penstock.simulate.columns import Columns, Floats, Ints
-from penstock.simulate.costs import SECONDS_OF, LinkCost, Links, StageCost, cost_between
+from penstock.simulate.costs import BOUND, SECONDS_OF, LinkCost, Links, StageCost, cost_between
+
+
+@dataclass(frozen=True, slots=True)
+class CostColumns:
+    """What a simulation needs of all stages' costs, by stage (S) and number (N), of which there is one where costs do
+    not depend on it. A cost for each action of a large schedule fits here, and not into as many `StageCost`s.
+
+    Attributes:
+        seconds: how long an op takes, by `Op.code`, [len(Op), S, N].
+        output_bytes: of a message to the next stage, [S, N].
+        overlapped_seconds: a forward together with the backward of another microbatch, [S, N]; NaN: as long as both.
+
+    Raises:
+        ArgumentError: a time is negative or beyond `BOUND`.
+    """
+
+    seconds: Floats
+    output_bytes: Floats
+    overlapped_seconds: Floats
+
+    def __post_init__(self) -> None:
+        if not ((self.seconds >= 0) & (self.seconds < BOUND)).all():
+            raise ArgumentError(f"an action takes {self.seconds.min()} s; expected 0 or more, below {BOUND:g}")
+
+    @classmethod
+    def of(cls, costs: Sequence[Sequence[StageCost]]) -> CostColumns:
+        """Of each stage's one cost, or one for each number."""
+        seconds = np.zeros((len(Op), len(costs), max(map(len, costs))))
+        for op, name in SECONDS_OF.items():
+            seconds[op.code] = _by_number(costs, name)
+        return cls(seconds, _by_number(costs, "output_bytes"), _by_number(costs, "overlapped_seconds"))
+
+    @classmethod
+    def of_seconds(cls, seconds: Floats) -> CostColumns:
+        """Of times alone: messages have no bytes."""
+        shape = seconds.shape[1:]
+        return cls(seconds, np.zeros(shape), np.full(shape, np.nan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +80,14 @@ class Work:
     links: int
 
     @classmethod
-    def of_columns(cls, columns: Columns, costs: Sequence[Sequence[StageCost]], links: Links) -> Work:
+    def of_columns(cls, columns: Columns, costs: CostColumns, links: Links) -> Work:
         """The entries are the kinds of nodes, or the kinds by number where costs are.
-
-        Args:
-            costs: for each stage one, or one for each number.
 
         Raises:
             ArgumentError: a link in use has no cost.
         """
-        width = max(map(len, costs))
-        seconds = np.zeros((len(Op), columns.stages, width))
-        for op, name in SECONDS_OF.items():
-            seconds[op.code] = _by_number(costs, name)
-        latency, wire_in, pairs = _arrivals(columns, _by_number(costs, "output_bytes"), links)
+        width = costs.seconds.shape[2]
+        latency, wire_in, pairs = _arrivals(columns, costs.output_bytes, links)
         wire, link = np.zeros_like(wire_in), np.full_like(wire_in, -1, int)
         used = np.flatnonzero(columns.source >= 0)
         numbers = {pair: number for number, pair in enumerate(np.unique(pairs[used]).tolist())}
@@ -66,11 +98,10 @@ class Work:
         lag, nothing = (latency + wire_in).ravel(), np.zeros(wire.size)
         plain = cls(
             columns.kinds() if width == 1 else columns.kinds() * np.int64(width) + columns.numbers(),
-            seconds.ravel(), latency.ravel(), lag, nothing.astype(bool), nothing, wire.ravel(), link.ravel(),
+            costs.seconds.ravel(), latency.ravel(), lag, nothing.astype(bool), nothing, wire.ravel(), link.ravel(),
             len(numbers),
         )  # fmt: skip
-        fused = _by_number(costs, "overlapped_seconds").ravel()
-        return plain._with_overlaps(columns, fused) if len(columns.joined) else plain
+        return plain._with_overlaps(columns, costs.overlapped_seconds.ravel()) if len(columns.joined) else plain
 
     def _with_overlaps(self, columns: Columns, fused: Floats) -> Work:
         """An entry for each of two nodes that overlap; those whose entries are the same as another pair's share it.

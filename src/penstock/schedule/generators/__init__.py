@@ -134,6 +134,10 @@ class Generator:
         """Where the stages of the schedule for these numbers are; it need not be made for that."""
         return _PLACEMENTS[self.placement](numbers)
 
+    def fits(self, numbers: Numbers, placement: Placement) -> bool:
+        """Whether the schedule works for these numbers, with its stages placed so; it need not be made for that."""
+        return self.broken(numbers) is None and self.placed(numbers) == placement
+
 
 _PLACEMENTS: dict[str, Callable[[Numbers], Placement]] = {
     "loop": lambda n: Placement.loop(n.ranks, n.chunks),

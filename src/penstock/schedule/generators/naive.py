@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.schedule.action import Action, Op
+from array import array
+
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
+from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
@@ -26,9 +29,9 @@ def naive(ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
     rows = []
     for rank in range(ranks):
         stages = placement.stages_on(rank)
-        row = []
-        for k in range(microbatches):
-            row += [Action(stage, Op.F, k) for stage in stages]
-            row += [Action(stage, Op.B, k) for stage in reversed(stages)]
-        rows.append(row)
+        stage = array("i", [*stages, *reversed(stages)]) * microbatches
+        op = array("b", [Op.F.code] * chunks + [Op.B.code] * chunks) * microbatches
+        rows.append(
+            Row.from_columns(stage, op, array("i", [k for k in range(microbatches) for _ in range(2 * chunks)]))
+        )
     return Schedule("naive", placement, microbatches, rows)

@@ -273,7 +273,7 @@ export class Timeline {
     for (const band of this.bands) for (const lane of band.lanes) for (const op of lane.op) used.add(op);
     const shown = new Map();
     for (const [place, op] of this.data.ops.entries()) {
-      if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(op) : "");
+      if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(this.bands[0], op) : "");
     }
     const sample = (colour, text) => {
       const swatch = made("i");

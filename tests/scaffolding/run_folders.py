@@ -1,8 +1,9 @@
-"""The folder of a run for tests: two recorded steps of three stages, of which one is heavy, and what ranks say."""
+"""The folder that a run leaves, written without running it: what it is, its steps, and what its ranks say."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.runs import About, RankState, StepRecord
@@ -11,32 +12,39 @@ from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 
-ABOUT = About(
-    name="gpt",
-    id="abc",
-    started="2026-01-01T00:00:00.000+00:00",
-    resumed=(),
-    penstock="0.1.0",
-    torch="2.13.0",
-    host="node",
-    device="cpu",
-    model="GPT",
-    ranks=3,
-    replicas=1,
-    processes=3,
-    chunks=1,
-    schedule="1f1b",
-    microbatches=6,
-    rows=64,
-    placement="0 1 2",
-    cuts=("b", "c"),
-    units=(("a",), ("b",), ("c",)),
-    parameter_bytes=(4, 4, 4),
-    gradient_bytes=(4, 4, 4),
-    activation_bytes=(),
-    memory_limit=None,
-    total_steps=100,
-)
+
+def about(ranks: int, microbatches: int) -> About:
+    """A run of as many stages, each of one layer: a, b, c."""
+    layers = "abcdefgh"[:ranks]
+    return About(
+        name="gpt",
+        id="abc",
+        started="2026-01-01T00:00:00.000+00:00",
+        resumed=(),
+        penstock="0.1.0",
+        torch="2.13.0",
+        host="node",
+        device="cpu",
+        model="GPT",
+        ranks=ranks,
+        replicas=1,
+        processes=ranks,
+        chunks=1,
+        schedule="1f1b",
+        microbatches=microbatches,
+        rows=64,
+        placement=" ".join(map(str, range(ranks))),
+        cuts=tuple(layers[1:]),
+        units=tuple((layer,) for layer in layers),
+        parameter_bytes=(4,) * ranks,
+        gradient_bytes=(4,) * ranks,
+        activation_bytes=(),
+        memory_limit=None,
+        total_steps=100,
+    )
+
+
+ABOUT = about(3, 6)
 
 
 def timeline(*stages: float) -> Timeline:
@@ -46,6 +54,7 @@ def timeline(*stages: float) -> Timeline:
 
 
 def a_run(folder: Path) -> Path:
+    """Two recorded steps of three stages, of which one is heavy, and two ranks that say something."""
     for name in ("ranks", "timelines", "memory"):
         (folder / name).mkdir(parents=True)
     write_whole(folder / "run.json", ABOUT.to_dict())
@@ -69,7 +78,8 @@ def steps(folder: Path, first: int, end: int) -> None:
     append_lines(folder / "steps.jsonl", [step.to_line() for step in made])
 
 
-def says(folder: Path, state: RankState) -> None:
-    """What a process says of itself."""
-    value = {"run": "abc", "at": time.time(), "state": state.to_dict(), "heard": []}
+def says(folder: Path, state: RankState, *, at: float | None = None, heard: Sequence[RankState] = ()) -> None:
+    """What a process says of itself, and what it has heard from others."""
+    value = {"run": "abc", "at": time.time() if at is None else at, "state": state.to_dict()}
+    value["heard"] = [one.to_dict() for one in heard]
     write_whole(folder / "ranks" / f"{state.number}.json", value)

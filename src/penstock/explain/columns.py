@@ -1,0 +1,57 @@
+"""Columns of events, a row each, in microseconds on one clock -> a `Recording`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.errors import ArgumentError, ScheduleError
+from penstock.explain.event import Event, Recording
+from penstock.schedule import Action, Op
+
+_NEEDED = ("op", "microbatch", "start_us", "duration_us")
+_WORDS = {
+    "forward": Op.F, "forward-compute": Op.F, "backward": Op.B, "backward-compute": Op.B,
+    "forward-send": Op.SEND_F, "forward-recv": Op.RECV_F, "backward-send": Op.SEND_B, "backward-recv": Op.RECV_B,
+}  # fmt: skip
+OPS = _WORDS | {op.value: op for op in Op if op.is_compute or op.is_communication}
+"""What the column `op` may say. Rows with others are something else that a process did."""
+
+
+def read_columns(text: str, file: str) -> Recording:
+    """The events of a CSV.
+
+    Args:
+        text: what it says.
+        file: what messages call it.
+
+    Raises:
+        ArgumentError: a column is missing, or a row is no event.
+    """
+    reader = csv.DictReader(io.StringIO(text))
+    if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
+        raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
+    events = []
+    for line, row in enumerate(reader, 2):
+        try:
+            events.append(_row(row))
+        except (ValueError, TypeError, ScheduleError) as error:
+            raise ArgumentError(f"{file}, line {line}: {dict(row)} is not an event: {error}") from None
+    sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
+    stages = max((2 + stage for stage in sent), default=0)
+    return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
+
+
+def _row(row: Mapping[str, Any]) -> Event:
+    rank, replica = int(row.get("pp_rank") or 0), int(row.get("dp_rank") or 0)
+    stage = int(row["stage"]) if row.get("stage") else rank
+    start, seconds = float(row["start_us"]) / 1e6, float(row["duration_us"]) / 1e6
+    if not (math.isfinite(start) and 0 <= seconds < math.inf):
+        raise ValueError("its start or duration is no time")
+    op = OPS.get(row["op"])
+    action = None if op is None else Action(stage, op, int(row["microbatch"]))
+    step = int(row["step"]) if row.get("step") else None
+    return Event((replica, rank), row["op"], start, start + seconds, action, step, rank, replica)
