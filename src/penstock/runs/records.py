@@ -101,7 +101,9 @@ class RankState:
         try:
             names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
             read = {name: given[name] for name in names}
-            values = {name: printable(value) if isinstance(value, str) else value for name, value in read.items()}
+            values: dict[str, Any] = {
+                name: printable(value) if isinstance(value, str) else value for name, value in read.items()
+            }
             values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
             found = cls(**values, written=float(written))
         except (TypeError, KeyError, ValueError, OverflowError):
