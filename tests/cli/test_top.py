@@ -160,7 +160,7 @@ def test_figures_are_never_broken(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]
     run = a_run(tmp_path / "gpt", *states, written=NOW)
-    lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:1] in "01"]
+    lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:2] in ("0 ", "1 ")]
     assert [line[-4:-1] for line in lines if len(line) > 4] == [["123", "1.0", "GB"]] * 2
 
 
