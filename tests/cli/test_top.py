@@ -147,6 +147,15 @@ def test_a_damaged_description_is_refused(tmp_path: Path, name: str, value: Any)
         assert f"is damaged: {name} is" in refusal(command, run)
 
 
+def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", replace(STATE, failure="\x1b[31mboom\x07", action="\x1b]0;x"))
+    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})
+    said = output("top", run, "--once", columns=120)
+    assert "pwned" in said
+    assert "boom" in said
+    assert not set(said) & {"\x1b", "\x07"}
+
+
 def test_figures_are_never_broken(tmp_path: Path) -> None:
     states = [
         replace(
