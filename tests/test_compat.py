@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from penstock import compat
+from penstock import compat, compat_compiler
 from penstock.trees import flatten, unflatten
 
 
@@ -210,17 +210,17 @@ def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Ca
 
 
 def test_backends_of_the_compiler_are_known_by_name() -> None:
-    assert callable(compat.backend_named("inductor"))
-    assert compat.backend_named("eager") is not compat.backend_named("aot_eager")
-    assert compat.inductor_options("default", None) == {}
-    assert compat.inductor_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
+    assert callable(compat_compiler.backend_named("inductor"))
+    assert compat_compiler.backend_named("eager") is not compat_compiler.backend_named("aot_eager")
+    assert compat_compiler.inductor_options("default", None) == {}
+    assert compat_compiler.inductor_options("max-autotune-no-cudagraphs", None)["max_autotune"] is True
 
 
 @pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
 def test_compiled_code_notices_hooks() -> None:
     model = torch.nn.Linear(2, 2)
     model.compile(backend="eager")
-    noticing, x = compat.noticing_hooks(), torch.randn(3, 2)
+    noticing, x = compat_compiler.noticing_hooks(), torch.randn(3, 2)
     with noticing, noticing:
         before = model(x)
     handle = model.register_forward_hook(lambda module, args, result: result * 2)
@@ -236,17 +236,17 @@ def test_a_recorded_graph_can_be_copied_and_given_inputs_whose_sizes_are_known()
     seen: list[Any] = []
 
     def backend(module: Any, examples: Any) -> Any:
-        copied = compat.copy_of_recorded(module)
+        copied = compat_compiler.copy_of_recorded(module)
         inputs = module.graph.find_nodes(op="placeholder")
         values = [node.meta["example_value"] for node in inputs]
         symbols = {v.node.expr: place for place, v in enumerate(values) if isinstance(v, torch.SymInt)}
         (output,) = module.graph.find_nodes(op="output")
         (rows, width) = output.args[0][0].meta["example_value"].shape
-        node = compat.add_input(copied.graph, "further")
+        node = compat_compiler.add_input(copied.graph, "further")
         copied.recompile()
         found = copied.graph.find_nodes(op="placeholder")
-        rows_of, width_of = compat.size_in(rows, symbols), compat.size_in(width, symbols)
-        seen.append((copied, module, found[-1] is node, rows_of, width_of, compat.size_in(rows, {})))
+        rows_of, width_of = compat_compiler.size_in(rows, symbols), compat_compiler.size_in(width, symbols)
+        seen.append((copied, module, found[-1] is node, rows_of, width_of, compat_compiler.size_in(rows, {})))
         return lambda *given: copied(*given, None)
 
     compiled = torch.compile(lambda x: torch.cat([x, x.tanh()]), backend=backend, dynamic=True)
@@ -261,5 +261,5 @@ def test_a_recorded_graph_can_be_copied_and_given_inputs_whose_sizes_are_known()
     assert rows_of(given) == 14
     assert width_of(given) == 7
     assert unknown is None
-    assert compat.size_in(4, {}) == 4
+    assert compat_compiler.size_in(4, {}) == 4
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Who may use whose private parts: a package its own alone, and only `compat` those of torch that may move."""
+"""Who may use whose private parts: a package its own alone, and only COMPAT those of torch that may move."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 import penstock
 
 HOME = Path(penstock.__file__).parent
+
+COMPAT = {"compat.py", "compat_compiler.py"}
+"""What knows parts of torch, and of its compiler, that may move."""
 
 STEADY = {
     *("_version", "_base", "_is_view", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
@@ -43,7 +46,7 @@ def imported(file: Path) -> Iterator[str]:
 def trespasses(module: str, name: str) -> bool:
     """Whether a module of ours imports what is private to another package of ours, or to torch's fake tensors."""
     if name.startswith(("torch._subclasses", "torch.utils._pytree", "torch._C")):
-        return module != "penstock.compat"
+        return f"{module.removeprefix('penstock.')}.py" not in COMPAT
     parts = name.split(".")
     private = next((index for index, part in enumerate(parts) if part.startswith("_") and part[:2] != "__"), None)
     return parts[0] == "penstock" and private is not None and module.split(".")[:private] != parts[:private]
@@ -73,9 +76,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 def test_what_may_move_in_torch_is_used_in_one_place() -> None:
     trees = {file.relative_to(HOME): ast.parse(file.read_text()) for file in HOME.rglob("*.py")}
-    ours = {name for file, tree in trees.items() if file.name != "compat.py" for name in defined(tree)}
+    ours = {name for file, tree in trees.items() if str(file) not in COMPAT for name in defined(tree)}
     used = {file: borrowed(tree) - ours - STEADY - OTHERS for file, tree in trees.items()}
-    assert {str(file): names for file, names in used.items() if names} == {"compat.py": used[Path("compat.py")]}
+    assert {str(file) for file, names in used.items() if names} == COMPAT
     assert used[Path("compat.py")] >= {"bound_device_id", "_timeout", "_cdata"}
 
 

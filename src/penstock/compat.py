@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -346,76 +346,3 @@ def in_checkpoint() -> bool:
     """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
     hooks = saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def backend_named(name: str) -> Callable[..., Any]:
-    """A backend of `torch.compile`, by its name."""
-    from torch._dynamo import lookup_backend  # takes long to import
-
-    backend: Callable[..., Any] = lookup_backend(name)
-    return backend
-
-
-def noticing_hooks() -> AbstractContextManager[Any]:
-    """Makes code that torch compiles meanwhile look for module hooks that came or went since, whenever it runs.
-
-    May be entered any number of times.
-    """
-    from torch._dynamo import config
-
-    patch: AbstractContextManager[Any] = config.patch(skip_nnmodule_hook_guards=False)
-    return patch
-
-
-def inductor_options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    """The options of inductor that a mode of `torch.compile` stands for."""
-    from torch._inductor import list_mode_options
-
-    options: dict[str, Any] = list_mode_options(mode, dynamic)
-    return options
-
-
-def copy_of_recorded(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of what torch's compiler recorded, to be changed: the compiler goes on to use its own.
-
-    It says the same about its inputs, such as which are parameters. (If this torch notes that elsewhere, the copy is
-    compiled as a graph that is not the compiler's: correctly, but weights are not known to live through the step.)
-    """
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    results = graph.graph_copy(module.graph, nodes)
-    (output,) = module.graph.find_nodes(op="output")
-    graph.output(results).meta = dict(output.meta)
-    for node, mine in nodes.items():
-        if hasattr(node, "_dynamo_source"):
-            mine._dynamo_source = node._dynamo_source
-    found = fx.GraphModule(module, graph)
-    found.meta = dict(module.meta)
-    if hasattr(module, "_param_name_to_source"):
-        found._param_name_to_source = module._param_name_to_source
-    return found
-
-
-def add_input(graph: fx.Graph, name: str) -> fx.Node:
-    """Adds an input to a graph that torch's compiler recorded, behind the others."""
-    inputs = graph.find_nodes(op="placeholder")
-    with graph.inserting_after(inputs[-1]):
-        node = graph.placeholder(name)
-    if hasattr(inputs[0], "_dynamo_source"):  # then torch expects one of each input: where the program has it
-        node._dynamo_source = None
-    return node
-
-
-def size_in(size: int | torch.SymInt, symbols: Mapping[Any, int]) -> int | Callable[[Sequence[Any]], int] | None:
-    """A size in a graph that torch's compiler recorded: a number, or a function of the graph's inputs.
-
-    None if the inputs do not tell.
-
-    Args:
-        symbols: the inputs that are sizes, by their symbols.
-    """
-    if isinstance(size, int):
-        return size
-    expression = size.node.expr
-    if not expression.free_symbols <= symbols.keys():
-        return None
-    return lambda inputs: int(expression.xreplace({s: int(inputs[symbols[s]]) for s in expression.free_symbols}))

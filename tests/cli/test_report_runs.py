@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from test_explain import measured
+from test_explain import measured, profile
 from test_report_command import numbers, report, seconds
 from test_top import ABOUT, STATE
 
@@ -101,6 +101,30 @@ def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_pa
     assert f"{predicted.makespan_seconds / pipeline - 1:+.1%}" in page.inner_text(".figures")
 
 
+def test_a_profile_that_is_given_counts_for_more_than_what_was_recorded(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    told = {
+        "source": "a plan", "step_seconds": 9.0, "timeline": measured().to_dict(), "stage_seconds": [0.03] * 4,
+    }  # fmt: skip
+    (folder / "predicted.json").write_text(json.dumps(told))
+    given = profile(tmp_path, [0.01] * 4)
+    page = open_page(report(folder, "--profile", given, "--cuts", "layers.1,layers.2,layers.3"))
+    explained = as_json("explain", str(folder), "--profile", given, "--cuts", "layers.1,layers.2,layers.3")
+    assert page.evaluate("timeline.bands[1].end") == pytest.approx(explained["predicted_seconds"])
+    assert "9.000 s" not in page.inner_text(".figures")
+
+
+def test_peaks_that_devices_measured_are_shown_over_steps(tmp_path: Path, open_page: Any) -> None:
+    folder = a_run(tmp_path / "run", measured())
+    for step in (2, 5):
+        (folder / "timelines" / f"{step}.json").write_text(json.dumps(measured().to_dict()))
+        held = [step * 10**6] * len(measured().tracks[0])
+        (folder / "memory" / f"{step}.0.json").write_text(json.dumps(held))
+    page = open_page(report(folder))
+    course = page.locator("section", has_text="Peak memory")
+    assert "from 2 MB to 5 MB" in course.locator("svg").get_attribute("aria-label")
+
+
 def test_one_process_for_all_ranks_is_said(tmp_path: Path, open_page: Any) -> None:
     page = open_page(report(a_run(tmp_path / "run", replace(measured(), in_turns=True))))
     assert "One process ran all ranks in turns" in page.inner_text(".warning")
@@ -161,6 +185,8 @@ def test_nothing_is_cut_off(tmp_path: Path, open_page: Any) -> None:
     for size in ("wide", "phone"):
         page = open_page(made, size)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        wide = page.evaluate("[...document.querySelectorAll('.wide')].map((one) => [one.scrollWidth, one.clientWidth])")
+        assert all(needed <= there for needed, there in wide), wide
     page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4
     page.emulate_media(media="print")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -15,8 +15,10 @@ from rich.console import Console
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._outcome import Outcome
 from penstock.cli._picture import Palette, legend, proportional, slots, style
-from penstock.report import schedule_svg
+from penstock.report import panel_of, schedule_svg
+from penstock.report import svg as draw
 from penstock.schedule import Op, Schedule, check, generate, grid, names
+from penstock.schedule.grid import in_slots
 from scaffolding.some_schedules import generated
 
 palettes = st.sampled_from(Palette)
@@ -109,12 +111,12 @@ def test_legend_explains_small_letters_where_there_are_some() -> None:
     options = ("show", "--schedule", "1f1b", *NUMBERS)
     assert ". idle; small letters: the action continues" in output(*options, "--forward", "2")
     assert "small letters" not in output(*options)
-    assert "small" not in legend(generate("1f1b", 2, 4), Palette.MANY, fills=True).plain
+    assert "small" not in legend([generate("1f1b", 2, 4)], Palette.MANY, fills=True).plain
 
 
 def test_legend_has_the_ops_that_occur() -> None:
     def text(name: str, palette: Palette = Palette.MANY) -> str:
-        return legend(generate(name, 2, 4), palette).plain
+        return legend([generate(name, 2, 4)], palette).plain
 
     assert " B " not in text("zb-h1")
     assert " W " not in text("1f1b")
@@ -163,6 +165,28 @@ def test_a_file_shows_slots_or_times(tmp_path: Path) -> None:
     assert int.from_bytes(png.read_bytes()[16:20]) == 1200
 
 
+def test_several_schedules_lie_on_one_axis(tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    several = ("show", "--schedule", "gpipe,zb-v", *NUMBERS, "--forward", "2")
+    assert output(*several, "--svg", str(svg), "--png", str(png)) == f"wrote {svg}\nwrote {png}\n"
+    known = CostOptions(forward=2).read()
+    found = [Outcome.of(one, known.for_model_of(one)) for one in (generate("gpipe", 4, 8), generate("zb-v", 4, 8))]
+    assert svg.read_text() == draw([panel_of(one.schedule, one.timeline) for one in found], "time")
+    one = tmp_path / "one.png"
+    output("show", "--schedule", "gpipe", *NUMBERS, "--forward", "2", "--png", str(one))
+    assert int.from_bytes(png.read_bytes()[20:24]) > 1.6 * int.from_bytes(one.read_bytes()[20:24])
+
+
+def test_several_schedules_have_columns_of_one_length_in_the_terminal() -> None:
+    said = output("show", "--schedule", "gpipe,naive", *NUMBERS, columns=130)
+    lengths = {len(line) for line in said.splitlines() if line.startswith("rank 0 |")}
+    slots = [round(in_slots(generate(name, 4, 8)).makespan_seconds) for name in ("gpipe", "naive")]
+    assert lengths == {len("rank 0 | ") + slot for slot in slots}
+    assert "zb-v" not in said
+    left = output("show", "--schedule", "gpipe,chimera", "--ranks", "4", "--microbatches", "7")
+    assert "left out: chimera works with an even number of microbatches" in " ".join(left.split())
+
+
 @pytest.mark.parametrize(("option", "name"), [("--svg", "a.png"), ("--png", "a.svg")])
 def test_a_picture_is_what_its_name_says(tmp_path: Path, option: str, name: str) -> None:
     said = refusal("show", "--schedule", "1f1b", *NUMBERS, option, str(tmp_path / name))
@@ -185,7 +209,9 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--schedule", "all", *NUMBERS], "--schedule all: this command takes one schedule"),
+        (["--schedule", "all", *NUMBERS, "--text"], "--schedule all: this command takes one schedule"),
+        (["--schedule", "gpipe,1f1b", *NUMBERS, "--forward", "1", "--zoom", "2"], "--zoom 2: several schedules share"),
+        (["--schedule", "gpipe,none", *NUMBERS], "none"),
         (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: give at least 16"),
         (["--schedule", "1f1b", *NUMBERS, "--zoom", "2"], "--zoom 2: without costs each action takes one slot"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from penstock import ArgumentError, Microbatch, Pipeline, Report, pipeline, verify
 from penstock.proof.comparison import compare
+from penstock.proof.reference import _run_unsplit
 from penstock.proof.term_sizes import TermSizes
-from penstock.proof.verify import _run_unsplit
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.loss.loss import LossHead
 from scaffolding.small import WIDTH, batch, mlp

@@ -89,7 +89,7 @@ def test_plot_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_png_has_two_dots_a_pixel(timeline: Timeline, tmp_path: Path) -> None:
-    write_png(panel_of(timeline), tmp_path / "picture.png", width=480)
+    write_png([panel_of(timeline)], tmp_path / "picture.png", width=480)
     data = (tmp_path / "picture.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(data[16:20]) == 960

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -30,23 +30,23 @@ class Files:
     background: Background | None
     width: int | None
 
-    def write(self, schedule: Schedule, outcome: Outcome | None) -> None:
-        """Writes what was asked for: in proportion to time if there is an outcome, in slots otherwise."""
+    def write(self, schedules: Sequence[Schedule], outcomes: Sequence[Outcome]) -> None:
+        """Writes what was asked for, under each other: in proportion to time if there are outcomes, else in slots."""
         refuse_other("--svg", self.svg, ".svg")
         refuse_other("--png", self.png, ".png")
-        timeline = None if outcome is None else outcome.timeline
-        panel = panel_of(schedule, timeline)
-        if outcome is None:
-            unit = unit_of(schedule)
+        if outcomes:
+            panels = [panel_of(one.schedule, one.timeline) for one in outcomes]
+            unit = "s" if outcomes[0].costs.are_measured else "time"
         else:
-            unit = "s" if outcome.costs.are_measured else "time"
+            panels = [panel_of(schedule) for schedule in schedules]
+            unit = unit_of(schedules[0])
         width = WIDTH if self.width is None else self.width
-        drawn = svg([panel], unit, background="auto" if self.background is None else self.background.value, width=width)
+        drawn = svg(panels, unit, background="auto" if self.background is None else self.background.value, width=width)
         dark = self.background is Background.DARK
         if self.svg is not None:
             self._write("--svg", self.svg, lambda file: file.write_text(drawn, encoding="utf-8"))
         if self.png is not None:
-            self._write("--png", self.png, lambda file: write_png(panel, file, unit=unit, dark=dark, width=width))
+            self._write("--png", self.png, lambda file: write_png(panels, file, unit=unit, dark=dark, width=width))
 
     @staticmethod
     def _write(option: str, file: Path, write: Callable[[Path], object]) -> None:

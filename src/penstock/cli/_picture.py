@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import groupby
 
@@ -61,15 +61,18 @@ def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
     return picture
 
 
-def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, palette: Palette) -> Text:
-    """The timeline as a picture, in `zoom` parts below each other, each of `width` characters.
+def proportional(
+    schedule: Schedule, timeline: Timeline, width: int, zoom: int, palette: Palette, longest: float | None = None
+) -> Text:
+    """The timeline as a picture, in `zoom` parts below each other, each of `width` characters, which are `longest`
+    seconds, by default the whole timeline.
 
     A column shows the action that runs in its middle, so an action much shorter than a column may not show at all. An
     action's name is where it begins, if there is room; its letter fills the rest, or its colour if there are colours.
     """
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
-    unit = timeline.makespan_seconds / (columns * zoom)
+    unit = (timeline.makespan_seconds if longest is None else longest) / (columns * zoom)
     place = _places(schedule)
     bare = schedule.stages == schedule.ranks
     picture = Text()
@@ -78,6 +81,7 @@ def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, 
         for rank, track in enumerate(timeline.tracks):
             picture.append(f"{f'rank {rank}':<{label}} | ")
             moments = [(part * columns + column + 0.5) * unit for column in range(columns)]
+            moments = [moment for moment in moments if moment < timeline.makespan_seconds]
             for action, cell in _runs(track, moments):
                 if action is None:
                     picture.append(_IDLE * cell, "dim")
@@ -90,17 +94,32 @@ def proportional(schedule: Schedule, timeline: Timeline, width: int, zoom: int, 
     return picture
 
 
-def legend(schedule: Schedule, palette: Palette, *, fills: bool = False) -> Text:
+def on_one_axis(
+    schedules: Sequence[Schedule], timelines: Sequence[Timeline], width: int, palette: Palette
+) -> list[Text]:
+    """Timelines as pictures of which a column is as long in one as in the others. Slots are whole columns, if they can
+    be."""
+    longest = max(timeline.makespan_seconds for timeline in timelines)
+    columns = width - len(f"rank {schedules[0].ranks - 1}") - 3
+    if longest == round(longest) <= columns:
+        width -= columns % round(longest)
+    pairs = zip(schedules, timelines, strict=True)
+    return [proportional(schedule, timeline, width, 1, palette, longest) for schedule, timeline in pairs]
+
+
+def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = False) -> Text:
     """What the letters and colours stand for. `fills`: the picture is in proportion to time."""
-    codes = {code for row in schedule.rows for code in row.op}
+    codes = {code for schedule in schedules for row in schedule.rows for code in row.op}
     text = Text()
     for op in (op for op in _FEW_COLOURS if op.code in codes):
         text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {WORDS[Kind.of(op)]}  ")
     text.append(f"{_IDLE} idle")
     if fills and palette is Palette.NONE:
         text.append("; small letters: the action continues")
-    if schedule.stages > schedule.ranks and palette is not Palette.NONE:
-        text.append("; lighter: later chunks" if schedule.placement.pipelines == 1 else "; lighter: the copy")
+    several = [one for one in schedules if one.stages > one.ranks]
+    if several and palette is not Palette.NONE:
+        lighter = dict.fromkeys("later chunks" if one.placement.pipelines == 1 else "the copy" for one in several)
+        text.append(f"; lighter: {' or '.join(lighter)}")
     return text
 
 

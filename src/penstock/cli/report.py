@@ -79,7 +79,8 @@ def report(
         sampled = FabricRun.read(run[0])
         text = fabric_page(sampled, results(sampled))
     else:
-        text = page(shown(run, step, prediction))
+        other = profile is not None or plan is not None
+        text = page(shown(run, step, prediction, other_prediction=other))
     target = _target(run[0]) if out is None else out
     try:
         target.write_text(text, encoding="utf-8")

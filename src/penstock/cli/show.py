@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +17,11 @@ from penstock.cli._cost_options import CostOptions
 from penstock.cli._files import Background, Files
 from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import Outcome, chunks, format_of, title
-from penstock.cli._picture import Palette, legend, proportional, slots
+from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import Schedule, add_communication
+from penstock.schedule.grid import in_slots
 
 
 @spread
@@ -76,19 +79,24 @@ def show(
     """Draw a schedule: one line per rank, one colour per op.
 
     Without costs, every F, B, I and W takes one slot. With costs, the picture is
-    a timeline: lengths are proportional to time.
+    a timeline: lengths are proportional to time. Several schedules (--schedule
+    gpipe,1f1b) lie under each other on one axis.
     """  # fmt: skip
-    schedule = order.one()
-    written = add_communication(schedule) if comms else schedule
     has_costs = costs != CostOptions()
+    several = _several(order, costs, has_costs=has_costs) if order.is_many and not (text or comms or as_json) else None
+    schedule = order.one() if several is None else several.schedules[0]
+    written = add_communication(schedule) if comms else schedule
     if svg is not None or png is not None:
         if text or comms or as_json or zoom is not None:
             raise ArgumentError(
                 f"{'--png' if svg is None else '--svg'}: a file shows the whole picture; leave out --text, --comms, "
                 "--zoom and --json"
             )
-        outcome = Outcome.of(schedule, costs.read(order.count)) if has_costs else None
-        Files(svg, png, background, width).write(schedule, outcome)
+        if several is None:
+            several = _Several([schedule], [Outcome.of(schedule, costs.read(order.count))] if has_costs else [])
+        Files(svg, png, background, width).write(several.schedules, several.outcomes)
+        for name, reason in several.left_out.items():
+            print(f"left out: {name} {reason}")
         return
     if background is not None:
         raise ArgumentError("--background: only files have one; give --svg or --png")
@@ -107,6 +115,9 @@ def show(
     palette = Palette.of(console)
     width = console.width if width is None else width
     _check(schedule, width, zoom, has_costs=has_costs)
+    if several is not None:
+        _print_several(several, width, zoom, console)
+        return
     if has_costs:
         outcome = Outcome.of(schedule, costs.read(order.count))
         picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
@@ -114,9 +125,53 @@ def show(
         picture, note = slots(schedule, width, palette), ""
     console.print(Text(title(schedule), "bold"), end="\n\n")
     console.print(picture, soft_wrap=True, end="\n\n")
-    console.print(legend(schedule, palette, fills=has_costs))
+    console.print(legend([schedule], palette, fills=has_costs))
     if note:
         console.print(note, style="dim")
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """Schedules under each other; their outcomes, if there are costs; and why others were left out."""
+
+    schedules: Sequence[Schedule]
+    outcomes: Sequence[Outcome]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Several:
+    schedules, refused = order.all()
+    left_out, outcomes = dict(refused), []
+    if not has_costs:
+        return _Several(schedules, (), left_out)
+    known = costs.read(order.count)
+    for schedule in schedules:
+        try:
+            outcomes.append(Outcome.of(schedule, known.for_model_of(schedule)))
+        except ArgumentError as error:
+            left_out[schedule.name] = str(error)
+    if not outcomes:
+        raise ArgumentError(next(iter(left_out.values())))
+    return _Several([one.schedule for one in outcomes], outcomes, left_out)
+
+
+def _print_several(several: _Several, width: int, zoom: int | None, console: Console) -> None:
+    if zoom is not None:
+        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; give one, or a larger --width")
+    palette, schedules = Palette.of(console), several.schedules
+    timelines = [one.timeline for one in several.outcomes] or [in_slots(schedule) for schedule in schedules]
+    pictures = on_one_axis(schedules, timelines, width, palette)
+    for schedule, timeline, picture in zip(schedules, timelines, pictures, strict=True):
+        console.print(Text.assemble((title(schedule), "bold"), f"; bubble {timeline.bubble_rate:.1%}"))
+        console.print(picture, soft_wrap=True, end="\n\n")
+    console.print(legend(schedules, palette, fills=True))
+    if several.outcomes:
+        longest = max(several.outcomes, key=lambda one: one.timeline.makespan_seconds)
+        console.print(_note(longest.schedule, longest), style="dim")
+    else:
+        console.print("Every action takes one slot, whatever it does: give costs to compare times.", style="dim")
+    for name, reason in several.left_out.items():
+        console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
 
 def _note(schedule: Schedule, outcome: Outcome) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from penstock.balance import Profile, with_operations
+from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import candidates, cut_positions
@@ -20,20 +19,19 @@ from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_fo
 from penstock.partition.cut.inseparable import joined, spans, too_few
 from penstock.partition.cut.joint_cuts import is_joint, stages_at
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
-from penstock.partition.measure.costs import UnmeasurableError
-from penstock.partition.measure.counting import count
-from penstock.partition.measure.held import units_held, with_memory
-from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
+from penstock.partition.measure.measuring import BUDGET_SECONDS
+from penstock.partition.measure.profiled import profiled
 from penstock.partition.measure.running import Splits
 from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.stages.complete import check_complete, unused_note
-from penstock.partition.stages.partition import Origin, Partition, describe
+from penstock.partition.stages.partition import Partition, describe
 from penstock.partition.stages.split import CutRecording
-from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.stages.stage import build_stage
 from penstock.partition.stages.totals import draw_offsets, saved_of, work_of_stages
+from penstock.partition.stages.whereabouts import not_on_the_last, origins
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
@@ -216,20 +214,7 @@ class Partitioner:
         asked, blocks = tuple(sorted(self._opening.asked)), max(2, blocks_in(self.model))
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
-        units = candidates(recording, self.model, "flops")
-        _, held = units_held(recording, self.model, units)
-
-        def complete(found: Profile) -> Profile:
-            return replace(found, rows=rows, units=with_memory(found.units, held))
-
-        if budget_seconds is None:
-            return complete(count(recording, self.model, units, args, kwargs))
-        found = complete(measure(recording, self.model, units, args, kwargs, budget_seconds, splits, memory=True))
-        try:
-            counted = count(recording, self.model, units, args, kwargs)
-        except UnmeasurableError:  # only estimates need it
-            return found
-        return with_operations(found, counted)
+        return profiled(recording, self.model, args, kwargs, budget_seconds, rows, splits)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""
@@ -306,7 +291,7 @@ class Partitioner:
             costs=self._decision.costs,
             link=self._decision.link,
             notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
-            origins=_origins(recording, stages),
+            origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,
             input_structure=given.structure,
@@ -315,7 +300,7 @@ class Partitioner:
             input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
             result_structure=recording.result_structure,
             result_leaves=recording.result_leaves,
-            elsewhere=_elsewhere(recording, stages),
+            elsewhere=not_on_the_last(recording, stages),
             left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
             leaves_here=any(split.last_has(entry.units) for entry in recording.left),
             overwritten=frozenset(input_path(given.paths[place]) for place in recording.overwritten),
@@ -388,34 +373,6 @@ def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError
         "keep their modules: give cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
-
-
-def _elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
-    """The parameters and updated buffers that are not on the last of several stages."""
-    last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
-    updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
-    every = recording.held.items() if len(stages) > 1 else ()
-    return {
-        name: tensor
-        for name, tensor in every
-        if id(tensor) not in last and (isinstance(tensor, nn.Parameter) or id(tensor) in updated)
-    }
-
-
-def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
-    """Where the values that cross between stages, or enter or leave the model, were made."""
-    metas = [stage.meta for stage in stages]
-    names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
-    return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
-
-
-def _origin(recording: Recording, node: fx.Node) -> Origin:
-    fact = recording.facts[node]
-    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
-        made = node.args[0]
-        if isinstance(made, fx.Node) and recording.facts[made].kind == "unit":
-            fact = recording.facts[made]
-    return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
 def _opened(model: nn.Module, units: Collection[int]) -> list[nn.Module]:

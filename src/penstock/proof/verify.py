@@ -8,51 +8,29 @@ added in another order.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError
-from penstock.gradients import gradient_dtype
 from penstock.pipe.arguments import checked_inputs
-from penstock.pipe.build import build, pipeline
-from penstock.pipe.options import Options
+from penstock.pipe.build import pipeline
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.another_order import reordered_in
-from penstock.proof.comparison import Comparison, Report, WholeBatch, compare, noise, over_steps
-from penstock.proof.term_sizes import TermSizes, measuring_roundings
-from penstock.proof.twins import Made, twins
-from penstock.proof.whole_batch import Whole
+from penstock.proof.comparison import Comparison, Report, compare, over_steps
+from penstock.proof.reference import Expected, forget_gradients, reference, tensors_in, trained
+from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.gradients.distribution import whole
-from penstock.runtime.loss.functions import checked_loss, saying_what_is_missing
 from penstock.runtime.loss.loss import (
     Loss,
     Reduction,
-    checked_value,
-    no_gradient,
-    own_loss,
-    root_of,
-    weighted_sum,
-    weights,
 )
 from penstock.runtime.loss.order import LossState
-from penstock.runtime.processes.world import World
-from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.runtime.step.example import is_whole
-from penstock.schedule import Schedule, generate
+from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
-from penstock.stages import needs_backward, ties
-from penstock.trees import flatten
-
-STEPS = 2
-"""The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
+from penstock.stages import ties
 
 
 @also(**OF_PIPELINE)
@@ -105,13 +83,13 @@ def verify(
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
         with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
-            reference = _reference(other, pipe, batch, reduction, options, whole_batch)
+            found = reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = reference.can_be_exact and not options.get("compile") and not divided
+            exact = found.can_be_exact and not options.get("compile") and not divided
         compared = []
-        for expected in reference.steps:
-            _forget_gradients(pipe)
+        for expected in found.steps:
+            forget_gradients(pipe)
             result = pipe.step(*args, target=target, outputs=True, **kwargs)
             total = result.loss
             outputs = result.outputs if pipe.has_outputs else None
@@ -127,221 +105,13 @@ def verify(
             exact,
             pipe.world.data_parallel,
             len(compared),
-            reference.whole_batch,
+            found.whole_batch,
             pipe.notes,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """One step of the unsplit model. `outputs`: the tensor leaves of each microbatch's output, of all replicas;
-    `gradients`: those of parameters, and of buffers that require one; `buffers`: what the first replica's part leaves,
-    as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in another
-    order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round first;
-    `lowered`: autocast's dtype if stages are compiled under it; `noise`: how far each value then is from one without.
-    """
-
-    outputs: list[list[Tensor]]
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    terms: Mapping[str, Tensor] = field(default_factory=dict)
-    rounded: Mapping[str, Tensor] = field(default_factory=dict)
-    lowered: torch.dtype | None = None
-    noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
-
-    def values(self) -> dict[tuple[str, str], Tensor | None]:
-        """All that is compared, by kind and name."""
-        outputs = {f"{i} of microbatch {k}": t for k, leaves in enumerate(self.outputs) for i, t in enumerate(leaves)}
-        of: Any = {"output": outputs, "loss": {"loss": self.loss}, "gradient": self.gradients, "buffer": self.buffers}
-        return {(kind, name): value for kind, named in of.items() for name, value in named.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """What the unsplit model does."""
-
-    steps: list[_Expected]
-    can_be_exact: bool
-    whole_batch: WholeBatch | None
-
-
-def _reference(
-    made: Made, pipe: Pipeline, batch: Microbatch, reduction: Reduction, options: Mapping[str, Any], whole_batch: bool
-) -> _Reference:
-    """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
-
-    If the model draws outside the modules that are called, its own forward cannot be told which stream to use: then the
-    reference is the recorded model on one rank.
-    """
-    replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
-    given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
-    mine = pipe.session.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
-    parts = {0: mine} if replicas == 1 else dict(pipe.gather((pipe.world.replica, mine)))
-    pieces = [piece for replica in range(replicas) for piece in parts[replica]]
-    alone = build(
-        made.model,
-        ((), {}),
-        World(1),
-        generate("naive", 1, len(pieces)),
-        Options(
-            loss_fn=loss,
-            reduction=reduction,
-            split=lambda *_: pieces,
-            leaves=options.get("leaves"),
-            opens=options.get("opens"),
-            devices=pipe.device,
-            materialize=options.get("materialize"),
-            seed=pipe.seed,
-            deferred_batch_norm=options.get("deferred_batch_norm", False),
-            gradient_dtype=options.get("gradient_dtype"),
-        ),
-    )
-    with alone:
-        sizes, fused = _term_sizes(alone, pipe), _added_in_place(alone, pipe)
-        run = partial(_step, alone, loss, reduction, replicas, sizes, fused)
-        before = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
-        steps = [run() for _ in range(STEPS)]
-        parameters = alone.session.all_parameters()
-        exact = all(p.device.type == "cpu" and p.dtype in (torch.float32, torch.float64) for _, p in parameters)
-        whole = None
-        if whole_batch:
-            rows = sum(piece.rows or 0 for piece in parts[0])
-            cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
-            whole = Whole(alone, given._replace(rows=rows), cutting, parts[0], loss, reduction).compare()
-        if options.get("compile") and torch.is_autocast_enabled(pipe.device.type):
-            steps = _with_noise(alone, steps, before, run)
-        return _Reference(steps, exact, whole)
-
-
-def _with_noise(
-    alone: Pipeline, steps: Sequence[_Expected], before: Mapping[str, Tensor], run: Callable[[], _Expected]
-) -> list[_Expected]:
-    """What autocast costs the unsplit model itself: the same steps without it, from the same state."""
-    alone.step_count -= len(steps)
-    with torch.no_grad():
-        for name, buffer in alone.named_buffers():
-            buffer.copy_(before[name])
-    lowered = torch.get_autocast_dtype(alone.device.type)
-    with torch.autocast(alone.device.type, enabled=False):
-        return [replace(step, lowered=lowered, noise=noise(step.values(), run().values())) for step in steps]
-
-
-def _uncut_device(batch: Microbatch) -> torch.device:
-    """The device of the batch: what crosses to other replicas stays there."""
-    leaves = flatten((batch.args, dict(batch.kwargs))).leaves
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-
-
-def _term_sizes(alone: Pipeline, pipe: Pipeline) -> TermSizes:
-    """Measures the terms of the gradients that the pipeline adds up in another order."""
-    reordered = reordered_in(pipe)
-    trained = {name: tensor for name, tensor in _trained(alone.session.all_parameters(), alone) if name in reordered}
-    one_copy = pipe.stages[: len(pipe.stages) // pipe.schedule.placement.pipelines]
-    return TermSizes(trained, by_use=ties(one_copy))
-
-
-def _added_in_place(alone: Pipeline, pipe: Pipeline) -> dict[str, Tensor]:
-    """The matrices to whose gradients W adds terms in place, where these are so coarse that it shows."""
-    if not adds_in_place(pipe.session.engine.devices, pipe.schedule):
-        return {}
-    coarse = (torch.bfloat16, torch.float16)
-    trained = _trained(alone.session.all_parameters(), alone)
-    return {n: p for n, p in trained if p.requires_grad and p.dim() == 2 and gradient_dtype(p) in coarse}
-
-
-def _step(
-    alone: Pipeline,
-    loss: Loss | None,
-    reduction: Reduction,
-    replicas: int,
-    sizes: TermSizes,
-    fused: Mapping[str, Tensor],
-) -> _Expected:
-    _forget_gradients(alone)
-    with sizes.measuring() as terms, measuring_roundings(fused) as rounded:
-        outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
-    return _Expected(
-        [[tensor.detach() for tensor in _tensors(output)] for output in outputs],
-        total,
-        {name: _kept(tensor.grad) for name, tensor in _trained(alone.session.all_parameters(), alone)},
-        {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
-        terms,
-        rounded,
-    )
-
-
-def _run_reference(
-    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
-) -> tuple[list[Any], Tensor]:
-    """Outputs and loss of one step."""
-    if alone.session.draws_in_glue:
-        if replicas > 1 and any(stage.updated for stage in alone.stages):
-            raise ArgumentError(
-                "this model updates buffers, and draws random numbers outside of any module that is called; "
-                "there is no reference for it with replicas: verify it on a mesh without"
-            )
-        result = alone.step(outputs=True)
-        return list(result.outputs), result.loss
-    run = _run_unsplit(alone, loss, reduction, replicas, sizes)
-    alone.step_count += 1
-    return run
-
-
-def _kept(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()
-
-
-def _trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> list[tuple[str, Tensor]]:
-    """Parameters, and the buffers that require a gradient."""
-    return [*parameters, *((name, buffer) for name, buffer in pipe.named_buffers() if buffer.requires_grad)]
-
-
-def _forget_gradients(pipe: Pipeline) -> None:
-    for _, tensor in _trained(pipe.session.all_parameters(), pipe):
-        tensor.grad = None
-
-
-def _run_unsplit(
-    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
-) -> tuple[list[Any], Tensor]:
-    """Outputs and loss of one step; afterwards buffers are as the first replica leaves them."""
-    pieces = alone.session.split_batch((), {})
-    weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
-    outputs: list[Any] = []
-    losses: list[Tensor] = []
-    first: dict[str, Tensor] = {}
-    with alone.session.drawing() as streams, alone.session.steps.deferring_norms() as norms:
-        for k, (args, given, target, _) in enumerate(pieces):
-            kwargs = dict(given)
-            streams.begin(k, {})
-            first_replica = k * replicas < len(pieces)  # whose buffers count
-            with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
-                output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, kwargs)})
-            streams.begin_loss(k)
-            value = checked_value(own_loss(output) if loss is None else loss(output, target), output, loss)
-            streams.begin(k, {}, again=True)
-            root = root_of(value, weighted[k], _tensors(output))
-            sizes.watch(root)
-            if root.requires_grad:
-                with exact_rules.outside_autocast(value.device.type):
-                    root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
-            elif any(map(needs_backward, alone.stages)):
-                raise no_gradient()
-            losses.append(value.detach())
-            outputs.append(output)
-            if (k + 1) * replicas == len(pieces):
-                first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
-        with torch.no_grad():
-            for name, buffer in alone.named_buffers():
-                buffer.copy_(first[name])  # deferred norms are committed after this
-    total = weighted_sum(losses, weighted)
-    assert total is not None
-    return outputs, total.cpu()
-
-
 def _compare(
-    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: _Expected, exact: bool
+    pipe: Pipeline, outputs: Sequence[Any] | None, loss: Tensor, expected: Expected, exact: bool
 ) -> list[Comparison]:
     """The rows for what this process holds."""
     order = pipe.schedule
@@ -357,17 +127,17 @@ def _compare(
     first = pipe.world.replica * order.microbatches
     if outputs is not None:
         for k, output in enumerate(outputs):
-            reference = expected.outputs[first + k]
+            theirs = expected.outputs[first + k]
             last = next(stage for stage in lasts if k in order.numbers_on(stage))
             if output is None and len(lasts) > 1:
                 continue  # on the rank of another copy's last stage
-            for index, (mine, other) in enumerate(zip(_tensors(output), reference, strict=True)):
+            for index, (mine, other) in enumerate(zip(tensors_in(output), theirs, strict=True)):
                 rows.append(judge("output", f"{index} of microbatch {first + k}", (last,), mine, other))
         rows.append(judge("loss", "loss", tuple(lasts), loss, expected.loss))
     shared = ties(pipe.stages)
     holders = {name: (stage.index,) for stage in pipe.stages for name in (*stage.parameters, *stage.buffers)} | shared
     reordered = reordered_in(pipe)
-    for name, parameter in _trained(pipe.named_parameters(), pipe):
+    for name, parameter in trained(pipe.named_parameters(), pipe):
         rows.append(
             judge(
                 "gradient",
@@ -386,7 +156,7 @@ def _compare(
     return rows
 
 
-def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Comparison]:
+def _complete(rows: Sequence[Comparison], expected: Expected) -> Iterator[Comparison]:
     """Every comparison once, in the model's order; what no stage holds counts as absent."""
     found: dict[tuple[str, str], Comparison] = {}
     for row in rows:
@@ -395,7 +165,3 @@ def _complete(rows: Sequence[Comparison], expected: _Expected) -> Iterator[Compa
             found[row.kind, row.name] = row
     for (kind, name), value in expected.values().items():
         yield found.get((kind, name)) or compare(kind, name, (), None, value, True)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]

@@ -11,7 +11,6 @@ from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, contrast, i
 from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.report.svg import Panel
 from penstock.schedule.action import OPS
-from penstock.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,11 +34,15 @@ def plot(panel: Panel, axes: Axes | None = None, *, unit: str = "s") -> Axes:
         from matplotlib import pyplot
 
         _, axes = pyplot.subplots(figsize=_inches(panel, 960), layout="constrained")
-    return _draw(panel, axes, unit)
+    drawn = _draw(panel, axes, unit)
+    _legend(axes, _theme(axes), [panel])
+    return drawn
 
 
-def write_png(panel: Panel, path: str | Path, *, unit: str = "s", dark: bool = False, width: int = 960) -> None:
-    """Writes a timeline as PNG, with two dots to each of the picture's pixels.
+def write_png(
+    panels: Sequence[Panel], path: str | Path, *, unit: str = "s", dark: bool = False, width: int = 960
+) -> None:
+    """Writes timelines as PNG, under each other on one axis of time, with two dots to each of the picture's pixels.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -52,30 +55,42 @@ def write_png(panel: Panel, path: str | Path, *, unit: str = "s", dark: bool = F
 
     theme = DARK if dark else LIGHT
     layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
-    figure = Figure(figsize=_inches(panel, width), layout=layout, facecolor=theme.page)
+    heights = [0.35 + _rows(panel) for panel in panels]
+    figure = Figure(figsize=(width / 100, _REST - 0.35 + sum(heights)), layout=layout, facecolor=theme.page)
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot(facecolor=theme.page)
-    _draw(panel, axes, unit)
+    grid = figure.add_gridspec(len(panels), height_ratios=heights)
+    every = [figure.add_subplot(grid[place], facecolor=theme.page) for place in range(len(panels))]
+    longest = max(panel.timeline.makespan_seconds for panel in panels)
+    for panel, axes in zip(panels, every, strict=True):
+        _draw(panel, axes, unit, longest)
+        if axes is not every[-1]:
+            axes.set_xticks([])
+            axes.set_xlabel("")
+    _legend(every[-1], theme, panels)
     figure.savefig(path, format="png", dpi=200)
+
+
+_REST = 1.05
+"""The height of a picture's title, axis and legend, in inches."""
 
 
 def _inches(panel: Panel, width: int) -> tuple[float, float]:
     """The size of a figure of so many pixels, of which 100 are an inch."""
+    return width / 100, _REST + _rows(panel)
+
+
+def _rows(panel: Panel) -> float:
+    """The height of a panel's ranks, in inches."""
     ranks = panel.timeline.ranks
-    row = 0.24 if ranks <= 16 else 0.17 if ranks <= 32 else 0.11
-    return width / 100, 1.05 + row * max(1, ranks)
+    return (0.24 if ranks <= 16 else 0.17 if ranks <= 32 else 0.11) * max(1, ranks)
 
 
-def _draw(panel: Panel, axes: Axes, unit: str) -> Axes:
+def _draw(panel: Panel, axes: Axes, unit: str, longest: float | None = None) -> Axes:
+    """The ranks and the axis of time, up to `longest` seconds; by default to the timeline's end."""
     timeline, theme = panel.timeline, _theme(axes)
-    few = len(timeline) <= MOST_MARKS
+    few = _few(panel)
     found = [[*marks(timeline, rank, panel.slices)] for rank in range(timeline.ranks)] if few else []
-    ops = {code for track in timeline.tracks for _, code in track.actions.kinds}
-    _frame(panel, axes, theme, unit)
-    notes = ["where narrow: what a rank does most"] if not few else []
-    if few and has_chunks(timeline):
-        notes.append(f"lighter: {panel.lighter}")
-    _legend(axes, theme, {Kind.of(OPS[code]) for code in ops}, notes)
+    _frame(panel, axes, theme, unit, timeline.makespan_seconds if longest is None else longest)
     for rank, track in enumerate(timeline.tracks):
         bar = (rank - _HIGH / 2, _HIGH)
         _rectangles(axes, [(0.0, timeline.makespan_seconds)], bar, [theme.fills[Kind.WAIT]])
@@ -85,11 +100,16 @@ def _draw(panel: Panel, axes: Axes, unit: str) -> Axes:
             spans = [(first * unit_seconds, (end - first) * unit_seconds) for first, end, _ in parts]
             _rectangles(axes, spans, bar, [theme.fills[kind] for *_, kind in parts])
     if few and len(timeline):
-        pixel, longest = _pixel(timeline, axes), longest_label(timeline, panel.slices)
+        pixel, letters = _pixel(axes), longest_label(timeline, panel.slices)
         for rank, of_rank in enumerate(found):
             _bars(of_rank, rank, axes, theme, pixel)
-            _labels(of_rank, rank, axes, theme, pixel * longest)
+            _labels(of_rank, rank, axes, theme, pixel * letters)
     return axes
+
+
+def _few(panel: Panel) -> bool:
+    """Whether each action is drawn."""
+    return len(panel.timeline) <= MOST_MARKS
 
 
 def _theme(axes: Axes) -> Theme:
@@ -129,19 +149,20 @@ def _labels(found: Sequence[Mark], rank: int, axes: Axes, theme: Theme, unit: fl
             axes.text((mark.start + mark.end) / 2, rank, mark.label, color=colour, fontsize=size, **look)
 
 
-def _pixel(timeline: Timeline, axes: Axes) -> float:
-    """How much of the timeline is a hundredth of an inch."""
+def _pixel(axes: Axes) -> float:
+    """How many seconds of the axis are a hundredth of an inch."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # where the axes lie is known only then
-    return timeline.makespan_seconds * figure.dpi / (100 * axes.get_window_extent().width)
+    low, high = axes.get_xlim()
+    return (high - low) * figure.dpi / (100 * axes.get_window_extent().width)
 
 
-def _frame(panel: Panel, axes: Axes, theme: Theme, unit: str) -> None:
+def _frame(panel: Panel, axes: Axes, theme: Theme, unit: str, longest: float) -> None:
     timeline = panel.timeline
-    axis = Axis.of(timeline.makespan_seconds, unit)
+    axis = Axis.of(longest, unit)
     axes.set_title(panel.title, loc="left", fontsize=10, fontweight="bold", color=theme.ink, parse_math=False)
-    axes.set_xlim(0, timeline.makespan_seconds or 1)
+    axes.set_xlim(0, longest or 1)
     axes.set_xticks([second for second, _ in axis.ticks], [text for _, text in axis.ticks])
     axes.set_xlabel(axis.unit, fontsize=9, color=theme.muted)
     every = 1 if timeline.ranks <= 32 else 4
@@ -154,9 +175,14 @@ def _frame(panel: Panel, axes: Axes, theme: Theme, unit: str) -> None:
         side.set_visible(False)
 
 
-def _legend(axes: Axes, theme: Theme, used: set[Kind], notes: list[str]) -> None:
+def _legend(axes: Axes, theme: Theme, panels: Sequence[Panel]) -> None:
     from matplotlib.patches import Patch
 
+    timelines = [panel.timeline for panel in panels]
+    used = {Kind.of(OPS[code]) for one in timelines for track in one.tracks for _, code in track.actions.kinds}
+    notes = [] if all(map(_few, panels)) else ["where narrow: what a rank does most"]
+    lighter = dict.fromkeys(panel.lighter for panel in panels if _few(panel) and has_chunks(panel.timeline))
+    notes += [f"lighter: {' or '.join(lighter)}"] if lighter else []
     handles = [Patch(color=theme.fills[kind], label=WORDS[kind]) for kind in Kind if kind in used]
     handles.append(Patch(color=theme.fills[Kind.WAIT], label="idle"))
     handles += [Patch(alpha=0, label=note) for note in notes]

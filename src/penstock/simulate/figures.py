@@ -108,9 +108,13 @@ def with_activations(placement: Placement, costs: Sequence[OfStage], slices: int
         if any(cost.activation_bytes for cost in each_of(stage))
     }
 
+    known_ones: dict[int, OfStage] = {}  # most stages are one and the same
+
     def counted_ones(stage: OfStage) -> OfStage:
-        made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
-        return made[0] if isinstance(stage, StageCost) else made
+        if id(stage) not in known_ones:
+            made = [replace(c, activation_bytes=1 / slices, weight_gradient_bytes=1 / slices) for c in each_of(stage)]
+            known_ones[id(stage)] = made[0] if isinstance(stage, StageCost) else made
+        return known_ones[id(stage)]
 
     return [
         stage if rank in known else counted_ones(stage) for rank, stage in zip(placement.rank_of, costs, strict=True)

@@ -18,7 +18,7 @@ from penstock.simulate import LinkCost, StageCost, memory
 from penstock.simulate.costs import OF_MICROBATCH, divided
 from penstock.simulate.figures import Figures, units_of_memory, with_activations
 from penstock.studio.question import MOST, MOST_CELLS, MOST_SECONDS, MOST_TO_SEARCH, Question
-from penstock.web.page_data import band, curve, timeline_data
+from penstock.web.page_data import Order, band, curve, timeline_data
 
 PlacementName = Literal["loop", "v"]
 SEARCHED = "search"
@@ -28,7 +28,14 @@ SEARCHED = "search"
 def catalogue() -> dict[str, Any]:
     """Every schedule that has a name, and the bounds of questions."""
     known = [
-        {"name": one.name, "rule": one.rule, "chunks": one.chunks, "placement": one.placement, "splits": one.splits}
+        {
+            "name": one.name,
+            "rule": one.rule,
+            "chunks": one.chunks,
+            "placement": one.placement,
+            "splits": one.splits,
+            "comparable": one.slices == 1 and one.placement != "bidirectional",
+        }
         for one in generators()
     ]
     return {"schedules": known, "most": MOST, "most_seconds": MOST_SECONDS, "usual": Question().to_dict()}
@@ -39,8 +46,8 @@ def stage_costs(question: Question, placement: Placement, slices: int = 1) -> li
     per_rank = StageCost(question.forward, question.backward_input, question.backward_weight)
     one = divided(per_rank, placement.depth // placement.ranks)
     more = {name: getattr(one, name) + question.head * getattr(per_rank, name) for name in OF_MICROBATCH[:3]}
-    stages = [one] * (placement.depth - 1) + [replace(one, **more)]
-    return [divided(stage, slices, OF_MICROBATCH) for stage in stages] * placement.pipelines
+    usual, last = (divided(stage, slices, OF_MICROBATCH) for stage in (one, replace(one, **more)))
+    return [*[usual] * (placement.depth - 1), last] * placement.pipelines
 
 
 @lru_cache(maxsize=64)
@@ -107,13 +114,21 @@ def _band(question: Question, one: Figures) -> dict[str, Any]:
         for held in memory(one.schedule, scaled, one.timeline)
     ]
     note = f"span {one.timeline.span_seconds:.4g}, bubble {one.timeline.bubble_rate:.1%}"
-    return band(one.schedule.name, one.timeline, one.schedule, path=one.path, memory=curves, note=note)
+    order = _order(one.schedule)
+    return band(one.schedule.name, one.timeline, one.schedule, path=one.path, memory=curves, note=note, order=order)
+
+
+@lru_cache(maxsize=64)
+def _order(schedule: Schedule) -> Order:
+    """The same while only costs change."""
+    return Order.of(schedule.rows, schedule).packed()
 
 
 def _unit_of_each(placement: Placement, units: Sequence[float]) -> list[float]:
     return [units[rank] for rank in placement.rank_of]
 
 
+@lru_cache(maxsize=64)
 def _per_unit(cost: Any, unit: float) -> StageCost:
     return divided(cost, unit, ("activation_bytes", "weight_gradient_bytes"))
 

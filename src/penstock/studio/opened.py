@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
+from penstock.explain.reading import SUFFIXES
 from penstock.json_files import read_json
 from penstock.plan import Plan
 from penstock.runs import read_run
 from penstock.runs.folder import ABOUT
 from penstock.schedule import Schedule, check, from_csv, summary
 from penstock.simulate import StageCost, simulate
+from penstock.studio.question import MOST
 from penstock.web.measured import of_explanation
 from penstock.web.page_data import band, timeline_data
 from penstock.web.planned import of_plan
@@ -25,6 +28,7 @@ from penstock.web.sources import shown
 _MOST_SHOWN = 100_000
 """Actions of one timeline."""
 _MOST_WHAT_IFS = 8
+_CHUNKS = re.compile(r"schedule=[^,/]*/(\d+)")
 _CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts cannot be dragged; those of a run can."
 
 
@@ -45,6 +49,9 @@ def opened(
     """
     if len(what_ifs) > _MOST_WHAT_IFS:
         raise ArgumentError(f"{len(what_ifs)} what-ifs: the studio tries up to {_MOST_WHAT_IFS} at once")
+    for chunks in _CHUNKS.findall(",".join(what_ifs)):
+        if len(chunks) > 2 or int(chunks) > MOST["chunks"]:
+            raise ArgumentError(f"{chunks[:20]} chunks: the studio tries up to {MOST['chunks']}")
     if path.is_dir():
         return _of_folder(path, name, step, what_ifs, picture=picture)
     if path.name.removesuffix(".gz").endswith(".csv") and (schedule := _schedule(path)) is not None:
@@ -53,6 +60,11 @@ def opened(
         given = read_json(path, repr(name))
         if isinstance(given, dict) and "choice" in given:
             return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
+    return _of_trace(path, name, step, what_ifs, picture=picture)
+
+
+def _of_trace(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
+    """A trace in a file, or in the files of a folder."""
     found = _explained(path, _stamp(path), step, tuple(what_ifs))
     bands = of_explanation(found, name).bands if picture else ()
     return _of_step(found, name, found.step.slowest.schedule.name, bands)
@@ -77,7 +89,9 @@ def _explained(path: Path, stamp: float, step: int | None, what_ifs: tuple[str, 
 def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
     """The folder of a run, whose schedule is known by name: on one rank all orders look alike."""
     if not (path / ABOUT).exists():
-        raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
+        if not any(one.name.endswith(SUFFIXES) for one in path.iterdir()):
+            raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
+        return _of_trace(path, name, step, what_ifs, picture=picture)
     run = read_run(path)
     try:
         found = _explained(path, _stamp(path), step, tuple(what_ifs))

@@ -125,10 +125,13 @@ def _names(name: str, text: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in text.split(",") if part.strip())
     if len(found) > len(_ALL_AT_MOST):
         raise ArgumentError(f"{name}: expected at most {len(_ALL_AT_MOST)} names")
+    if long := [one for one in found if len(one) > _LONGEST_NAME]:
+        raise ArgumentError(f"{name}: no schedule is called {long[0][:_LONGEST_NAME]!r}...")
     return found
 
 
 _ALL_AT_MOST = range(32)
+_LONGEST_NAME = 40
 _READ: Mapping[str, Callable[[str, str], Any]] = {
     "schedules": _names,
     "ranks": whole,

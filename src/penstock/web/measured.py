@@ -13,6 +13,8 @@ from penstock.web.page_data import band
 from penstock.web.shown import Figure, Idle, Improvement, Shown, duration
 from penstock.words import counted
 
+PREDICTED = "pipeline, predicted"
+"""The figure of a prediction."""
 _MOST = 6
 """Improvements that are shown."""
 _IDLE_NOTE = (
@@ -77,7 +79,7 @@ def figures_of(found: Explanation) -> list[Figure]:
         ),
     ]
     if found.predicted_seconds is not None:
-        figures.append(against("pipeline, predicted", found.predicted_seconds, step.pipeline_seconds))
+        figures.append(against(PREDICTED, found.predicted_seconds, step.pipeline_seconds))
     return figures
 
 
@@ -99,7 +101,7 @@ def improvements_of(found: Explanation) -> list[Improvement]:
     error = _error(found)
     certain = [one for one in found.changes if one.gain > found.change_error]
     ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
-    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
+    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note, one.mends) for one in ordered]
 
 
 def _error(found: Explanation) -> str:
@@ -126,7 +128,7 @@ def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:
             Figure("a step takes", duration(timeline.makespan_seconds), "all ranks, one after another"),
             Figure("the longest rank computes", duration(max(busy, default=0.0)), "the least that a step can take"),
         ),
-        bands=(band("measured, in turns", timeline, note="durations are real; starts cannot be compared"),),
+        bands=(band("measured, in turns", timeline, note="starts cannot be compared"),),
         numbers={"makespan": timeline.makespan_seconds, "busy": busy},
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.schedule import Dependencies, Op, Schedule
+from penstock.report.said import sentences
+from penstock.schedule import Action, Dependencies, Op, Row, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory
 from penstock.simulate.columns import column
@@ -32,6 +34,39 @@ def timeline_data(bands: Iterable[dict[str, Any]], *, unit: str = "s", pack: boo
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a band shows of its schedule, whatever actions take.
+
+    Attributes:
+        ranks: for each rank op, stage, microbatch and peer of each action, and what it needs.
+        places: for each rank where an action stands.
+    """
+
+    ranks: Sequence[Mapping[str, Any]]
+    places: Sequence[Mapping[Action, int]]
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], schedule: Schedule | None) -> Order:
+        """Of what each rank ran. `schedule`: None: nothing is known of who waits for whom."""
+        needs = [None] * len(rows) if schedule is None else _needs(schedule.with_rows(rows))
+        columns = [
+            {
+                "op": column(row.op),
+                "stage": column(row.stage),
+                "microbatch": column(row.microbatch),
+                "peer": column(row.peer) if any(peer >= 0 for peer in row.peer) else None,
+                "needs": need,
+            }
+            for row, need in zip(rows, needs, strict=True)
+        ]
+        return cls(columns, [{action: place for place, action in enumerate(row)} for row in rows])
+
+    def packed(self) -> Order:
+        """The same, ready for a page, for one that is shown again and again."""
+        return replace(self, ranks=for_page(self.ranks))
+
+
 def band(
     name: str,
     timeline: Timeline,
@@ -40,6 +75,7 @@ def band(
     path: CriticalPath | None = None,
     memory: Sequence[dict[str, Any] | None] | None = None,
     note: str = "",
+    order: Order | None = None,
 ) -> dict[str, Any]:
     """One timeline, for `timeline_data`.
 
@@ -50,28 +86,27 @@ def band(
         path: its critical path, if it is known already; otherwise it is found, if there is a schedule.
         memory: of each rank, as `curve` makes it; None: not known.
         note: more to say beside the name.
+        order: of the timeline's actions, if it is known already.
     """
     if schedule is not None and path is None and not timeline.in_turns and len(timeline):
         path = critical_path(schedule, timeline)
-    needs = [None] * timeline.ranks if schedule is None else _needs(schedule, timeline)
-    critical = _critical(timeline, path)
+    if order is None:
+        order = Order.of([track.actions for track in timeline.tracks], schedule)
+    critical = _critical(timeline, path, order)
     ranks = [
         {
             "name": f"rank {rank}",
             "start": column(track.start),
             "end": column(track.end),
             "waited": column(track.waited) if any(track.waited) else None,
-            "op": column(track.actions.op),
-            "stage": column(track.actions.stage),
-            "microbatch": column(track.actions.microbatch),
-            "needs": needs[rank],
+            **order.ranks[rank],
             "critical": critical[rank],
             "memory": None if memory is None else memory[rank],
         }
         for rank, track in enumerate(timeline.tracks)
     ]
     slices = 1 if schedule is None else schedule.slices
-    return {"name": name, "note": note, "slices": slices, "ranks": ranks}
+    return {"name": name, "note": note, "slices": slices, "said": sentences(slices), "ranks": ranks}
 
 
 def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:
@@ -94,29 +129,24 @@ def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", labe
     return {"t": moments[kept], "bytes": sizes[kept], "limit": bounded, "unit": unit, "label": label}
 
 
-def _needs(schedule: Schedule, timeline: Timeline) -> list[dict[str, NDArray[Any]]]:
+def _needs(schedule: Schedule) -> list[dict[str, NDArray[Any]]]:
     """For each rank the numbers of the actions that each of its actions waits for: those of action i are
     `to[at[i]:at[i + 1]]`, counted over all ranks.
     """
-    known = Dependencies(schedule.with_rows(track.actions for track in timeline.tracks))
+    known = Dependencies(schedule)
     found = []
-    for rank in range(timeline.ranks):
+    for rank in range(schedule.ranks):
         each = [known.before(node) for node in range(known.first[rank], known.first[rank + 1])]
         at = np.cumsum([0, *map(len, each)])
         found.append({"at": at, "to": np.array([node for nodes in each for node in nodes], np.int64)})
     return found
 
 
-def _critical(timeline: Timeline, path: CriticalPath | None) -> list[NDArray[Any] | None]:
+def _critical(timeline: Timeline, path: CriticalPath | None, order: Order) -> list[NDArray[Any] | None]:
     """For each rank 1 where an action is on the critical path."""
     if path is None:
         return [None] * timeline.ranks
     marks = [np.zeros(len(track), np.int64) for track in timeline.tracks]
     for span in path.spans:
-        track = timeline.tracks[span.rank]
-        starts = column(track.start)
-        low, high = (int(np.searchsorted(starts, span.start_seconds, side)) for side in ("left", "right"))
-        for place in range(low, high):
-            if track.actions[place] == span.action:
-                marks[span.rank][place] = 1
+        marks[span.rank][order.places[span.rank][span.action]] = 1
     return [*marks]

@@ -50,6 +50,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
         bands=(band("predicted", timeline, schedule, note="roughly, without messages"),),
         idle=_idle(plan),
         memory=held,
+        memory_note="Predicted: the most that a rank needs at once.",
         facts_head="What is planned",
         facts=tuple(_facts(plan)),
         numbers=plan.to_dict(),

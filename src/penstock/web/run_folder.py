@@ -11,17 +11,40 @@ import numpy as np
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
-from penstock.runs import RunRead, StepRecord
+from penstock.runs import Predicted, RunRead, StepRecord
 from penstock.runs.health import health, troubles
+from penstock.runs.progress import seconds_between
 from penstock.schedule import Schedule
 from penstock.simulate.columns import Columns
-from penstock.web.measured import TURNS_NOTE, against, compared, figures_of, idle_of, improvements_of, nothing_better
+from penstock.web.measured import (
+    PREDICTED,
+    TURNS_NOTE,
+    against,
+    compared,
+    figures_of,
+    idle_of,
+    improvements_of,
+    nothing_better,
+)
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, duration, moment
 from penstock.words import counted, sized
 
+_MEMORY_NOTES = {
+    "measured": "Measured: what the rank's device had allocated after each action.",
+    "predicted": "Predicted by the schedule and the stages' bytes: parameters, gradients and activations, without an "
+    "optimizer's state and what an action needs while it runs.",
+}
 
-def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Sequence[str] = ()) -> Shown:
+
+def of_run(
+    run: RunRead,
+    found: Explanation | None,
+    step: int | None,
+    doubts: Sequence[str] = (),
+    *,
+    other_prediction: bool = False,
+) -> Shown:
     """What a run recorded.
 
     Args:
@@ -30,19 +53,21 @@ def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Se
             run without timelines.
         step: the step whose timeline is shown; None: no timeline was recorded.
         doubts: why nothing is explained, if that is not plain.
+        other_prediction: whether the explanation's prediction is to be shown rather than the run's own.
     """
-    about, steps, predicted = run.about, run.steps(), run.predicted()
+    about, steps = run.about, run.steps()
+    predicted = None if other_prediction and found is not None else run.predicted()
     bands: list[dict[str, Any]] = []
     memory: list[Held] = []
     warnings = [*doubts, *(found.run.notes if found else ())]
-    if step is None:
+    if step is None and not doubts:
         warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
-    else:
+    if step is not None:
         timeline = run.timeline(step)
         if timeline.in_turns:
             warnings.append(TURNS_NOTE)
         curves, memory = _memory(run, step)
-        note = "durations are real; starts cannot be compared" if timeline.in_turns else ""
+        note = "starts cannot be compared" if timeline.in_turns else ""
         bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
     if predicted is not None:
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
@@ -54,13 +79,14 @@ def of_run(run: RunRead, found: Explanation | None, step: int | None, doubts: Se
         headings=tuple(_headings(run, steps)),
         troubles=tuple(troubles([(state, health(state)) for state in run.ranks()])),
         warnings=tuple(warnings),
-        figures=(*_figures(run, steps, memory), *_of_prediction(run, found, steps)),
+        figures=(*_figures(run, steps, memory), *_of_prediction(predicted, found, steps)),
         bands=tuple(bands),
         idle=idle_of(found) if found else None,
         improvements=tuple(improvements_of(found)) if found else (),
         nothing_better=nothing_better(found) if found else "",
         memory=tuple(memory),
-        courses=tuple(_courses(steps)),
+        memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(one.source for one in memory)),
+        courses=(*_courses(steps), *_peaks(run)),
         facts=tuple(_facts(run)),
         numbers=numbers,
     )
@@ -77,11 +103,16 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
     figures = []
     later = steps[1:] or steps  # the first step sets things up
     if later:
-        seconds = median(one.seconds for one in later)
-        rate = median(one.rows / one.seconds for one in later if one.seconds) if seconds else math.nan
+        inside = median(one.seconds for one in later)
+        gaps = seconds_between(steps)
+        seconds = median(gaps) if gaps else inside
         figures += [
-            Figure("speed", f"{rate:,.4g} rows/s", "median over steps"),
-            Figure("a step takes", duration(seconds), f"median of {len(later):,}"),
+            Figure("speed", f"{later[-1].rows / seconds if seconds else math.nan:,.4g} rows/s", "from step to step"),
+            Figure(
+                "a step takes",
+                duration(inside),
+                f"median of {len(later):,}, in Pipeline.step; {duration(seconds)} from end to end",
+            ),
         ]
     losses = [one for one in steps if one.loss is not None]
     if losses:
@@ -93,13 +124,13 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
     return figures
 
 
-def _of_prediction(run: RunRead, found: Explanation | None, steps: Sequence[StepRecord]) -> list[Figure]:
+def _of_prediction(predicted: Predicted | None, found: Explanation | None, steps: Sequence[StepRecord]) -> list[Figure]:
     """Why ranks are idle, and the prediction, which is of a step without the optimizer."""
     figures = []
     if found:
-        of_step = [one for one in figures_of(found) if one.name in ("idle", "if all were even")]
+        names = ("idle", "if all were even", *(() if predicted else (PREDICTED,)))
+        of_step = [one for one in figures_of(found) if one.name in names]
         figures = [one._replace(of=f"{one.of}; step {found.step.number}") for one in of_step]
-    predicted = run.predicted()
     if predicted is not None and steps:
         measured = found.step.pipeline_seconds if found else median(one.seconds for one in steps[1:] or steps)
         figures.append(against("a step, predicted", predicted.step_seconds, measured))
@@ -147,8 +178,22 @@ def _courses(steps: Sequence[StepRecord]) -> list[Course]:
     losses = [one.loss if one.loss is not None and math.isfinite(one.loss) else None for one in steps]
     found = [Course("loss", numbers, losses)] if any(one is not None for one in losses) else []
     if len(steps) > 1:
-        found.append(Course("seconds a step", numbers, [one.seconds for one in steps], "s"))
+        found.append(Course("seconds in Pipeline.step", numbers, [one.seconds for one in steps], "s"))
     return found
+
+
+def _peaks(run: RunRead) -> list[Course]:
+    """The most that a device had allocated in each step of which that was measured, if it was of several."""
+    steps = list(run.timelines()[0])
+    every = ([max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in steps)
+    found = [(step, max(peaks)) for step, peaks in zip(steps, every, strict=True) if peaks]
+    if len(found) < 2:
+        return []
+    size, unit = next(((size, unit) for size, unit in _SIZES if max(peak for _, peak in found) >= size), (1.0, "B"))
+    return [Course("peak memory", [step for step, _ in found], [peak / size for _, peak in found], unit)]
+
+
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def _facts(run: RunRead) -> list[tuple[str, str]]:

@@ -19,12 +19,16 @@ class Figure(NamedTuple):
 
 
 class Improvement(NamedTuple):
-    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is."""
+    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is.
+
+    `mends`: it sets right what is uneven; otherwise it is another way to run.
+    """
 
     gain: str
     error: str
     text: str
     note: str
+    mends: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,7 @@ class Shown:
         bands: the timelines, as `penstock.web.band` makes them.
         idle: None: nothing is known of why ranks are idle.
         improvements: what to change first; `nothing_better` is said if there is nothing.
-        memory: of each rank, if it is known.
+        memory: of each rank, if it is known; `memory_note` says what is counted.
         courses: the loss and the like.
         facts: what was run, and where; `facts_head` stands above them.
         numbers: the figures as numbers, for those who read the page by program.
@@ -106,6 +110,7 @@ class Shown:
     improvements: tuple[Improvement, ...] = ()
     nothing_better: str = ""
     memory: tuple[Held, ...] = ()
+    memory_note: str = ""
     courses: tuple[Course, ...] = ()
     facts: tuple[tuple[str, str], ...] = ()
     facts_head: str = "What was run"

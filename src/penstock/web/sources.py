@@ -27,20 +27,27 @@ def is_fabric(path: Path) -> bool:
     return isinstance(given, dict) and "workload" in given and "hosts" in given
 
 
-def shown(paths: Sequence[Path], step: int | None = None, prediction: Prediction = lambda _: None) -> Shown:
+def shown(
+    paths: Sequence[Path],
+    step: int | None = None,
+    prediction: Prediction = lambda _: None,
+    *,
+    other_prediction: bool = False,
+) -> Shown:
     """What a report shows of these files or this folder.
 
     Args:
         paths: the folder of a run; a plan; or timelines, traces and columns, as `penstock.explain.read_run` reads them.
         step: which step; None: the one whose time is the median.
         prediction: of the run, to compare with.
+        other_prediction: whether that is to be shown rather than what a run's folder has of its own.
 
     Raises:
         ArgumentError: they are none of these, or have no such step.
     """
     first = paths[0]
     if len(paths) == 1 and first.is_dir() and (first / "run.json").exists():
-        return _of_folder(first, step, prediction)
+        return _of_folder(first, step, prediction, other_prediction=other_prediction)
     given = _json(first) if len(paths) == 1 and first.suffix == ".json" else None
     if isinstance(given, dict) and "choice" in given:
         return of_plan(Plan.from_dict(given, f"plan {str(first)!r}"), first.name)
@@ -56,21 +63,20 @@ def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction) 
     return explain(run, step=step, predicted=prediction(run))
 
 
-def _of_folder(path: Path, step: int | None, prediction: Prediction) -> Shown:
+def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_prediction: bool) -> Shown:
     run = read_folder(path)
-    recorded = run.timeline_steps()
-    if step is not None and step not in recorded:
-        run.timeline(step)  # says which there are
-    if not recorded:
-        return of_run(run, None, None)
-    if any(run.timeline(one).in_turns for one in recorded):
-        return of_run(run, None, recorded[-1] if step is None else step)
+    timelines, damaged = run.timelines()
+    if step is not None and step not in timelines:
+        run.timeline(step)  # says which there are, or what is wrong with it
+    last = max(timelines, default=None) if step is None else step
+    if last is None or any(one.in_turns for one in timelines.values()):
+        return of_run(run, None, last, damaged)
     try:
         known = run_of(read_run([path]))
     except ArgumentError as error:  # a crash may have left no step whole
-        return of_run(run, None, recorded[-1] if step is None else step, (str(error),))
+        return of_run(run, None, last, (*damaged, str(error)))
     found = explain(known, step=step, predicted=prediction(known))
-    return of_run(run, found, found.step.number)
+    return of_run(run, found, found.step.number, other_prediction=other_prediction)
 
 
 def _in_turns(given: Any) -> list[Timeline]:

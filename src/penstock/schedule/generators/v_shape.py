@@ -188,17 +188,20 @@ class _Table:
 
     def tighten(self, *, beginning: bool) -> None:
         """Moves the actions at the end, and those at the beginning if wanted, to earlier slots: see `_tightened`."""
-        limit = max(map(_peak, self._taken))
+        explicit = any(action.op is Op.W for action in self._slot)
+        courses = [_Course(taken, explicit=explicit) for taken in self._taken]
+        limit = max(course.peak for course in courses)
         settled, emptying = self._slot[Action(0, Op.I, 0)], self._slot[Action(0, Op.F, self._last)]
         order = sorted(self._slot.items(), key=lambda entry: (entry[1], self._rank_of(entry[0])))
         for action, slot in order:
             if not (slot > emptying or (beginning and slot < settled)):
                 continue
-            taken = self._taken[self._rank_of(action)]
+            rank = self._rank_of(action)
+            taken, course = self._taken[rank], courses[rank]
             for earlier in range(self._ready(action), slot):
                 if earlier not in taken:
                     self._put(action, earlier)
-                    if _peak(taken) <= limit:
+                    if course.moved(earlier, slot, limit):
                         break
                     self._put(action, slot)
 
@@ -221,20 +224,41 @@ class _Table:
             yield Action(stage, Op.I, k)
 
 
-def _peak(taken: dict[int, Action]) -> int:
-    """The most chunks' activations that a rank holds, from F to W; if there are no Ws, idle slots count as Ws."""
-    explicit = any(action.op is Op.W for action in taken.values())
-    held = peak = pending = 0
-    for slot in range(max(taken) + 1):
-        action = taken.get(slot)
+class _Course:
+    """How many chunks' activations a rank holds after each slot, from F to W.
+
+    Args:
+        taken: its actions by slot, which others may move.
+        explicit: whether Ws are among them; otherwise idle slots count as Ws.
+    """
+
+    def __init__(self, taken: dict[int, Action], *, explicit: bool) -> None:
+        self._taken, self._explicit = taken, explicit
+        self._after = [(0, 0)]  # held, and Ws that are pending, before each slot and at the end
+        for slot in range(max(taken) + 1):
+            self._after.append(self._step(slot, *self._after[-1]))
+
+    @property
+    def peak(self) -> int:
+        return max(held for held, _ in self._after)
+
+    def moved(self, earlier: int, slot: int, limit: int) -> bool:
+        """Whether the rank stays within its limit, now that an action has moved to an earlier slot. Only what differs
+        is counted again, and kept if so."""
+        found = [self._after[earlier]]
+        for at in range(earlier, len(self._after) - 1):
+            found.append(self._step(at, *found[-1]))
+            if found[-1][0] > limit:
+                return False
+            if at >= slot and found[-1] == self._after[at + 1]:
+                break
+        self._after[earlier : earlier + len(found)] = found
+        return True
+
+    def _step(self, slot: int, held: int, pending: int) -> tuple[int, int]:
+        action = self._taken.get(slot)
         if action is None:
-            if pending and not explicit:
-                pending, held = pending - 1, held - 1
-        elif action.op is Op.F:
-            held += 1
-        elif action.op is Op.W:
-            held -= 1
-        else:
-            pending += 1
-        peak = max(peak, held)
-    return peak
+            return (held - 1, pending - 1) if pending and not self._explicit else (held, pending)
+        if action.op is Op.I:
+            return held, pending + 1
+        return held + (1 if action.op is Op.F else -1), pending

@@ -97,7 +97,7 @@ export class LineChart {
         drawn("text", { x: SPACE.left - 8, y: y + 4, "text-anchor": "end" }, digits(value, 4)),
       );
     }
-    const whole = ticks(this.first, this.last, Math.max(2, this.width / 130));
+    const whole = ticks(this.first, this.last, Math.max(2, this.width / 90));
     for (const value of whole.values.filter(Number.isInteger)) {
       this.svg.append(drawn("text", { x: this._x(value), y: this.height - 6, "text-anchor": "middle" }, digits(value, 9)));
     }
