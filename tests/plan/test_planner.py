@@ -78,7 +78,7 @@ def _needed(schedule: str, ranks: int, *units: UnitCost) -> tuple[float, ...]:
 
 
 def test_gradients_come_with_the_first_backward() -> None:
-    """When GPipe holds most there are none yet, and they come as what is kept goes; in 1F1B they are there meanwhile."""
+    """When GPipe holds most there are none yet; they come as what is kept goes. In 1F1B they are there meanwhile."""
     a, b = (UnitCost(name, 1.0, 1.0, 1.0, activation_bytes=10 * MB, gradient_bytes=6 * MB) for name in "ab")
     assert _needed("gpipe", 2, a, b) == (4 * 10 * MB + 6 * MB,) * 2
     assert _needed("gpipe", 1, a, b) == (4 * 20 * MB + 6 * MB,)  # b's gradient, then b's 10 MB go and a's comes
