@@ -221,6 +221,18 @@ def test_a_picture_is_as_high_as_the_page(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_a_picture_shows_all_ranks(tmp_path: Path, open_page: Any) -> None:
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps(simulate(generate("1f1b", 100, 4), StageCost(1.0, 1.0, 1.0)).to_dict()))
+    output("report", str(file), "--png", str(tmp_path / "many.png"))
+    page = open_page(tmp_path / "many.html")
+    hidden = page.evaluate("timeline.total - timeline.shown")
+    high = page.evaluate("document.body.getBoundingClientRect().height")
+    assert hidden > 1000
+    assert int.from_bytes((tmp_path / "many.png").read_bytes()[20:24], "big") >= high + hidden - 1
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
 def test_a_picture_of_a_page_without_scripts_is_as_high_as_the_page(tmp_path: Path) -> None:
     write_picture(frame("high", '<div style="height: 2000px">&lt;/body></div>'), tmp_path / "page.png")
     height = int.from_bytes((tmp_path / "page.png").read_bytes()[20:24], "big")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _PIECE = 1 << 20
+_NUMBER = re.compile(r"\d+")
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 _Read = TypeVar("_Read")
 
@@ -33,7 +35,7 @@ class Entry:
 
     Attributes:
         name: its path in the runs folder, with slashes.
-        kind: "run" or "file".
+        kind: "run", "file", or "folder": of files whose names differ by a number, which are opened together.
         modified: in seconds since 1970.
         damage: of a run, why it cannot be read; empty: it can.
     """
@@ -72,11 +74,16 @@ class Library:
                 yield self._entry(folder, "run", damage)
                 folders.clear()
                 continue
-            yield from (
-                self._entry(folder / name, "file")
-                for name in files
-                if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
-            )
+            there = [name for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
+            there = [name for name in there if self._is_file(folder / name)]
+            if folder != root and len(there) > 1 and len({_NUMBER.sub("#", name) for name in there}) == 1:
+                yield self._entry(folder, "folder")  # of a file for each rank, or each step
+            else:
+                yield from (self._entry(folder / name, "file") for name in there)
+
+    def _is_file(self, path: Path) -> bool:
+        """Whether a file is one that may be opened: none that a link leads to elsewhere."""
+        return path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(self._real_root))
 
     def _damage(self, folder: Path) -> str | None:
         """Why the run in a folder cannot be read; empty: it can; None: there is none, or another tool's."""
@@ -87,9 +94,9 @@ class Library:
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            readable(lambda: read_run(folder), ABOUT)
+            self.readable(lambda: read_run(folder), ABOUT)
         except ArgumentError as error:
-            return str(error).replace(f"{self._real_root}{os.sep}", "")
+            return str(error)
         return ""
 
     def _entry(self, path: Path, kind: str, damage: str = "") -> Entry:
@@ -98,6 +105,20 @@ class Library:
         except OSError:
             modified = 0.0
         return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, damage)
+
+    def readable(self, read: Callable[[], _Read], name: str) -> _Read:
+        """What `read` returns.
+
+        Raises:
+            ArgumentError: it failed, in whichever way readers of damaged files do. Names are those in the runs folder,
+                so that none says where that is.
+        """
+        try:
+            return read()
+        except PenstockError as error:
+            raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
+        except _DAMAGED as error:
+            raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
     def path(self, name: str) -> Path:
         """The file or folder of that name.
@@ -149,16 +170,6 @@ class Library:
     @property
     def _real_root(self) -> Path:
         return self.root.resolve()
-
-
-def readable(read: Callable[[], _Read], name: str) -> _Read:
-    """What `read` returns. Raises ArgumentError if it fails as readers of damaged files do."""
-    try:
-        return read()
-    except PenstockError:
-        raise
-    except _DAMAGED as error:
-        raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _unpacks_beyond(path: Path) -> bool:

@@ -45,10 +45,12 @@ export function play(panel) {
     try {
       const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };
       tell(null);
+      panel.classList.remove("stale");
       shown = answer;
       show(answer, null);
       if (state.searched) seek(); // takes seconds, for which no number waits
     } catch (error) {
+      panel.classList.add("stale"); // these figures are of other numbers
       tell(error.message);
     }
   });
@@ -70,7 +72,7 @@ export function play(panel) {
 }
 
 function fill(table, rows, best) {
-  const shortest = Math.min(...rows.map((one) => one.span));
+  const shortest = Math.min(...rows.filter((one) => one.fits).map((one) => one.span));
   table.replaceChildren(
     make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head, , , title]) => make("th", { scope: "col", title }, head)))),
     make("tbody", {}, ...rows.map((one) =>
@@ -91,7 +93,7 @@ function title(one, best) {
 
 function classes(name, one, shortest) {
   if (name === "peak_activations" && !one.fits) return "over";
-  return name === "span" && one.span <= shortest * (1 + 1e-9) ? "best" : "";
+  return name === "span" && one.fits && one.span <= shortest * (1 + 1e-9) ? "best" : "";
 }
 
 function links(name) {
