@@ -119,7 +119,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
 
     Args:
         file: where they are from, for messages.
-        steps: their numbers; empty: in order, from 0.
+        steps: their numbers; empty: in order, from 0, if there are several.
 
     Raises:
         ArgumentError: ranks took turns in one process.
@@ -129,7 +129,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
             f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
             "with a process for each rank (penstock run), or simulate these times"
         )
-    numbers: Sequence[int | None] = steps or [None] * len(timelines)
+    numbers: Sequence[int | None] = steps or (range(len(timelines)) if len(timelines) > 1 else [None])
     spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
     events = tuple(
         Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement
+from penstock.words import printable
 
 FORMAT = "penstock run"
 VERSION = 1
@@ -145,4 +146,6 @@ def _all(value: Any, kind: type) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return printable(value) if isinstance(value, str) else value

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any
 
+from penstock.words import printable
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -98,7 +100,10 @@ class RankState:
         """What `to_dict` wrote; None for anything else."""
         try:
             names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
-            values = {name: given[name] for name in names}
+            read = {name: given[name] for name in names}
+            values: dict[str, Any] = {
+                name: printable(value) if isinstance(value, str) else value for name, value in read.items()
+            }
             values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
             found = cls(**values, written=float(written))
         except (TypeError, KeyError, ValueError, OverflowError):

@@ -12,6 +12,7 @@ const MEMORY = 26;
 const PAPER = 740; // pixels: about the width of a sheet, to which the style sheet fits it
 const LEAST = 1e-9; // of the whole: no zoom goes further
 const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through the actions, Escape leaves them.";
+const IN_A_PICTURE = 10_000;
 const MORE = "There are more ranks below: scroll in the picture.";
 
 /**
@@ -323,7 +324,7 @@ export class Timeline {
       y += 6;
     }
     this.total = y;
-    this.shown = this.printing ? y : Math.min(y, this.options.most ?? Math.max(220, Math.round(innerHeight * 0.78)));
+    this.shown = this.printing ? y : Math.min(y, this.options.most ?? this._most());
     this.scroller.style.height = `${this.shown}px`;
     this.spacer.style.height = `${y}px`;
     const ratio = Math.max(devicePixelRatio || 1, this.printing ? 2 : 1);
@@ -334,6 +335,12 @@ export class Timeline {
     this.canvas.style.height = `${this.shown}px`;
     this.colours ??= coloursOf(this.element);
     this._later();
+  }
+
+  /** Most of the window; in a picture, which nobody can scroll, all ranks, up to what a picture holds. */
+  _most() {
+    if ("picture" in document.documentElement.dataset) return IN_A_PICTURE;
+    return Math.max(220, Math.round(innerHeight * 0.78));
   }
 
   _later() {
