@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import resource
 import socket
 import time
@@ -13,8 +15,10 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
+from rich.console import Console, Group
 
-from penstock.runs import RankState, StepRecord
+from penstock.cli.top import Watch, fitted
+from penstock.runs import RankState, StepRecord, read_run
 from penstock.runs.folder import append_lines, write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
@@ -162,6 +166,24 @@ def test_figures_are_never_broken(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt", *states, written=NOW)
     lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:2] in ("0 ", "1 ")]
     assert [line[-4:-1] for line in lines if len(line) > 4] == [["123", "1.0", "GB"]] * 2
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_screen_holds_what_it_shows(tmp_path: Path, width: int) -> None:
+    states = [
+        replace(STATE, number=rank, ranks=(rank,), written=NOW, pid=4_000_000, action="the step's announcement")
+        for rank in range(64)
+    ]
+    seen = Watch(read_run(a_run(tmp_path / "gpt", *states, written=NOW))).look()
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, height=24, force_terminal=True, color_system=None)
+    console.print(Group(*fitted(seen, console)))
+    lines = shown.getvalue().splitlines()
+    assert len(lines) <= 24
+    ranks = [line for line in lines if re.match(r"\d+ ", line)]
+    assert len(ranks) >= 3
+    assert all(re.search(r"  9 +1\.0 GB ", line) for line in ranks)
+    assert any(line.startswith("and 60 more that are") for line in lines)
 
 
 def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None
         arg="tr[data-schedule='1f1b'] [data-figure=span]",
     )
     assert page.inner_text(".searching [role=status]") == "searching…"
+    page.unroute_all(behavior="ignoreErrors")
 
 
 @pytest.mark.long
@@ -136,6 +137,17 @@ def test_words_are_right_in_every_slot(open_page: Any, studio: Start, name: str)
     page.keyboard.press("ArrowLeft")
     last = max(walk.slots for walk in walks.values()) - 1
     assert page.inner_text("#slot-number") == f"slot {last - 1} of 0 to {last}"
+
+
+@pytest.mark.long
+def test_what_a_file_cannot_say_is_said(open_page: Any, studio: Start) -> None:
+    page = ready(open_page, studio(), "schedules=chimera")
+    page.click("[data-files=chimera] [data-kind=csv]")
+    page.wait_for_selector("#trouble:not([hidden])")
+    with page.expect_download() as download:
+        page.click("[data-files=chimera] [data-kind=svg]")
+    assert download.value.suggested_filename == "chimera-p4-m8.svg"
+    page.wait_for_selector("#trouble[hidden]", state="attached")
 
 
 @pytest.mark.long
