@@ -58,7 +58,7 @@ def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio:
     )
     want = said["1f1b"]["span"]
     page.wait_for_function(
-        "([where, want]) => Number(document.querySelector(where).dataset.value) === want",
+        "([where, want]) => Number(document.querySelector(where)?.dataset.value) === want",
         arg=["tr[data-schedule='1f1b'] [data-figure=span]", want],
     )
     for name, one in said.items():
@@ -92,7 +92,7 @@ def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None
     page.check("#searched")
     slide(page, "ranks", 2)
     page.wait_for_function(
-        "(where) => Number(document.querySelector(where).dataset.value) === 27",
+        "(where) => Number(document.querySelector(where)?.dataset.value) === 27",
         arg="tr[data-schedule='1f1b'] [data-figure=span]",
     )
     assert page.inner_text(".searching [role=status]") == "searching…"
