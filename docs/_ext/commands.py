@@ -67,21 +67,29 @@ def _names(parameter: Any) -> str:
 
 
 def _kind(parameter: Any) -> str:
-    """What is to be given: `FILE`, `INT`, or one of a few words."""
-    annotation = parameter.type_descriptor.annotation
+    """What is to be given: `FILE`, `INTEGER`, or one of a few names."""
     if parameter.metavar:
         return str(parameter.metavar)
+    return "NAME" if _choices(parameter) else _KINDS.get(parameter.type_descriptor.annotation, "TEXT")
+
+
+def _choices(parameter: Any) -> list[str]:
+    annotation = parameter.type_descriptor.annotation
     if get_origin(annotation) is Literal:
-        return "|".join(map(str, get_args(annotation)))
+        return [str(choice) for choice in get_args(annotation)]
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return "|".join(str(one.value) for one in annotation)
-    return _KINDS.get(annotation, "TEXT")
+        return [str(choice.value) for choice in annotation]
+    return []
 
 
 def _meaning(parameter: Any) -> str:
     default = parameter.default
     is_told = default in (None, False, "", ...) or callable(default) or "efault" in (parameter.help or "")
-    said = [" ".join(_text(parameter.help or "")), *(["*Required.*"] if parameter.required else [])]
+    said = [" ".join(_text(parameter.help or ""))]
+    if choices := _choices(parameter):
+        said += [f"One of {', '.join(f'`{choice}`' for choice in choices)}."]
+    if parameter.required:
+        said += ["*Required.*"]
     return " ".join(said if is_told else [*said, f"Default: `{getattr(default, 'value', default)}`."])
 
 

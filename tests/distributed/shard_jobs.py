@@ -190,10 +190,10 @@ def loss_in_place(output: Tensor, target: Tensor) -> Tensor:
 
 
 def view_updated(rank: int, shards: bool) -> dict[str, Tensor | None]:
-    """Gradients of a model whose loss updates a view in place."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
+    """Gradients of a model of one stage whose loss updates a view in place."""
+    mesh = mesh_of((4, 1), ("dp", "pp"))
     torch.manual_seed(0)
-    x, y = part(inputs(), mesh.get_local_rank("dp"), 2)
+    x, y = part(inputs(), mesh.get_local_rank("dp"), 4)
     function = whole_stage(mesh["dp"]) if shards else None
     with penstock.pipeline(Sliced(), (x,), loss=loss_in_place, microbatches=3, mesh=mesh, parallelize=function) as pipe:
         pipe.step(x, target=y[:, :5])

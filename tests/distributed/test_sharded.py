@@ -71,7 +71,7 @@ def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how:
 
 
 def test_a_loss_may_update_a_view_in_place_under_fsdp(ranks4: Ranks) -> None:
-    """Torch's hook on the last stage's output would be lost, and all its gradients missing."""
+    """Torch's hook on the output would be lost, and, where nothing else calls it (a single stage), all gradients."""
     for sharded, plain in zip(
         ranks4.run(shard_jobs.view_updated, True), ranks4.run(shard_jobs.view_updated, False), strict=True
     ):

@@ -62,9 +62,9 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
     assert page.inner_text(".ranks tr[data-rank='1'] .does") == "waits for a message of rank 0 (1F2)"
     steps(run, 10, 12)
     says(run, RankState(1, 0, (1,), "elsewhere", 8, step=11, action="1B2", since=time.time()))
-    page.wait_for_function("() => document.querySelector('[data-live=steps]').textContent === '11 of 100'")
+    page.wait_for_function("() => document.querySelector('[data-live=steps]')?.textContent === '11 of 100'")
     page.wait_for_function(
-        "() => document.querySelector(\".ranks tr[data-rank='1'] .does\").textContent ==="
+        "() => document.querySelector(\".ranks tr[data-rank='1'] .does\")?.textContent ==="
         " 'runs the backward of microbatch 2 on stage 1'"
     )
     page.wait_for_selector(".outcome")
@@ -72,16 +72,16 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
     for _ in range(4):  # stage 2 begins earlier: it takes a fifth of stage 1
         page.keyboard.press("ArrowLeft")
     text = "cut=2:-0.20"
-    page.wait_for_function("() => document.querySelector(\"[data-cut='2']\").getAttribute('aria-valuenow') === '-20'")
+    page.wait_for_function("() => document.querySelector(\"[data-cut='2']\")?.getAttribute('aria-valuenow') === '-20'")
     (said,) = explain(read_run([run]), what_ifs=[text]).what_ifs
     page.wait_for_function(
-        "want => Number(document.querySelector('.outcome').dataset.seconds) === want", arg=said.step_seconds
+        "want => Number(document.querySelector('.outcome')?.dataset.seconds) === want", arg=said.step_seconds
     )
     assert said.gain > 0.05
     assert said.step_seconds == pytest.approx(timeline(1.0, 1.28, 1.32).makespan_seconds)
     assert "cut%3D2%3A-0.20" in page.url or "cut=2:-0.20" in page.url
     page.click("text=no stragglers")
-    page.wait_for_function("() => document.querySelector('.outcome').textContent.includes('instead of')")
+    page.wait_for_function("() => document.querySelector('.outcome')?.textContent.includes('instead of')")
 
 
 @pytest.mark.long
@@ -131,7 +131,7 @@ def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> 
     for name in names[1:3]:
         page.keyboard.press("ArrowDown")
         page.wait_for_function(
-            "name => document.querySelector('.outcome').textContent.includes('instead of') &&"
+            "name => document.querySelector('.outcome')?.textContent.includes('instead of') &&"
             " new URLSearchParams(location.hash.slice(1)).get('what_if') === `schedule=${name}` &&"
             " document.activeElement === document.querySelector('.what-if select')",
             arg=name,
@@ -160,6 +160,6 @@ def test_a_run_that_is_resumed_or_dead(open_page: Any, studio: Start, tmp_path: 
     page.wait_for_function("() => document.querySelector('.charts')?.textContent.includes('step 1step 9')")
     steps(run, 10, 12)
     write_whole(run / "run.json", replace(ABOUT, id="def", resumed=("2026-01-01T01:00:00.000+00:00",)).to_dict())
-    page.wait_for_function("() => document.querySelector('[data-live=steps]').textContent === '11 of 100'")
+    page.wait_for_function("() => document.querySelector('[data-live=steps]')?.textContent === '11 of 100'")
     assert "step 1step 11" in page.inner_text(".charts").replace("\n", "")
     assert page.inner_text("[data-live=left]") == "\u2013"  # no rank of this run lives

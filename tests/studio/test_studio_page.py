@@ -58,7 +58,7 @@ def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio:
     )
     want = said["1f1b"]["span"]
     page.wait_for_function(
-        "([where, want]) => Number(document.querySelector(where).dataset.value) === want",
+        "([where, want]) => Number(document.querySelector(where)?.dataset.value) === want",
         arg=["tr[data-schedule='1f1b'] [data-figure=span]", want],
     )
     for name, one in said.items():
@@ -92,10 +92,11 @@ def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None
     page.check("#searched")
     slide(page, "ranks", 2)
     page.wait_for_function(
-        "(where) => Number(document.querySelector(where).dataset.value) === 27",
+        "(where) => Number(document.querySelector(where)?.dataset.value) === 27",
         arg="tr[data-schedule='1f1b'] [data-figure=span]",
     )
     assert page.inner_text(".searching [role=status]") == "searching…"
+    page.unroute_all(behavior="ignoreErrors")
 
 
 @pytest.mark.long
@@ -136,6 +137,17 @@ def test_words_are_right_in_every_slot(open_page: Any, studio: Start, name: str)
     page.keyboard.press("ArrowLeft")
     last = max(walk.slots for walk in walks.values()) - 1
     assert page.inner_text("#slot-number") == f"slot {last - 1} of 0 to {last}"
+
+
+@pytest.mark.long
+def test_what_a_file_cannot_say_is_said(open_page: Any, studio: Start) -> None:
+    page = ready(open_page, studio(), "schedules=chimera")
+    page.click("[data-files=chimera] [data-kind=csv]")
+    page.wait_for_selector("#trouble:not([hidden])")
+    with page.expect_download() as download:
+        page.click("[data-files=chimera] [data-kind=svg]")
+    assert download.value.suggested_filename == "chimera-p4-m8.svg"
+    page.wait_for_selector("#trouble[hidden]", state="attached")
 
 
 @pytest.mark.long

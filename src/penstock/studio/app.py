@@ -135,7 +135,7 @@ class Studio:
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        path = self.library.path(name)
+        path = self.library.path(name, live.PARTS)
         return self.library.readable(lambda: live.live(path, place), name)
 
 

@@ -6,8 +6,9 @@ import gzip
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -120,51 +121,55 @@ class Library:
         except _DAMAGED as error:
             raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str, parts: Sequence[str] | None = None) -> Path:
         """The file or folder of that name.
+
+        Args:
+            parts: of a folder, the files and folders in it that will be read; None: all.
 
         Raises:
             ArgumentError: the name is none, leads out of the runs folder (by itself, or by a link in it), or is of
                 nothing there, of something that is no file, or of too much.
         """
-        parts = name.split("/")
-        if not name or "\0" in name or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+        steps = name.split("/")
+        if not name or "\0" in name or "\\" in name or ":" in name or any(step in ("", ".", "..") for step in steps):
             raise ArgumentError(
                 f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
             )
         try:
-            path = self.root.joinpath(*parts).resolve(strict=True)
+            path = self.root.joinpath(*steps).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             raise ArgumentError(f"there is no {name[:80]!r} in the runs folder") from None
-        self._inside(path, name)
+        self._inside(path, name, self._real_root)
         if path.is_dir():
-            self._check_folder(path, name)
+            self._check_folder(path, name, parts)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
         elif path.stat().st_size > MOST_BYTES or _unpacks_beyond(path):
             raise _too_large(name)
         return path
 
-    def _check_folder(self, folder: Path, name: str) -> None:
+    def _check_folder(self, folder: Path, name: str, parts: Sequence[str] | None) -> None:
         """A folder whose every file may be read: none leads elsewhere or waits for a writer."""
-        seen = size = 0
-        for place, folders, files in os.walk(folder):
-            for each in (*folders, *files):
-                path = Path(place, each)
-                seen += 1
-                try:
-                    real = path.resolve(strict=True) if path.is_symlink() else path
-                    self._inside(real, name)
-                    size += real.stat().st_size if real.is_file() else 0
-                    if not (real.is_file() or real.is_dir()):
-                        raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
-                except OSError:
-                    continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
+        tops = [folder] if parts is None else [folder / part for part in parts]
+        within = (
+            Path(place, each) for top in tops for place, folders, files in os.walk(top) for each in (*folders, *files)
+        )
+        root, size = self._real_root, 0
+        for seen, path in enumerate(chain(tops, within)):  # what is at the top is checked before it is looked into
+            try:
+                real = path.resolve(strict=True) if path.is_symlink() else path
+                self._inside(real, name, root)
+                size += real.stat().st_size if real.is_file() else 0
+                if not (real.is_file() or real.is_dir()) and real.exists():
+                    raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
+            except OSError:
+                continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
             if seen > _MOST_SEEN or size > 16 * MOST_BYTES:
                 raise _too_large(name)
 
-    def _inside(self, path: Path, name: str) -> None:
-        if not path.is_relative_to(self._real_root):
+    def _inside(self, path: Path, name: str, root: Path) -> None:
+        if not path.is_relative_to(root):
             raise ArgumentError(f"{name[:80]!r} leads out of the runs folder, so it is not opened")
 
     @property

@@ -62,6 +62,7 @@ export function runs(panel, catalogue) {
       tell(null);
     } catch (error) {
       clear();
+      title.replaceChildren(state.run);
       facts.replaceChildren(make("p", { className: "muted" }, error.message));
     }
   });

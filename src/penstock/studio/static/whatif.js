@@ -30,7 +30,7 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
   const said = () => tried(written(moved, [...boxes.filter((box) => box.checked).map((box) => box.value), ...(other.value ? [`schedule=${other.value}`] : [])]));
   const stages = explanation.stages.slice(0, depth).map((one) => one.seconds);
   const bar = make("div", { className: "stages", aria: { role: "group", label: "Stages, as long as they take" } });
-  bar.style.minWidth = `${3.2 * stages.length}rem`;
+  bar.style.minWidth = `${4.2 * stages.length}rem`;
   const ranks = Array.from({ length: explanation.ranks }, (_, rank) => [`rank=${rank}`, `rank ${rank} is not slow`]);
   const boxes = [["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks.slice(0, 16)]
     .map(([value]) => make("input", { type: "checkbox", value, data: { key: value }, checked: others.includes(value), on: { change: said } }));
@@ -59,7 +59,7 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
     const now = taken();
     bar.replaceChildren(...now.flatMap((value, stage) => {
       const box = make("div", { className: "stage", data: { stage, seconds: value }, title: `stage ${stage}: ${seconds(value)}` },
-        make("b", {}, `stage ${stage}`), make("span", {}, seconds(value)));
+        make("b", {}, now.length > 6 ? String(stage) : `stage ${stage}`), make("span", {}, seconds(value)));
       box.style.flexGrow = String(value / (now.reduce((one, two) => one + two, 0) || 1));
       return stage ? [handle(stage), box] : [box];
     }));
