@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,18 @@ def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None
     file.write_text(json.dumps(said | {"at": time.time() - 60}))  # the number may be another process's by now
     train(tmp_path, steps=2)
     assert len(read_run(tmp_path).steps()) == 2
+
+
+def test_recording_holds_no_outputs(tmp_path: Path) -> None:
+    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+        for _ in range(3):
+            result = pipe.step(X, target=Y, outputs=True)
+        output = weakref.ref(result.outputs[0])
+        assert output() is not None
+        del result
+        pipe.step(X, target=Y)  # until then the schedule holds them
+        gc.collect()
+        assert output() is None
 
 
 def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:

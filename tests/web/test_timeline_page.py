@@ -95,6 +95,17 @@ def test_keys_go_everywhere(tmp_path: Path, open_page: Any) -> None:
     assert page.evaluate("document.activeElement !== view.canvas"), "Tab leaves the timeline when nothing is selected"
 
 
+def test_keys_zoom_about_the_chosen_action(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(of_schedules(tmp_path, ZB))
+    page.focus("canvas.tl-canvas")
+    page.keyboard.press("Enter")
+    for _ in range(8):
+        page.keyboard.press("+")
+    low, high = page.evaluate("view.range")
+    assert low <= 0.5 <= high, "0F0 is still in sight"
+    assert high - low < 2
+
+
 def test_the_mouse_selects_pans_and_zooms(tmp_path: Path, open_page: Any) -> None:
     page = open_page(of_schedules(tmp_path, ZB))
     box = page.locator("canvas.tl-canvas").bounding_box()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import ArgumentError, warn
+from penstock.errors import warn
 from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
@@ -34,6 +34,7 @@ from penstock.runtime.execute.allocated import counter
 from penstock.runtime.processes.failure import Failure, Position
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World
+from penstock.runtime.step.shared_loss import SharedLoss
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LAST_LOSSES_SECONDS = 0.5
@@ -44,10 +45,11 @@ _LAST_FILES_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A step that has ended, whose loss may still be on its way."""
+    """A step that has ended, whose loss may still be on its way. Holds none of its outputs."""
 
     step: int
-    result: StepResult
+    loss: SharedLoss | None
+    rows: int
     seconds: float
     at_seconds: float
     bubble: float | None
@@ -126,7 +128,9 @@ class Recorder:
         if self._noted and now - self._read_seconds >= BEAT_SECONDS:
             self._read_seconds = now
             self._write()
-        self._noted.append(_Noted(step, result, now - self._began_seconds, now - self._start_seconds, bubble))
+        seconds, at_seconds = now - self._began_seconds, now - self._start_seconds
+        rows = sum(result.sizes) * self._replicas
+        self._noted.append(_Noted(step, result._loss, rows, seconds, at_seconds, bubble))
         self._tell_trouble()
 
     def close(self) -> None:
@@ -186,16 +190,12 @@ class Recorder:
         """Reads the losses of the steps noted so far, and hands the steps to the thread."""
         while self._noted:
             noted = self._noted[0]
-            try:
-                loss = float(noted.result.loss)
-            except ArgumentError:
-                loss = None
-            self._hand_over(noted, loss)
+            loss = None if noted.loss is None else noted.loss.read()
+            self._hand_over(noted, None if loss is None else float(loss))
             del self._noted[:1]  # only now: if the wait ends the run, the step has its last chance
 
     def _hand_over(self, noted: _Noted, loss: float | None) -> None:
-        rows = sum(noted.result.sizes) * self._replicas
-        record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
+        record = StepRecord(noted.step, loss, noted.seconds, noted.rows, noted.at_seconds, noted.bubble)
         self._writer.step(record)
         if self._line is not None:
             self._line.add(record)
@@ -277,7 +277,7 @@ def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
     for one in noted:
         loss = None
         with contextlib.suppress(Exception):
-            read = None if one.result._loss is None else one.result._loss.read_quietly()
+            read = None if one.loss is None else one.loss.read_quietly()
             loss = None if read is None else float(read)
         losses.append(loss)
 

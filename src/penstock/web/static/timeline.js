@@ -113,11 +113,22 @@ export class Timeline {
     this.setRange(this.t0 + moved, this.t1 + moved);
   }
 
-  zoom(factor, x = this.left + this.width / 2) {
+  /** By a factor about a place in pixels: by default about the selected action, if it is in sight, or the middle. */
+  zoom(factor, x = this._centre()) {
     const share = Math.min(1, Math.max(0, (x - this.left) / this.width));
     const span = Math.min(this.extent * 1.01, Math.max(this.least, (this.t1 - this.t0) * factor));
     const at = this.t0 + share * (this.t1 - this.t0);
     this.setRange(at - share * span, at + (1 - share) * span);
+  }
+
+  _centre() {
+    if (this.selected) {
+      const { lane, place } = this.bands[this.selected.band].find(this.selected.number);
+      const middle = (lane.start[place] + lane.end[place]) / 2;
+      const [low, high] = this.range;
+      if (middle >= low && middle <= high) return this.left + ((middle - low) / (high - low)) * this.width;
+    }
+    return this.left + this.width / 2;
   }
 
   scroll(pixels) {
