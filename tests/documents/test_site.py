@@ -53,7 +53,8 @@ def test_links_within_it_lead_somewhere(site: Path) -> None:
 
 def test_the_reference_has_every_public_name(site: Path) -> None:
     everything = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
-    spoken = {".".join(name.split(".")[:2]) for name in spoken_names()}
+    inside = {"penstock.partition"}  # that one only Extending Penstock speaks of
+    spoken = {".".join(name.split(".")[:2]) for name in spoken_names()} - inside
     packages = [found for name in spoken if find_spec(name) and hasattr(found := import_module(name), "__all__")]
     assert len(packages) > 10
     for package in [penstock, *packages]:
