@@ -1,8 +1,9 @@
 """Predicted steps against measured ones, and the planner's choice against every plan of a small space.
 
-python benchmarks/prediction/bench.py [--ranks 2 4] [--models GPT CNN] [--rounds 10] [--json FILE] [--show]
+python benchmarks/prediction/bench.py [--ranks 2 4] [--models GPT CNN] [--rounds 10] [--json FILE] [--show] [--memory]
 
-As root on Linux, since the ranks go before other processes. Needs transformers. `--show` only prints the file.
+As root on Linux, since the ranks go before other processes. Needs transformers. `--show` only prints the file;
+`--memory` measures and prints nothing but the memory of ranks, for which the machine need not be quiet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from measuring import host, measure_model, measure_space
 from models import MODELS
 
 from penstock.launch.processes import launch
-from report import show
+from report import show, show_memory
 
 
 def run_rank(names: list[str], rounds: int, space: list[str], out: Path) -> None:
@@ -53,11 +54,13 @@ def main() -> None:
     parser.add_argument("--space", nargs="*", choices=MODELS, default=["GPT"], help="whose small space to run")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=Path("prediction.json"), help="what was measured, old and new")
+    parser.add_argument("--memory", action="store_true", help="measure the memory of ranks alone; no rounds")
     parser.add_argument("--show", action="store_true", help="print what the file has, without running anything")
     parser.add_argument("--rank-file", type=Path, help=argparse.SUPPRESS)  # given to each process
     given = parser.parse_args()
     if given.rank_file:
-        run_rank(given.models, given.rounds, given.space, given.rank_file)
+        rounds, space = (0, []) if given.memory else (given.rounds, given.space)
+        run_rank(given.models, rounds, space, given.rank_file)
         return
     if not given.show:
         found = json.loads(given.json.read_text()) if given.json.exists() else {}
@@ -69,7 +72,11 @@ def main() -> None:
                     sys.exit(status)
                 merge(found.setdefault(str(ranks), {}), json.loads(out.read_text()))
         given.json.write_text(json.dumps(found) + "\n")
-    show(json.loads(given.json.read_text()))
+    found = json.loads(given.json.read_text())
+    if given.memory:
+        show_memory(found)
+    else:
+        show(found)
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> None:

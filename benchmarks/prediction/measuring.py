@@ -144,12 +144,12 @@ def _one_way(out: Any, into: Any, rank: int, size: int, count: int) -> float:
 
 def _profile(case: Case, rows: Sequence[int], rank: int, ranks: int) -> Profile:
     """As many ranks as there are cores measure at the same time, since cores that all compute are slower."""
-    args, _ = _batch(case, max(rows))
+    args, target = _batch(case, max(rows))
     made = None
     dist.barrier()
     if rank < len(os.sched_getaffinity(0)):
         with first(rank, ranks):
-            made = penstock.profile(_made(case), args, microbatch_sizes=[*rows], budget_seconds=2.0)
+            made = penstock.profile(_made(case), args, microbatch_sizes=[*rows], budget_seconds=2.0, target=target)
     dist.barrier()
     return _gathered(made, ranks)[0]
 

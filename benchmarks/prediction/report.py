@@ -187,6 +187,26 @@ def show(found: Mapping[str, Any]) -> None:
         show_space(model, measured)
 
 
+def show_memory(found: Mapping[str, Any]) -> None:
+    """Prints what each rank took of memory, and the median and worst errors."""
+    everything: list[float] = []
+    print("| model | ranks | schedule | v | m | predicted / measured - 1, each rank |\n|---|--:|---|--:|--:|--:|")
+    for ranks in (2, 4):
+        for model, measured in found.get(str(ranks), {}).get("models", {}).items():
+            by_rows = {one.rows: one.units for one in Profile.from_dict(measured["profile"]).each_size}
+            for text, taken in zip(measured["plans"], measured["memory"], strict=True):
+                plan = Ran.of(text)
+                errors = memory_errors(plan, by_rows[plan.rows], taken)
+                everything += errors
+                said = ", ".join(f"{error:+.1%}" for error in errors)
+                print(f"| {model} | {ranks} | {plan.schedule} | {plan.chunks} | {plan.microbatches} | {said} |")
+    sizes, within = [abs(error) for error in everything], sum(abs(error) <= 0.1 for error in everything)
+    print(
+        f"\n{within} of {len(sizes)} within 10%: median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}; "
+        f"from {min(everything):+.1%} to {max(everything):+.1%}"
+    )
+
+
 def show_rows(everything: Sequence[Row]) -> None:
     """Prints each configuration, and the median and worst errors."""
     print("| model | ranks | schedule | v | m | step ms | steps | plan | rounds, bare | rounds | memory |")

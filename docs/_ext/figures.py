@@ -56,7 +56,9 @@ class ScheduleFigure(SphinxDirective):
             known, _, chunks = name.partition(":")
             title = f"{known}, {chunks} chunks" if chunks else known
             said = f"{timeline.makespan_seconds:g} slots, bubble {timeline.bubble_rate:.0%}"
-            panels.append(Panel(f"{title}: {said}", timeline, schedule.slices))
+            copies = schedule.placement.pipelines > 1
+            lighter = f"the copy from rank {schedule.placement.ranks - 1}" if copies else "later chunks"
+            panels.append(Panel(f"{title}: {said}", timeline, schedule.slices, lighter))
         figure = nodes.figure(classes=["schedule-figure"])
         figure += nodes.raw("", pictures(panels), format="html")
         figure += nodes.caption("", "", *self.parse_inline(" ".join(self.content))[0])

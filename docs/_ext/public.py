@@ -10,12 +10,15 @@ from typing import Any
 from sphinx.application import Sphinx
 
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)|(\|)")
+_SEVERAL = re.compile(r"( {4})(\w+(?:, \w+)+): (.*)")
 
 
-def ready(_app: Sphinx, _what: str, _name: str, _it: Any, _options: Any, lines: list[str]) -> None:
+def ready(_app: Sphinx, what: str, _name: str, _it: Any, _options: Any, lines: list[str]) -> None:
     """Single backticks are code; an indented block is a drawing, an example or a table, and keeps its lines."""
-    made: list[str] = []
-    for is_literal, group in groupby(list(_marked(lines)), key=lambda marked: marked[0]):
+    made = (
+        [""] if what in ("property", "attribute", "data") else []
+    )  # or what ends in a colon would be taken for a type
+    for is_literal, group in groupby(list(_marked(list(_each_by_itself(lines)))), key=lambda marked: marked[0]):
         text = "\n".join(line for _, line in group)
         if is_literal:
             before = next((line for line in reversed(made) if line.strip()), "")
@@ -23,6 +26,20 @@ def ready(_app: Sphinx, _what: str, _name: str, _it: Any, _options: Any, lines: 
         else:
             made += _CODE.sub(_as_code, text).split("\n")
     lines[:] = made
+
+
+def _each_by_itself(lines: list[str]) -> Iterator[str]:
+    """Attributes that share a line (`shape, dtype: of the tensor`), on one each: napoleon would take one for a type."""
+    inside = False
+    for line in lines:
+        inside = line.strip() == "Attributes:" or (inside and (not line.strip() or line.startswith(" ")))
+        found = _SEVERAL.fullmatch(line) if inside else None
+        if found is None:
+            yield line
+        else:
+            *others, last = found[2].split(", ")
+            yield from (f"{found[1]}{name}: with `{last}`: {found[3]}" for name in others)
+            yield f"{found[1]}{last}: {found[3]}"
 
 
 def _as_code(found: re.Match[str]) -> str:

@@ -58,3 +58,8 @@ def named(function: Any) -> Any:
 def in_a_line(error: BaseException) -> str:
     """An error's type and message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def printable(text: str) -> str:
+    """Text without what a terminal would take as orders: what came from elsewhere is shown, never obeyed."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)

@@ -283,6 +283,45 @@ def test_columns_may_say_forward_and_backward(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
 
 
+def test_timelines_of_unlike_steps_are_steps_of_their_own(tmp_path: Path) -> None:
+    sizes = [4, 3, 4, 3]
+    made = [simulate(generate("1f1b", 2, size), StageCost(step, step, step)) for step, size in enumerate(sizes, 1)]
+    file = write(tmp_path / "steps.json", [one.to_dict() for one in made])
+    found = as_json("explain", str(file))
+    assert [*found["steps"].values()] == pytest.approx([one.makespan_seconds for one in made])
+
+
+@pytest.mark.parametrize(
+    ("column", "place", "value", "said"),
+    [
+        ("actions", 0, "1000000000F0", "numbered from 0"),
+        ("actions", 0, "0F1000000000", "numbered from 0"),
+        ("start_seconds", 0, float("nan"), "finite"),
+        ("end_seconds", -1, float("inf"), "finite"),
+        ("waited_seconds", 0, float("nan"), "finite"),
+    ],
+)
+def test_timelines_with_impossible_numbers_are_refused(
+    tmp_path: Path, column: str, place: int, value: Any, said: str
+) -> None:
+    given = measured().to_dict()
+    given["ranks"][0][column][place] = value
+    file = write(tmp_path / "timeline.json", given)
+    for command in ("explain", "report"):
+        assert said in refusal(command, str(file))
+
+
+def test_far_numbers_in_a_trace_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "far.csv"
+    file.write_text("op,microbatch,start_us,duration_us,pp_rank\nF,1000000000,0,1,0\nB,1000000000,1,1,0\n")
+    assert "numbered from 0" in refusal("explain", str(file))
+
+
+def test_a_step_that_takes_no_time_is_refused(tmp_path: Path) -> None:
+    given = measured(0.0).to_dict()
+    assert "takes any time" in refusal("explain", str(write(tmp_path / "zero.json", given)))
+
+
 def test_a_trace_without_actions_is_refused(tmp_path: Path) -> None:
     file = write(
         tmp_path / "trace.json", {"traceEvents": [{"ph": "X", "name": "aten::mm", "pid": 0, "ts": 1, "dur": 2}]}

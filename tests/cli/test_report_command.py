@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from test_explain import measured, profile
+from test_explain import columns, measured, profile, ranges_of_torch
 
+from penstock.balance import Profile, UnitCost
 from penstock.report import to_perfetto
 from penstock.report.frame import frame
 from penstock.schedule import Op, generate
@@ -94,6 +95,14 @@ def test_traces_are_read_as_explain_reads_them(tmp_path: Path, open_page: Any) -
     assert page.evaluate("timeline.bands[0].length") == len(measured())
 
 
+@pytest.mark.parametrize("form", [columns, ranges_of_torch])
+def test_columns_and_traces_of_torch_make_a_report(form: Any, tmp_path: Path, open_page: Any) -> None:
+    page = open_page(report(*form(tmp_path), "--out", tmp_path / "page.html"))
+    assert page.inner_text("h1").startswith("1f1b: 4 ranks, 8 microbatches")
+    assert page.evaluate("timeline.bands[0].length") == len(measured())
+    assert page.evaluate("timeline.bands[0].end") == pytest.approx(measured().makespan_seconds, rel=0.01)
+
+
 def test_the_actions_are_there_as_a_table(trace: Path, open_page: Any) -> None:
     page = open_page(report(trace))
     page.click("#actions summary")
@@ -123,6 +132,27 @@ def test_a_plan_is_shown_as_a_prediction(tmp_path: Path, open_page: Any) -> None
     assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
     assert "8.0 GB" in page.inner_text("main"), "the limit"
     assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]
+
+
+def test_a_plan_has_a_memory_curve_under_each_rank(tmp_path: Path, open_page: Any) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**_plan(), "held_bytes": [2e9, 3e9]}))
+    page = open_page(report(path))
+    curves = page.evaluate(
+        "timeline.bands[0].lanes.map(({memory: {bytes, peak, limit}}) => [Math.min(...bytes), peak, limit])"
+    )
+    assert curves == [[2e9, 5e9, 8e9], [3e9, 4e9, 8e9]]
+
+
+def test_a_profile_gives_a_trace_memory(trace: Path, tmp_path: Path, open_page: Any) -> None:
+    kept = [3 * 10**6, 10**6, 10**6, 10**6]
+    units = [UnitCost(f"layers.{n}", 0.01, 0.01, 0.01, activation_bytes=one) for n, one in enumerate(kept)]
+    Profile(tuple(units), "cpu", "float32", {"layers.0.weight": (1, 1)}).save(tmp_path / "profile.json")
+    cuts = ("--cuts", "layers.1,layers.2,layers.3")
+    page = open_page(report(trace, "--profile", tmp_path / "profile.json", *cuts))
+    peaks = page.evaluate("timeline.bands[0].lanes.map((lane) => lane.memory.peak)")
+    assert peaks == [4 * kept[0], 3 * kept[1], 2 * kept[2], kept[3]], "1F1B holds fewer from rank to rank"
+    assert "12.0 MB" in page.locator(".shares").last.inner_text()
 
 
 def _plan() -> dict[str, Any]:
@@ -188,6 +218,18 @@ def test_a_picture_is_as_high_as_the_page(trace: Path, tmp_path: Path) -> None:
     width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
     assert width == 1280
     assert height > 1000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
+def test_a_picture_shows_all_ranks(tmp_path: Path, open_page: Any) -> None:
+    file = tmp_path / "many.json"
+    file.write_text(json.dumps(simulate(generate("1f1b", 100, 4), StageCost(1.0, 1.0, 1.0)).to_dict()))
+    output("report", str(file), "--png", str(tmp_path / "many.png"))
+    page = open_page(tmp_path / "many.html")
+    hidden = page.evaluate("timeline.total - timeline.shown")
+    high = page.evaluate("document.body.getBoundingClientRect().height")
+    assert hidden > 1000
+    assert int.from_bytes((tmp_path / "many.png").read_bytes()[20:24], "big") >= high + hidden - 1
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")

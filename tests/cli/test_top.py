@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
+import resource
 import socket
 import time
 from dataclasses import replace
@@ -12,9 +15,11 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
+from rich.console import Console, Group
 
-from penstock.runs import RankState, StepRecord
-from penstock.runs.folder import write_whole
+from penstock.cli.top import Watch, fitted
+from penstock.runs import RankState, StepRecord, read_run
+from penstock.runs.folder import append_lines, write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
@@ -59,6 +64,7 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert (found.step, found.loss, found.seconds, found.rows_per_second) == (9, 0.125, 0.25, 256)
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 rows/s, 22.8 s left"
+    assert found.said(over=True) == "step 9 of 100, loss 0.1250, 256 rows/s"
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
     said = [in_time(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
@@ -98,6 +104,115 @@ def test_top_is_never_broken_by_what_it_finds(tmp_path: Path) -> None:
     found: Any = as_json("top", run)
     assert ([one["number"] for one in found["ranks"]], found["progress"]["loss"]) == ([0], "nan")
     assert "no such folder" in refusal("top", str(tmp_path / "none"))
+
+
+DEEP = "[" * 200_000
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("ranks/0.json", DEEP),
+        ("ranks/0.json", '{"run": "abc", "at": "x", "heard": 5}'),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "pid": "q"}})),
+        ("ranks/0.json", json.dumps({"run": "abc", "at": 1.0, "state": {**STATE.to_dict(), "since": "y"}})),
+        ("steps.jsonl", f"{DEEP}\n"),
+        ("steps.jsonl", '{"step": 1e999, "loss": 1, "seconds": 1, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
+        ("steps.jsonl", '{"step": 1, "loss": 1, "seconds": NaN, "rows": 1, "at_seconds": 1, "bubble": null}\n'),
+    ],
+)
+def test_what_is_damaged_counts_for_nothing(tmp_path: Path, file: str, text: str) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    (tmp_path / "gpt" / file).write_text(text)
+    found: Any = as_json("top", run)
+    assert (found["ranks"] == []) == (file != "steps.jsonl")
+    assert (found["progress"] is None) == (file == "steps.jsonl")
+    output("report", run, "--out", str(tmp_path / "page.html"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory_limit", float("nan")),
+        ("units", [1, 2]),
+        ("replicas", -3),
+        ("ranks", 10**9),
+        ("placement", "0 99999999999"),
+    ],
+)
+def test_a_damaged_description_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), name: value})
+    for command in ("top", "report"):
+        assert f"is damaged: {name} is" in refusal(command, run)
+
+
+def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", replace(STATE, failure="\x1b[31mboom\x07", action="\x1b]0;x"))
+    write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), "model": "\x1b]0;pwned\x07"})
+    said = output("top", run, "--once", columns=120)
+    assert "pwned" in said
+    assert "boom" in said
+    assert not set(said) & {"\x1b", "\x07"}
+
+
+def test_figures_are_never_broken(tmp_path: Path) -> None:
+    states = [
+        replace(
+            STATE, number=rank, ranks=(rank,), step=123, action="the step's announcement", written=NOW, pid=4_000_000
+        )
+        for rank in (0, 1)
+    ]
+    run = a_run(tmp_path / "gpt", *states, written=NOW)
+    lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:2] in ("0 ", "1 ")]
+    assert [line[-4:-1] for line in lines if len(line) > 4] == [["123", "1.0", "GB"]] * 2
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_screen_holds_what_it_shows(tmp_path: Path, width: int) -> None:
+    states = [
+        replace(STATE, number=rank, ranks=(rank,), written=NOW, pid=4_000_000, action="the step's announcement")
+        for rank in range(64)
+    ]
+    seen = Watch(read_run(a_run(tmp_path / "gpt", *states, written=NOW))).look()
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, height=24, force_terminal=True, color_system=None)
+    console.print(Group(*fitted(seen, console)))
+    lines = shown.getvalue().splitlines()
+    assert len(lines) <= 24
+    ranks = [line for line in lines if re.match(r"\d+ ", line)]
+    assert len(ranks) >= 3
+    assert all(re.search(r"  9 +1\.0 GB ", line) for line in ranks)
+    assert any(line.startswith("and 60 more that are") for line in lines)
+
+
+def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt", STATE)
+    order = add_communication(generate("1f1b", 2, 4))
+    for number in (5, 50):
+        write_whole(
+            tmp_path / "gpt" / "timelines" / f"{number}.json",
+            simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict(),
+        )
+    (tmp_path / "gpt" / "timelines" / "50.json").write_text('{"in_turns": false, "ranks"')
+    assert as_json("explain", run)["step"] == 5
+    output("report", run, "--out", str(tmp_path / "page.html"))
+    assert "step 50 is left out" in (tmp_path / "page.html").read_text()
+    assert "is not JSON" in refusal("report", run, "--step", "50")
+
+
+def test_lines_are_whole_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    append_lines(file, ["one\n"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as a full disk: some bytes fit
+    try:
+        with pytest.raises(OSError, match="large"):
+            append_lines(file, ["two\n", "three\n", "four\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_lines(file, ["five\n"])
+    assert file.read_text() == "one\nfive\n"
 
 
 def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:

@@ -173,6 +173,33 @@ def whole(tensor: Tensor) -> Tensor:
     return full.clone()
 
 
+class Sliced(nn.Module):
+    """Its output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Blocks(dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.blocks(x)
+        return y[:, :5]
+
+
+def loss_in_place(output: Tensor, target: Tensor) -> Tensor:
+    return squared_error(output.mul_(2.0), target)
+
+
+def view_updated(rank: int, shards: bool) -> dict[str, Tensor | None]:
+    """Gradients of a model of one stage whose loss updates a view in place."""
+    mesh = mesh_of((4, 1), ("dp", "pp"))
+    torch.manual_seed(0)
+    x, y = part(inputs(), mesh.get_local_rank("dp"), 4)
+    function = whole_stage(mesh["dp"]) if shards else None
+    with penstock.pipeline(Sliced(), (x,), loss=loss_in_place, microbatches=3, mesh=mesh, parallelize=function) as pipe:
+        pipe.step(x, target=y[:, :5])
+        return {name: None if p.grad is None else whole(p.grad) for name, p in pipe.named_parameters()}
+
+
 def memory(rank: int) -> tuple[int, int, int]:
     """Elements of parameters that a rank holds between steps: sharded, of its own stage, and of the whole model."""
     mesh = mesh_of((2, 2), ("dp", "pp"))

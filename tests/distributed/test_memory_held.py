@@ -66,7 +66,13 @@ def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, case: tuple[str, int, st
         assert abs(by_inspect / other - 1) <= BOUND, text
 
 
-OTHER_KINDS = [("1f1b", "convolutions"), ("1f1b", "lstm"), ("gpipe", "lstm")]
+OTHER_KINDS = [
+    ("1f1b", "convolutions"),
+    ("1f1b", "lstm"),
+    ("gpipe", "lstm"),
+    ("zb-h1", "convolutions"),
+    ("interleaved-1f1b", "convolutions"),
+]
 """With GPipe, convolutions need 12% less: a plan counts a loss like cross entropy, and this one keeps nothing more."""
 
 
@@ -79,8 +85,9 @@ OTHER_KINDS = [("1f1b", "convolutions"), ("1f1b", "lstm"), ("gpipe", "lstm")]
 )
 def test_a_plan_knows_what_kernels_take(ranks2: Ranks, case: tuple[str, str]) -> None:
     schedule, kind = case
-    plan, needed = memory_held.planned(torch.float32, 2, schedule, 1, kind)
-    options = {"schedule": schedule, "cuts": list(plan.cuts)}
+    chunks = 2 if schedule == "interleaved-1f1b" else 1
+    plan, needed = memory_held.planned(torch.float32, 2, schedule, chunks, kind)
+    options = {"schedule": schedule, "chunks": chunks, "cuts": list(plan.cuts)}
     measured = ranks2.run(memory_held.held, torch.float32, options, kind)
     for rank, (ahead, other) in enumerate(zip(needed, measured, strict=True)):
         assert abs(ahead / other - 1) <= BOUND, f"rank {rank}: planned {ahead:,.0f}, measured {other:,}"

@@ -70,6 +70,14 @@ def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how:
     assert torch.equal(sharded[0].losses[0], plain[0].losses[0])
 
 
+def test_a_loss_may_update_a_view_in_place_under_fsdp(ranks4: Ranks) -> None:
+    """Torch's hook on the output would be lost, and, where nothing else calls it (a single stage), all gradients."""
+    for sharded, plain in zip(
+        ranks4.run(shard_jobs.view_updated, True), ranks4.run(shard_jobs.view_updated, False), strict=True
+    ):
+        assert all(got is not None and close(got, plain[name]) for name, got in sharded.items())
+
+
 def test_fsdp_trains_as_replicas_do(ranks4: Ranks) -> None:
     plain, sharded = run(ranks4, DP, "", steps=4), run(ranks4, DP, "every_block", steps=4)
     for one, other in zip(plain, sharded, strict=True):

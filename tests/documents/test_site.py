@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import FunctionType
+from urllib.parse import unquote
 
 import pytest
-from blocks import ROOT
+from blocks import ROOT, spoken_names
 
+import penstock
+from penstock.cli import VERBS
 from scaffolding.browser import Opener
 
 DOCS = ROOT / "docs"
@@ -32,6 +38,35 @@ def pages() -> list[Path]:
 def test_it_has_every_page(site: Path) -> None:
     for page in pages():
         assert (site / page.relative_to(DOCS)).with_suffix(".html").exists(), page
+
+
+def test_links_within_it_lead_somewhere(site: Path) -> None:
+    known = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html") if "_static" not in page.parts}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in known.items()}
+    for page, text in known.items():
+        for link in re.findall(r'<a\b[^>]*\bhref="([^":]*)"', text):
+            path, _, anchor = unquote(link).partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), (page, link)
+            assert not anchor or target not in anchors or anchor in anchors[target], (page, link)
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    everything = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
+    inside = {"penstock.partition"}  # that one only Extending Penstock speaks of
+    spoken = {".".join(name.split(".")[:2]) for name in spoken_names()} - inside
+    packages = [found for name in spoken if find_spec(name) and hasattr(found := import_module(name), "__all__")]
+    assert len(packages) > 10
+    for package in [penstock, *packages]:
+        for name in package.__all__:
+            if isinstance(getattr(package, name), type | FunctionType):
+                assert re.search(rf'id="penstock[\w.]*\.{name}"', everything), (package, name)
+
+
+def test_the_reference_has_every_command(site: Path) -> None:
+    commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
+    for verb in (*VERBS, "fabric compare"):
+        assert f'<section id="penstock-{verb.replace(" ", "-")}">' in commands
 
 
 def test_it_loads_nothing_from_elsewhere(site: Path) -> None:

@@ -99,3 +99,10 @@ def test_a_value_that_skips_stages_counts_at_every_cut_that_it_crosses() -> None
         values = {(one.source, one.value): one.bytes for one in crossings if one.source < cut <= one.target}
         assert unit.boundary_bytes == sum(values.values())
         assert unit.boundary_gradient_bytes == unit.boundary_bytes
+
+
+def test_a_profile_knows_what_is_left_for_w() -> None:
+    """Of a linear layer its input and its result's gradient; of what has no weights nothing."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    units = penstock.profile(model, (torch.zeros(32, 64),), microbatches=1, budget_seconds=0.0).units
+    assert [unit.weight_gradient_bytes for unit in units] == [32 * (64 + 128) * 4, 0, 32 * (128 + 64) * 4]

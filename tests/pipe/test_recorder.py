@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
 import os
 import re
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +245,73 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     damaged: Callable[[RunRead], dict[str, Any]] = lambda run: {**run.about.to_dict(), "placement": "0 x"}  # noqa: E731
     (tmp_path / "run.json").write_text(json.dumps(damaged(read_run(tmp_path / "runs" / "gpt"))))
     refused("is damaged: placement is '0 x'", tmp_path)
+
+
+def test_a_first_step_that_is_refused_ends_no_recording(tmp_path: Path) -> None:
+    train(tmp_path, steps=3)
+    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+        for _ in range(2):
+            with pytest.raises(ArgumentError, match="target"):
+                pipe.step(X)
+        for _ in range(3):
+            pipe.step(X, target=Y)
+    run = read_run(tmp_path)
+    assert [one.step for one in run.steps()] == [1, 2, 3]
+    assert (run.ranks()[0].ended, run.ranks()[0].failure) == (True, None)
+    assert [one.name for one in (tmp_path / "earlier").iterdir()] == ["1"]
+
+
+def test_what_ends_a_run_in_one_process_is_kept(tmp_path: Path) -> None:
+    def crashes() -> None:
+        with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+            pipe.step(X, target=Y)
+            raise ValueError("no batch")
+
+    with pytest.raises(ValueError, match="no batch"):
+        crashes()
+    run = read_run(tmp_path)
+    assert (len(run.steps()), run.ranks()[0].failure) == (1, "ValueError: no batch")
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, steps=1)
+    file = tmp_path / "ranks" / "0.json"
+    said = json.loads(file.read_text())
+    said["state"] |= {"pid": os.getppid(), "ended": False}
+    file.write_text(json.dumps(said | {"at": time.time() + 60}))
+    with pytest.raises(ArgumentError, match=rf"process {os.getppid()} on .* writes a run into this folder just now"):
+        train(tmp_path)
+    file.write_text(json.dumps(said | {"at": time.time() - 60}))  # the number may be another process's by now
+    train(tmp_path, steps=2)
+    assert len(read_run(tmp_path).steps()) == 2
+
+
+def test_recording_holds_no_outputs(tmp_path: Path) -> None:
+    with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
+        for _ in range(3):
+            result = pipe.step(X, target=Y, outputs=True)
+        output = weakref.ref(result.outputs[0])
+        assert output() is not None
+        del result
+        pipe.step(X, target=Y)  # until then the schedule holds them
+        gc.collect()
+        assert output() is None
+
+
+def test_two_runs_in_one_folder_are_not_mixed(tmp_path: Path) -> None:
+    def begun() -> penstock.Pipeline:
+        return penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path)
+
+    def train_both() -> None:
+        with begun() as first, begun() as second:
+            for _ in range(3):
+                first.step(X, target=Y)
+            second.step(X, target=Y)
+            until = time.monotonic() + 30
+            while time.monotonic() < until and not first.session.recorder._told:  # type: ignore[union-attr]
+                first.step(X, target=Y)
+                time.sleep(0.05)
+
+    with pytest.warns(UserWarning, match="another run has begun in this folder"):
+        train_both()
+    assert [one.step for one in read_run(tmp_path).steps()] == [1]

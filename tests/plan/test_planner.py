@@ -70,6 +70,48 @@ def test_inputs_the_loss_and_the_largest_unit_count() -> None:
     assert alone.memory_bytes == ((3 + 5) * MB + 4 * 2 * MB + (9 - 5) * MB,)  # while "a" runs, "b" has kept nothing
 
 
+def _needed(schedule: str, ranks: int, *units: UnitCost) -> tuple[float, ...]:
+    """What a plan of four microbatches says of each rank."""
+    sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
+    choice, cluster = Choice(1, ranks, 1, schedule, 4, 1), Cluster(ranks)
+    return predict(choice, units, cluster, _cut(choice, cluster, sizes)).memory_bytes
+
+
+def test_gradients_come_with_the_first_backward() -> None:
+    """When GPipe holds most there are none yet; they come as what is kept goes. In 1F1B they are there meanwhile."""
+    a, b = (UnitCost(name, 1.0, 1.0, 1.0, activation_bytes=10 * MB, gradient_bytes=6 * MB) for name in "ab")
+    assert _needed("gpipe", 2, a, b) == (4 * 10 * MB + 6 * MB,) * 2
+    assert _needed("gpipe", 1, a, b) == (4 * 20 * MB + 6 * MB,)  # b's gradient, then b's 10 MB go and a's comes
+    assert _needed("1f1b", 1, a, b) == (20 * MB + 12 * MB,)
+    assert _needed("1f1b", 2, a, b) == (2 * 10 * MB + 6 * MB, 10 * MB + 6 * MB)
+
+
+def test_each_stage_of_a_rank_takes_its_own_working_memory() -> None:
+    """Rank 1 holds most when the light stage runs; what the heavy one takes while it runs comes at other times."""
+    heavy = UnitCost("1", 1.0, 1.0, 1.0, activation_bytes=MB, working_bytes=5 * MB)
+    light = [UnitCost(name, 1.0, 1.0, 1.0, activation_bytes=9 * MB, working_bytes=MB) for name in "023"]
+    units = (light[0], heavy, *light[1:])
+    sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
+    choice, cluster = Choice(1, 2, 2, "gpipe", 4, 1), Cluster(2)
+    choice = replace(choice, schedule="interleaved-1f1b")
+    plan = predict(choice, units, cluster, _cut(choice, cluster, sizes))
+    now = most = 0
+    for action in order_of(choice).rows[1]:
+        unit = units[action.stage]
+        now += unit.activation_bytes if action.op.value == "F" else 0
+        most = max(most, now + int(unit.working_bytes))
+        now -= unit.activation_bytes if action.op.value == "B" else 0
+    assert plan.memory_bytes[1] == most
+
+
+def test_what_w_needs_is_less_than_what_was_kept() -> None:
+    held = {"activation_bytes": 10 * MB, "gradient_bytes": 2 * MB}
+    known = [UnitCost(name, 1.0, 1.0, 1.0, **held, weight_gradient_bytes=4 * MB) for name in "ab"]
+    unknown = [replace(unit, weight_gradient_bytes=None) for unit in known]
+    assert _needed("zb-h1", 2, *known) == (2 * 10 * MB + 2 * MB, 10 * MB + 4 * MB + 2 * MB)
+    assert _needed("zb-h1", 2, *unknown) == (2 * 10 * MB + 2 * MB, 2 * 10 * MB + 2 * MB)
+
+
 _COST = st.builds(StageCost, *(st.integers(0, 9).map(float) for _ in range(3)))
 
 

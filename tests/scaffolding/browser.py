@@ -50,7 +50,7 @@ def open_page(chromium: Any) -> Iterator[Opener]:
             accept_downloads=True,
         )
         contexts.append(context)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(60_000)  # of waits; a busy machine needs it
         context.route("**/*", lambda route: _local(route, errors))
         page = context.new_page()
         page.errors = errors

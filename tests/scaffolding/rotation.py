@@ -31,6 +31,7 @@ CPU_SECONDS = {
     "tests/cli/test_resume.py": 60,
     "tests/distributed/test_plan_ranks.py": 10,
     "tests/distributed/test_recorded_ranks.py": 10,
+    "tests/cli/test_run_crashes.py": 25,
     "tests/distributed/test_recompute_ranks.py": 55,
     "tests/distributed/test_host_waits_between.py": 50,
     "tests/search/test_exact_found.py": 50,

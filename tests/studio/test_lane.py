@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from runs_folder import a_run
 
-from penstock.studio import answers
+from penstock.studio import answers, serve
 from penstock.studio.question import Question
 from penstock.studio.serve import Server
+from scaffolding.run_folders import a_run
 
 Start = Callable[..., Server]
 
@@ -96,6 +96,23 @@ def test_too_many_questions_are_refused_at_once(studio: Start, slow: Slow, tmp_p
     for thread, _ in waiting:
         thread.join()
     assert [found[0].status_code for _, found in waiting].count(200) == 8
+
+
+def test_idle_connections_keep_nobody_out(studio: Start, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_PATIENCE_SECONDS", 0.2)
+    link = studio().link
+    address = urlsplit(link)
+    idle = [socket.create_connection((address.hostname, address.port)) for _ in range(3)]
+    idle[1].sendall(b"GET / HTTP/1.1\r\nHost: ")  # and never more
+    working, answer = asking(link, 2)
+    assert slow.begun.wait(30)
+    for one in idle:
+        one.settimeout(20)
+        with one:
+            assert one.recv(1) == b""  # closed
+    slow.let.set()
+    working.join()
+    assert answer[0].json() == {"ranks": 2}  # one that is answered is waited for
 
 
 WRONG = [

@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from runs_folder import a_run
 from starlette.testclient import TestClient
 
 from penstock.errors import ArgumentError
@@ -19,6 +18,7 @@ from penstock.studio import library
 from penstock.studio.app import Studio
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
+from scaffolding.run_folders import a_run
 
 SECRET = "the secret outside"
 
@@ -93,6 +93,42 @@ def test_links_out_are_refused(studio: TestClient, folder: Path) -> None:
             assert refused.status_code == 400, name
             assert "leads out of the runs folder" in refused.json()["error"]
             assert SECRET not in refused.text
+
+
+def test_the_list_leaves_out_links_out(studio: TestClient, folder: Path) -> None:
+    (folder / "link.json").symlink_to(folder.parent / "secret.json")
+    (folder / "latest.json").symlink_to("trace.json")
+    names = [one["name"] for one in studio.get("/api/library").json()["entries"]]
+    assert "link.json" not in names
+    assert "latest.json" in names
+
+
+def test_a_file_for_each_rank_is_one_entry(studio: TestClient, folder: Path) -> None:
+    (folder / "traced").mkdir()
+    timeline = simulate(generate("1f1b", 2, 4), StageCost(1.0, 1.0, 1.0))
+    for rank, track in enumerate(timeline.tracks):
+        rows = [
+            f"{one.action.op.value},{one.action.microbatch},{1e6 * one.start_seconds},1000000,{rank}"
+            for one in timeline.spans(rank)
+        ]
+        assert len(rows) == len(track)
+        text = "\n".join(["op,microbatch,start_us,duration_us,pp_rank", *rows])
+        (folder / "traced" / f"rank{rank}.csv").write_text(text)
+    entries = {one["name"]: one["kind"] for one in studio.get("/api/library").json()["entries"]}
+    assert entries["traced"] == "folder"
+    assert not any(name.startswith("traced/") for name in entries)
+    found = studio.get("/api/open", params={"name": "traced"}).json()
+    assert (found["schedule"], found["explanation"]["ranks"]) == ("1f1b", 2)
+    assert studio.get("/report", params={"name": "traced"}).status_code == 200
+
+
+def test_no_message_says_where_the_folder_is(studio: TestClient, folder: Path) -> None:
+    a_run(folder / "bad")
+    (folder / "bad" / "run.json").write_text('{"format": "penstock run", "version": 99}')
+    for address in ("/api/open", "/api/live", "/report"):
+        error = studio.get(address, params={"name": "bad"}).json()["error"]
+        assert "99" in error
+        assert str(folder) not in error
 
 
 def test_links_within_the_folder_are_followed(studio: TestClient, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
 from penstock.report import write_perfetto
 from penstock.runs import RankState
+from penstock.runs.folder import write_whole
 from penstock.schedule import generate, write_csv
+from penstock.simulate import StageCost, simulate
 from penstock.studio.live import in_words, live
 from penstock.studio.opened import opened
 from penstock.studio.serve import Server
-from scaffolding.run_folders import a_run, says, steps, timeline
+from scaffolding.run_folders import ABOUT, a_run, says, steps, timeline
 
 Start = Callable[..., Server]
 
@@ -59,9 +62,9 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
     assert page.inner_text(".ranks tr[data-rank='1'] .does") == "waits for a message of rank 0 (1F2)"
     steps(run, 10, 12)
     says(run, RankState(1, 0, (1,), "elsewhere", 8, step=11, action="1B2", since=time.time()))
-    page.wait_for_function("() => document.querySelector('[data-live=steps]').textContent === '11 of 100'")
+    page.wait_for_function("() => document.querySelector('[data-live=steps]')?.textContent === '11 of 100'")
     page.wait_for_function(
-        "() => document.querySelector(\".ranks tr[data-rank='1'] .does\").textContent ==="
+        "() => document.querySelector(\".ranks tr[data-rank='1'] .does\")?.textContent ==="
         " 'runs the backward of microbatch 2 on stage 1'"
     )
     page.wait_for_selector(".outcome")
@@ -69,16 +72,16 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
     for _ in range(4):  # stage 2 begins earlier: it takes a fifth of stage 1
         page.keyboard.press("ArrowLeft")
     text = "cut=2:-0.20"
-    page.wait_for_function("() => document.querySelector(\"[data-cut='2']\").getAttribute('aria-valuenow') === '-20'")
+    page.wait_for_function("() => document.querySelector(\"[data-cut='2']\")?.getAttribute('aria-valuenow') === '-20'")
     (said,) = explain(read_run([run]), what_ifs=[text]).what_ifs
     page.wait_for_function(
-        "want => Number(document.querySelector('.outcome').dataset.seconds) === want", arg=said.step_seconds
+        "want => Number(document.querySelector('.outcome')?.dataset.seconds) === want", arg=said.step_seconds
     )
     assert said.gain > 0.05
     assert said.step_seconds == pytest.approx(timeline(1.0, 1.28, 1.32).makespan_seconds)
     assert "cut%3D2%3A-0.20" in page.url or "cut=2:-0.20" in page.url
     page.click("text=no stragglers")
-    page.wait_for_function("() => document.querySelector('.outcome').textContent.includes('instead of')")
+    page.wait_for_function("() => document.querySelector('.outcome')?.textContent.includes('instead of')")
 
 
 @pytest.mark.long
@@ -115,3 +118,48 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(ArgumentError, match="a folder without a run"):
         opened(tmp_path / "folder", "folder")
+
+
+@pytest.mark.long
+def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    a_run(tmp_path / "gpt")
+    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    menu = ".what-if select"
+    page.focus(menu)
+    names = page.locator(f"{menu} option").all_inner_texts()
+    assert not {"chimera", "dualpipe", "seq1f1b"} & {*names}  # nobody can compare these
+    for name in names[1:3]:
+        page.keyboard.press("ArrowDown")
+        page.wait_for_function(
+            "name => document.querySelector('.outcome')?.textContent.includes('instead of') &&"
+            " new URLSearchParams(location.hash.slice(1)).get('what_if') === `schedule=${name}` &&"
+            " document.activeElement === document.querySelector('.what-if select')",
+            arg=name,
+        )
+    page.keyboard.press("Home")
+    page.click("[data-cut='1']")
+    page.wait_for_timeout(200)
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("() => document.querySelector(\"[data-cut='1']\").getAttribute('aria-valuenow') === '5'")
+
+
+@pytest.mark.long
+def test_many_stages_scroll_in_their_bar(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    made = simulate(generate("zb-v", 8, 16), [StageCost(0.01, 0.01, 0.01)] * 16)
+    write_perfetto(made, tmp_path / "zbv.json")
+    page = open_page(f"{studio(tmp_path).link}#view=runs&run=zbv.json", size="phone")
+    page.wait_for_selector(".stages")
+    page.wait_for_selector("#runs canvas")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.long
+def test_a_run_that_is_resumed_or_dead(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    run = a_run(tmp_path / "gpt")
+    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page.wait_for_function("() => document.querySelector('.charts')?.textContent.includes('step 1step 9')")
+    steps(run, 10, 12)
+    write_whole(run / "run.json", replace(ABOUT, id="def", resumed=("2026-01-01T01:00:00.000+00:00",)).to_dict())
+    page.wait_for_function("() => document.querySelector('[data-live=steps]')?.textContent === '11 of 100'")
+    assert "step 1step 11" in page.inner_text(".charts").replace("\n", "")
+    assert page.inner_text("[data-live=left]") == "\u2013"  # no rank of this run lives

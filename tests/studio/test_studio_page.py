@@ -58,7 +58,7 @@ def test_sliders_change_the_numbers_to_those_of_simulate(open_page: Any, studio:
     )
     want = said["1f1b"]["span"]
     page.wait_for_function(
-        "([where, want]) => Number(document.querySelector(where).dataset.value) === want",
+        "([where, want]) => Number(document.querySelector(where)?.dataset.value) === want",
         arg=["tr[data-schedule='1f1b'] [data-figure=span]", want],
     )
     for name, one in said.items():
@@ -76,6 +76,8 @@ def test_a_memory_limit_and_a_search(open_page: Any, studio: Start) -> None:
     page = ready(open_page, studio(), "schedules=1f1b,zb-h2&memory_limit=4")
     page.wait_for_selector("tr[data-schedule=zb-h2] td.over")
     assert not page.query_selector_all("tr[data-schedule='1f1b'] td.over")
+    assert page.query_selector("tr[data-schedule='1f1b'] td.best")  # of those that fit
+    assert not page.query_selector("tr[data-schedule=zb-h2] td.best")
     page.check("#searched")
     page.wait_for_selector("tr[data-schedule=search]")
     assert figure(page, "search", "span") <= figure(page, "1f1b", "span")
@@ -90,10 +92,11 @@ def test_numbers_do_not_wait_for_a_search(open_page: Any, studio: Start) -> None
     page.check("#searched")
     slide(page, "ranks", 2)
     page.wait_for_function(
-        "(where) => Number(document.querySelector(where).dataset.value) === 27",
+        "(where) => Number(document.querySelector(where)?.dataset.value) === 27",
         arg="tr[data-schedule='1f1b'] [data-figure=span]",
     )
     assert page.inner_text(".searching [role=status]") == "searching…"
+    page.unroute_all(behavior="ignoreErrors")
 
 
 @pytest.mark.long
@@ -105,7 +108,12 @@ def test_what_numbers_do_not_allow_is_said(open_page: Any, studio: Start) -> Non
     page = ready(open_page, server, "ranks=64&microbatches=512")
     page.wait_for_selector("#trouble:not([hidden])")
     assert "the studio shows 60,000; take fewer" in page.inner_text("#trouble")
-    page.errors.clear()  # a browser notes every answer that is an error
+    slide(page, "ranks", 2)
+    slide(page, "microbatches", 8)
+    page.wait_for_selector("#play:not(.stale) tr[data-schedule='1f1b']")
+    slide(page, "ranks", 64)
+    slide(page, "microbatches", 512)
+    page.wait_for_selector("#play.stale")  # figures of other numbers are gray
 
 
 @pytest.mark.parametrize("name", ["1f1b", pytest.param("zb-v", marks=pytest.mark.long)])
@@ -132,6 +140,17 @@ def test_words_are_right_in_every_slot(open_page: Any, studio: Start, name: str)
 
 
 @pytest.mark.long
+def test_what_a_file_cannot_say_is_said(open_page: Any, studio: Start) -> None:
+    page = ready(open_page, studio(), "schedules=chimera")
+    page.click("[data-files=chimera] [data-kind=csv]")
+    page.wait_for_selector("#trouble:not([hidden])")
+    with page.expect_download() as download:
+        page.click("[data-files=chimera] [data-kind=svg]")
+    assert download.value.suggested_filename == "chimera-p4-m8.svg"
+    page.wait_for_selector("#trouble[hidden]", state="attached")
+
+
+@pytest.mark.long
 def test_a_link_reproduces_the_view(open_page: Any, studio: Start) -> None:
     server = studio()
     page = ready(open_page, server)
@@ -151,6 +170,10 @@ def test_a_link_reproduces_the_view(open_page: Any, studio: Start) -> None:
     walk.wait_for_selector("[data-side=left] .words li")
     assert walk.inner_text("#slot-number").startswith("slot 7 of")
     assert walk.input_value("[data-side=left] select") == "gpipe"
+    for slot, shown in (("1.5", "1"), ("x", "0"), ("-3", "0")):
+        walk = ready(open_page, server, f"view=walk&slot={slot}")
+        walk.wait_for_selector("[data-side=left] .words li")
+        assert walk.inner_text("#slot-number").startswith(f"slot {shown} of")
 
 
 def test_files_open_again(open_page: Any, studio: Start, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from pages import LATENCY, of_schedules, simulated, with_timeline
 
-from penstock.report.colours import DARK, LIGHT, Kind, Theme, shade
-from penstock.schedule import Action, Op, generate
+from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, shade
+from penstock.report.said import said_of
+from penstock.schedule import Action, Op, add_communication, add_sharding, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import StageCost, critical_path, memory
 from penstock.web import band, curve, timeline_data
@@ -46,9 +47,26 @@ def test_what_an_action_needs_is_said_in_words(tmp_path: Path, open_page: Any) -
     number = next(number for number, span in enumerate(simulated(ZB)) if str(span.action) == "1I0")
     page.evaluate(f"view.select(0, {number})")
     text = page.inner_text(".tl-details")
-    assert "input gradient of microbatch 0 on stage 1, rank 1" in text
+    assert "input gradient of microbatch 0, stage 1, rank 1" in text
     assert re.search(r"needs\s+1F0 of rank 1, 2I0 of rank 2", text)
     assert re.search(r"is needed by\s+0I0 of rank 0, 1W0 of rank 1", text)
+
+
+@pytest.mark.parametrize("name", ["chimera", "seq1f1b"])
+def test_a_page_says_of_each_action_what_pictures_and_traces_say(tmp_path: Path, open_page: Any, name: str) -> None:
+    schedule = add_communication(add_sharding(generate(name, 2, 4), {0, 1}, 1)) if name == "chimera" else None
+    schedule = generate(name, 2, 4) if schedule is None else schedule
+    timeline = simulated(schedule)
+    page = open_page(with_timeline(tmp_path, timeline_data([band(name, timeline, schedule)])))
+    told = page.evaluate(
+        "[...Array(view.bands[0].length).keys()].map((n) => { view.select(0, n); return told.title; })"
+    )
+    assert told == [f"{said_of(span.action, schedule.slices)}, rank {span.rank}" for span in timeline]
+    assert page.inner_text(".tl-legend").startswith(f"F {WORDS[Kind.F]}")
+    labels = page.evaluate(
+        "(({lanes: [lane]}) => [...lane.op.keys()].map((n) => view.bands[0].label(lane, n)))(view.bands[0])"
+    )
+    assert not [label for label in labels if "_" in label], "raw names of ops"
 
 
 def test_keys_go_everywhere(tmp_path: Path, open_page: Any) -> None:
@@ -77,6 +95,17 @@ def test_keys_go_everywhere(tmp_path: Path, open_page: Any) -> None:
     assert page.evaluate("document.activeElement !== view.canvas"), "Tab leaves the timeline when nothing is selected"
 
 
+def test_keys_zoom_about_the_chosen_action(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(of_schedules(tmp_path, ZB))
+    page.focus("canvas.tl-canvas")
+    page.keyboard.press("Enter")
+    for _ in range(8):
+        page.keyboard.press("+")
+    low, high = page.evaluate("view.range")
+    assert low <= 0.5 <= high, "0F0 is still in sight"
+    assert high - low < 2
+
+
 def test_the_mouse_selects_pans_and_zooms(tmp_path: Path, open_page: Any) -> None:
     page = open_page(of_schedules(tmp_path, ZB))
     box = page.locator("canvas.tl-canvas").bounding_box()
@@ -95,6 +124,37 @@ def test_the_mouse_selects_pans_and_zooms(tmp_path: Path, open_page: Any) -> Non
     page.mouse.move(box["x"] + x - 60, box["y"] + y, steps=3)
     page.mouse.up()
     assert page.evaluate("view.range")[0] > low
+
+
+def test_two_fingers_zoom_and_one_pans(tmp_path: Path, open_page: Any) -> None:
+    page = open_page(of_schedules(tmp_path, ZB), "phone", touch=True)
+    box = page.locator("canvas.tl-canvas").bounding_box()
+    middle, y = box["x"] + page.evaluate("view.left + view.width / 2"), box["y"] + page.evaluate("view.total / 2")
+    devtools = page.context.new_cdp_session(page)
+
+    def fingers(kind: str, *places: float) -> None:
+        points = [{"x": x, "y": y, "id": number} for number, x in enumerate(places)]
+        devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    whole = page.evaluate("view.range")
+    centre = sum(whole) / 2
+    fingers("touchStart", middle - 30, middle + 30)
+    for apart in (45, 60, 75, 90):
+        fingers("touchMove", middle - apart, middle + apart)
+    fingers("touchEnd")
+    page.wait_for_function("!view.whole")
+    low, high = page.evaluate("view.range")
+    assert (high - low) / (whole[1] - whole[0]) == pytest.approx(30 / 90, rel=0.1)
+    assert (low + high) / 2 == pytest.approx(centre, abs=0.05 * whole[1])
+    fingers("touchStart", middle)
+    for by in (20, 40, 60):
+        fingers("touchMove", middle - by)
+    fingers("touchEnd")
+    page.wait_for_function(f"view.range[0] > {low}")
+    after = page.evaluate("view.range")
+    assert after[1] - after[0] == pytest.approx(high - low)
+    page.touchscreen.tap(middle, box["y"] + page.evaluate("view.places.get(view.bands[0].lanes[1]).y + 5"))
+    assert page.evaluate("told.rank") == 1
 
 
 PIXEL = """(place) => {

@@ -90,6 +90,8 @@ class UnitCost:
         shared_bytes: of `activation_bytes`, what the unit before keeps too, such as its result: there once on a device
             with both.
         target_bytes: of the target of the last unit's loss: it is there from the beginning of a step, too.
+        weight_gradient_bytes: what the end of I leaves for W, if the backward is split: inputs of products and
+            gradients of their results. None: not measured, and taken to be all that was kept.
     """
 
     name: str
@@ -115,6 +117,7 @@ class UnitCost:
     tied: tuple[Tied, ...] = ()
     shared_bytes: float = 0
     target_bytes: float = 0
+    weight_gradient_bytes: float | None = None
 
     @property
     def split(self) -> UnitCost:
@@ -126,6 +129,11 @@ class UnitCost:
     def in_flight_bytes(self) -> float:
         """What a microbatch takes from its forward to its backward, besides the model's inputs."""
         return max(self.activation_bytes - self.input_bytes, 0) + self.loss_bytes
+
+    @property
+    def waiting_bytes(self) -> float:
+        """What a microbatch takes from the end of I to the end of W."""
+        return self.in_flight_bytes if self.weight_gradient_bytes is None else self.weight_gradient_bytes
 
     @property
     def again_seconds(self) -> float:

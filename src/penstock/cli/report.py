@@ -58,6 +58,7 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
+    from penstock.balance import read_profile
     from penstock.cli._files import refuse_other
     from penstock.cli.explain import folder_of, predicted_by
     from penstock.web.page import page
@@ -80,7 +81,8 @@ def report(
         text = fabric_page(sampled, results(sampled))
     else:
         other = profile is not None or plan is not None
-        text = page(shown(run, step, prediction, other_prediction=other))
+        known = None if profile is None else read_profile(profile)
+        text = page(shown(run, step, prediction, other_prediction=other, profile=known))
     target = _target(run[0]) if out is None else out
     try:
         target.write_text(text, encoding="utf-8")

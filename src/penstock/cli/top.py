@@ -35,8 +35,8 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
-_LINES_AROUND = 7
-"""Of a screen, those that are not ranks."""
+_LINES_AROUND = 3
+"""Of a screen, those that are neither ranks nor text: the head of the table, and the last one."""
 
 
 @spread
@@ -64,7 +64,7 @@ def top(
         with Live(console=console, auto_refresh=False, screen=False) as live:
             while True:
                 seen = watch.look()
-                live.update(Group(*_parts(seen, console.height - _LINES_AROUND)), refresh=True)
+                live.update(Group(*fitted(seen, console)), refresh=True)
                 if seen.is_over:
                     return
                 time.sleep(_REFRESH_SECONDS)
@@ -164,7 +164,35 @@ def show(seen: Seen, console: Console) -> None:
             console.print(part)
 
 
-def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
+def fitted(seen: Seen, console: Console) -> list[Text | Table]:
+    """What a screen holds of it: a line for each rank that there is room for, and all of the text."""
+    text = [part for part in _parts(seen, 0) if isinstance(part, Text)]
+    lines = sum(max(1, len(part.wrap(console, console.width))) for part in text)
+    return _parts(seen, max(1, console.height - _LINES_AROUND - lines), broken=False)
+
+
+_COLUMNS = ("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process")
+_WORDS = ("action", "waits for", "process")
+"""Columns that are broken, or cut off, where a screen is narrow; figures never are."""
+
+
+def _table(lines: Sequence[Sequence[str | Text]], *, broken: bool) -> Table:
+    """An entry for each rank, of one line unless words may be broken, without the columns in which nothing is known."""
+    shown = [index for index in range(len(_COLUMNS)) if any(str(line[index]) not in ("", "-") for line in lines)]
+    made = table(*(_COLUMNS[index] for index in shown), left=sum(index < 4 for index in shown))
+    for column, index in zip(made.columns, shown, strict=True):
+        column.no_wrap = _COLUMNS[index] not in _WORDS
+    for line in lines:
+        cells = [line[index] for index in shown]
+        made.add_row(*(_cut(cell) if isinstance(cell, str) and not broken else cell for cell in cells))
+    return made
+
+
+def _cut(cell: str) -> Text:
+    return Text(cell, no_wrap=True, overflow="ellipsis")
+
+
+def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | Table]:
     from penstock.runs.health import troubles
 
     about = seen.run.about
@@ -172,7 +200,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     sizes = f"{replicas}{counted(about.ranks, 'rank')}, {counted(about.microbatches, 'microbatch')}"
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
-        Text("no step has ended yet" if seen.progress is None else str(seen.progress)),
+        Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
         Text(""),
     ]
     if not seen.ranks:
@@ -181,14 +209,7 @@ def _parts(seen: Seen, most: int | None) -> list[Text | Table]:
     if most is not None and len(ranks) > most:
         ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))
         ranks = ranks[: max(1, most)]
-    made = table("repl.", "rank", "state", "action", "for", "waits for", "step", "memory", "device", "process", left=4)
-    lines = [seen.line(*one) for one in ranks]
-    for line in lines:
-        made.add_row(*line)
-    for column in reversed(range(len(made.columns))):
-        if all(str(line[column]) in ("", "-") for line in lines):
-            del made.columns[column]
-    parts.append(made)
+    parts.append(_table([seen.line(*one) for one in ranks], broken=broken))
     if len(ranks) < len(seen.ranks):
         others = Counter(how for _, how in seen.ranks)
         parts.append(Text(f"of {len(seen.ranks)}: " + ", ".join(f"{n} {how}" for how, n in others.items())))

@@ -15,7 +15,7 @@ from penstock.explain.event import Event, Recording
 from penstock.explain.traced import KNOWN
 from penstock.schedule import Op, Placement, Row, Schedule, check, summary
 from penstock.schedule.generators import Numbers, generators
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.timeline import Timeline, refuse_far_numbers
 from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
@@ -121,6 +121,7 @@ def run_of(recording: Recording) -> Run:
             is no backward at all.
     """
     _refuse_without_backward(recording)
+    refuse_far_numbers(event.action for event in recording.events if event.action is not None)
     events = _placed(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     every: defaultdict[int, list[Event]] = defaultdict(list)
@@ -223,6 +224,8 @@ def _replica(number: int, events: Sequence[Event], *, with_waits: bool) -> _Made
     columns = Columns.of(schedule)
     starts = np.array([event.start_seconds for row in rows for event in row])
     ends = np.array([event.end_seconds for row in rows for event in row])
+    if not (ends > starts).any():
+        return "none of its actions takes any time"
     slack = tolerance_of(starts, ends)
     moved = shifts(Messages.of(columns, starts, ends, with_waits=with_waits), schedule.ranks, slack)
     each = np.repeat(moved, np.diff(columns.first))

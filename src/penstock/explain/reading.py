@@ -106,12 +106,12 @@ def _text(file: Path) -> str:
 
 def recording_of_run(run: RunRead) -> Recording:
     """The timelines that a run has recorded. Raises ArgumentError if there is none."""
-    if not (steps := run.timeline_steps()):
-        raise ArgumentError(
-            f"run {str(run.path)!r} has no timeline: the first is of step 5, unless timeline_every is 0"
-        )
-    found = recording_of([run.timeline(step) for step in steps], str(run.path), steps)
-    return replace(found, stages=run.about.stages.stages)
+    timelines, damaged = run.timelines()
+    if not timelines:
+        why = "; ".join(damaged) or "the first is of step 5, unless timeline_every is 0"
+        raise ArgumentError(f"run {str(run.path)!r} has no timeline: {why}")
+    found = recording_of(list(timelines.values()), str(run.path), list(timelines))
+    return replace(found, stages=run.about.stages.stages, notes=(*damaged, *found.notes))
 
 
 def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[int] = ()) -> Recording:
@@ -119,7 +119,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
 
     Args:
         file: where they are from, for messages.
-        steps: their numbers; empty: in order, from 0.
+        steps: their numbers; empty: in order, from 0, if there are several.
 
     Raises:
         ArgumentError: ranks took turns in one process.
@@ -129,7 +129,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
             f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
             "with a process for each rank (penstock run), or simulate these times"
         )
-    numbers: Sequence[int | None] = steps or [None] * len(timelines)
+    numbers: Sequence[int | None] = steps or (range(len(timelines)) if len(timelines) > 1 else [None])
     spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
     events = tuple(
         Event(("rank", s.rank), str(s.action), s.start_seconds, s.end_seconds, s.action, step, s.rank, 0)

@@ -203,4 +203,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:
+        for last in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(last, signal.SIG_IGN)  # another one must leave no rank behind
         kill_left(os.environ[TAG])

@@ -359,10 +359,11 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ends_well = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is None or ends_well or self.world.is_local:
+        failure, control = None if ends_well else error, self.session.engine.control
+        if failure is not None and not control.failed:  # tells the other ranks why nothing will answer them
+            control.fail(failure)
+        if failure is None or self.world.is_local:
             self.close()
-        elif not self.session.engine.control.failed:  # tells the other ranks why nothing will answer them
-            self.session.engine.control.fail(error)
 
 
 def _refuse_misspelt(pipe: Pipeline, kwargs: Mapping[str, Any]) -> None:

@@ -7,19 +7,22 @@ waits for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from penstock.errors import ArgumentError, warn
+from penstock.errors import warn
 from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
@@ -28,19 +31,25 @@ from penstock.runs.option import RunFolder
 from penstock.runs.records import RankState, StepRecord
 from penstock.runs.writer import BEAT_SECONDS, Writer, begin
 from penstock.runtime.execute.allocated import counter
-from penstock.runtime.processes.failure import Position
+from penstock.runtime.processes.failure import Failure, Position
 from penstock.runtime.processes.watchdog import Watchdog
 from penstock.runtime.processes.world import World
+from penstock.runtime.step.shared_loss import SharedLoss
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_LAST_LOSSES_SECONDS = 0.5
+"""How long a run that has failed waits for losses that are on their way."""
+_LAST_FILES_SECONDS = 2.0
+"""And for its files."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A step that has ended, whose loss may still be on its way."""
+    """A step that has ended, whose loss may still be on its way. Holds none of its outputs."""
 
     step: int
-    result: StepResult
+    loss: SharedLoss | None
+    rows: int
     seconds: float
     at_seconds: float
     bubble: float | None
@@ -76,6 +85,8 @@ class Recorder:
         self._line = None if about is None else line_for(asked.line, asked.steps)
         on_beat = () if self._line is None else (self._line.draw, self._line.close)
         self._writer = Writer(Path(asked.path), run_id, world.number, self._present, *on_beat)
+        watchdog.raised, watchdog.last_words = self.fail, self.end_failed
+        self._started = False
         self._steps = 0
         self._noted: list[_Noted] = []
         self._began_seconds = self._start_seconds = self._read_seconds = 0.0
@@ -90,9 +101,10 @@ class Recorder:
 
         Returns whether its timeline is to be recorded, alike on all ranks.
         """
-        if self._steps == 0:
+        if not self._started:
+            self._started = True
             self._start(step)
-        self._present.step = step
+        self._present.step, self._present.failure = step, None
         self._began_seconds = time.perf_counter()
         return self._asked.times(step, self._steps + 1)
 
@@ -116,7 +128,9 @@ class Recorder:
         if self._noted and now - self._read_seconds >= BEAT_SECONDS:
             self._read_seconds = now
             self._write()
-        self._noted.append(_Noted(step, result, now - self._began_seconds, now - self._start_seconds, bubble))
+        seconds, at_seconds = now - self._began_seconds, now - self._start_seconds
+        rows = sum(result.sizes) * self._replicas
+        self._noted.append(_Noted(step, result._loss, rows, seconds, at_seconds, bubble))
         self._tell_trouble()
 
     def close(self) -> None:
@@ -126,14 +140,36 @@ class Recorder:
         self._writer.end()
         self._tell_trouble()
 
+    def fail(self, failure: Failure) -> None:
+        """Something raised, which may end the run: hands over the steps that have ended. On any thread; raises nothing.
+
+        Args:
+            failure: this process's, for its state until the watchdog knows the first cause.
+        """
+        self._present.failure = failure.error if self._present.is_alone else str(failure)
+        self._flush()
+        self._writer.hurry()
+
+    def _flush(self) -> None:
+        """Hands over the steps that have ended, with the losses that come within a moment. Ranks that may be gone are
+        asked nothing."""
+        noted, self._noted = self._noted, []
+        losses: list[float | None] = []
+        reads = threading.Thread(target=_read_quietly, args=(noted, losses), daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no threads any more
+            reads.start()
+            reads.join(_LAST_LOSSES_SECONDS)
+        for one, loss in zip_longest(noted, losses[: len(noted)]):
+            self._hand_over(one, loss)
+
+    def end_failed(self) -> None:
+        """Writes what is left of a run that has failed, before its process ends. On any thread; raises nothing."""
+        self._flush()
+        self._writer.end(_LAST_FILES_SECONDS)
+
     def _end_unclosed(self) -> None:
-        """Writes what is left, but for losses that might have to be waited for. Ends the thread."""
-        last = self._noted[-1:]
-        if self._present.failed:
-            self._noted.clear()
-        elif last and last[0].result._loss is not None and not last[0].result._loss.is_here:
-            self._noted.pop()
-        self._write()
+        """Writes what is left, but for losses that have not come in a moment. Ends the thread."""
+        self._flush()
         self._writer.end()
 
     def _start(self, step: int) -> None:
@@ -152,17 +188,17 @@ class Recorder:
 
     def _write(self) -> None:
         """Reads the losses of the steps noted so far, and hands the steps to the thread."""
-        for noted in self._noted:
-            try:
-                loss = float(noted.result.loss)
-            except ArgumentError:
-                loss = None
-            rows = sum(noted.result.sizes) * self._replicas
-            record = StepRecord(noted.step, loss, noted.seconds, rows, noted.at_seconds, noted.bubble)
-            self._writer.step(record)
-            if self._line is not None:
-                self._line.add(record)
-        self._noted.clear()
+        while self._noted:
+            noted = self._noted[0]
+            loss = None if noted.loss is None else noted.loss.read()
+            self._hand_over(noted, None if loss is None else float(loss))
+            del self._noted[:1]  # only now: if the wait ends the run, the step has its last chance
+
+    def _hand_over(self, noted: _Noted, loss: float | None) -> None:
+        record = StepRecord(noted.step, loss, noted.seconds, noted.rows, noted.at_seconds, noted.bubble)
+        self._writer.step(record)
+        if self._line is not None:
+            self._line.add(record)
 
     def _tell_trouble(self) -> None:
         if self._writer.trouble is not None and not self._told:
@@ -176,11 +212,15 @@ class Present:
     Attributes:
         step: the training step under way, or the last one.
         ended: whether the pipeline is closed.
+        failure: what raised here since, until the watchdog knows the first cause.
+        is_alone: whether this process drives all ranks.
     """
 
     def __init__(self, world: World, watchdog: Watchdog, devices: tuple[torch.device, ...]) -> None:
         self.step: int | None = None
         self.ended = False
+        self.failure: str | None = None
+        self.is_alone = world.rank is None
         self._number, self._replica = world.number, world.replica
         self._ranks = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._lines = _ranks_of(world)
@@ -190,11 +230,6 @@ class Present:
         self._host = socket.gethostname()
         self._seen: tuple[int | None, Position] | None = None
         self._since = 0.0
-
-    @property
-    def failed(self) -> bool:
-        """Whether this or another rank has failed."""
-        return self._watchdog.failure is not None
 
     def __call__(self) -> Mapping[str, Any]:
         behind, failure = self._watchdog.behind, self._watchdog.failure
@@ -215,7 +250,7 @@ class Present:
             rss_bytes=_rss_bytes(),
             device_bytes=sum(count() for count in self._allocated) if self._allocated else None,
             ended=self.ended,
-            failure=None if failure is None else str(failure),
+            failure=self.failure if failure is None else str(failure),
         )
         return {"state": mine.to_dict(), "heard": self._heard() if self._number == 0 else []}
 
@@ -235,6 +270,16 @@ class Present:
             for number, one in enumerate(self._watchdog.sightings)
             if number != self._number and number in self._lines
         ]
+
+
+def _read_quietly(noted: Sequence[_Noted], losses: list[float | None]) -> None:
+    """Reads losses one after another, as far as they come."""
+    for one in noted:
+        loss = None
+        with contextlib.suppress(Exception):
+            read = None if one.loss is None else one.loss.read_quietly()
+            loss = None if read is None else float(read)
+        losses.append(loss)
 
 
 def _ranks_of(world: World) -> dict[int, tuple[int, tuple[int, ...]]]:

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add, sub
 
 from penstock.balance import UnitCost, counted_again, kept_bytes
 from penstock.schedule import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """What a stage takes while it makes the gradients of its parameters: in the first backward of a step, since an
+    optimizer's `zero_grad` drops them. Each is made while what was kept for it goes.
+
+    Attributes:
+        whole: what the first backward takes while it runs, these gradients included, if it is not split.
+        inputs, weights: the same of the first I, and of the first W.
+        early_bytes: of the gradients that I makes already: of parameters whose gradient cannot wait.
+    """
+
+    whole: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+    early_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,20 +33,41 @@ class Besides:
     """Bytes of a stage, or of a rank.
 
     Attributes:
-        working: what a forward or a backward takes while it runs, at most.
+        working: what a forward or a backward takes while it runs, at most, gradients of parameters apart.
         batch: the model's inputs and the loss's target: of a stage, for one microbatch; of a rank, for the whole step,
             since all are there from its beginning.
+        first: the same as `working` of its first backward, in which gradients of parameters are made.
     """
 
     working: float
     batch: float
+    first: First = First()
 
     @classmethod
-    def of(cls, units: Sequence[UnitCost]) -> Besides:
-        """Those of consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch."""
+    def of(cls, units: Sequence[UnitCost], *, splits: bool = False) -> Besides:
+        """Those of consecutive units as one stage: while one runs, the later ones keep nothing of this microbatch, but
+        for what W needs, if backwards are split.
+        """
         kept = kept_bytes(units)
-        most = max(before + unit.working_bytes for before, unit in zip(kept, units, strict=True))
-        return cls(max(0.0, most - kept[-1]), sum(unit.input_bytes + unit.target_bytes for unit in units))
+        waiting = [unit.waiting_bytes if splits else 0.0 for unit in units]
+        gradients = [unit.gradient_bytes for unit in units]
+        early = [0 if unit.weight_gradient_bytes else size for unit, size in zip(units, gradients, strict=True)]
+        each = [
+            before + unit.working_bytes + later - kept[-1]
+            for before, unit, later in zip(kept, units, _from_each(waiting)[1:], strict=True)
+        ]
+        working = max(0.0, *each)
+        whole, inputs = (max(0.0, *map(add, each, _from_each(made))) for made in (gradients, early))
+        # W goes from the first unit to the last, and frees what waits as it goes
+        made = accumulate(map(sub, gradients, early))
+        gone = accumulate(waiting, initial=0.0)
+        first = First(whole, inputs, working + max(0.0, *map(sub, made, gone)), sum(early))
+        return cls(working, sum(unit.input_bytes + unit.target_bytes for unit in units), first)
+
+
+def _from_each(sizes: Sequence[float]) -> list[float]:
+    """The sum from each on, and 0 behind the last."""
+    return [*accumulate(reversed(sizes), initial=0.0)][::-1]
 
 
 def besides(placement: Placement, microbatches: int, stages: Sequence[Besides]) -> list[Besides]:

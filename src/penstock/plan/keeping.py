@@ -17,6 +17,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.plan.besides import Besides
+from penstock.plan.course import running
 from penstock.schedule import Action, Schedule
 from penstock.schedule.kept import run_again, trips
 from penstock.simulate import StageCost
@@ -46,6 +48,7 @@ class Demand:
         host: to the host's memory and back; None: nothing is offloaded.
         limits: what each rank has.
         again_seconds: what each takes to run its forward again, if it is recomputed; empty: as long as the first time.
+        besides: what each takes while it runs; empty: nothing.
     """
 
     costs: Sequence[StageCost]
@@ -53,6 +56,7 @@ class Demand:
     host: LinkCost | None
     limits: Sequence[float]
     again_seconds: Sequence[float] = ()
+    besides: Sequence[Besides] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,7 @@ class _Group:
         stages: of one copy.
         parts: each of their stages, copies included.
         seconds: of each action of each rank.
+        running: what is there during each of them besides what microbatches keep.
     """
 
     demand: Demand
@@ -192,6 +197,7 @@ class _Group:
     on_rank: Mapping[int, tuple[int, ...]]
     parts: Mapping[int, OfRank]
     seconds: Mapping[int, Floats]
+    running: Mapping[int, Floats]
 
     @classmethod
     def of(cls, schedule: Schedule, demand: Demand, ranks: Sequence[int]) -> _Group:
@@ -203,14 +209,16 @@ class _Group:
             rank: np.array([demand.costs[action.stage % depth].seconds(action.op) for action in work])
             for rank, work in works.items()
         }
-        return cls(demand, tuple(sorted({stage % depth for stage in parts})), on_rank, parts, seconds)
+        more = demand.besides or [Besides(0.0, 0.0)] * depth
+        besides = {rank: running(schedule.rows[rank], demand.costs, more) for rank in ranks}
+        return cls(demand, tuple(sorted({stage % depth for stage in parts})), on_rank, parts, seconds, besides)
 
     def best(self) -> tuple[dict[int, Way], dict[int, float]]:
         """The way of each stage, and what each rank then needs."""
         found = []
         for chosen in _ways(len(self.stages), self.demand.host is not None):
             by_stage = dict(zip(self.stages, chosen, strict=True))
-            needed = {rank: self._peak(stages, by_stage) for rank, stages in self.on_rank.items()}
+            needed = {rank: self._peak(rank, stages, by_stage) for rank, stages in self.on_rank.items()}
             lacks = lacking([*needed.values()], [self.demand.limits[rank] for rank in needed])
             extra = sum(self._extra(rank, s, by_stage) for rank, stages in self.on_rank.items() for s in stages)
             found.append(((lacks, extra, sum(way is not Way.KEEPS for way in chosen)), by_stage, needed))
@@ -230,14 +238,14 @@ class _Group:
     def _plain(self, stage: int) -> StageCost:
         return self.demand.costs[stage % len(self.demand.costs)]
 
-    def _peak(self, stages: Sequence[int], ways: Mapping[int, Way]) -> float:
+    def _peak(self, rank: int, stages: Sequence[int], ways: Mapping[int, Way]) -> float:
         depth, costs = len(self.demand.costs), [self._plain(stage) for stage in stages]
-        constant = sum(cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes for cost in costs)
+        constant = sum(cost.parameter_bytes + cost.optimizer_bytes for cost in costs)
         courses = [
             self.parts[stage].held(ways[stage % depth], cost, self.demand.input_bytes[stage % depth])
             for stage, cost in zip(stages, costs, strict=True)
         ]
-        return constant + float(np.sum(courses, axis=0).max(initial=0.0))
+        return constant + float((np.sum(courses, axis=0) + self.running[rank]).max(initial=0.0))
 
     def _extra(self, rank: int, stage: int, ways: Mapping[int, Way]) -> float:
         """The seconds that a way adds to a rank's work."""

@@ -14,6 +14,7 @@ from penstock.plan.besides import Besides, besides, held_again
 from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
+from penstock.plan.course import kept_peaks
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
@@ -22,7 +23,7 @@ from penstock.plan.sums import sums_end
 from penstock.schedule import Placement, Schedule, generate, generator, in_flight_by_stage
 from penstock.schedule.generators import Numbers
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Links, StageCost, idle, memory, simulate
+from penstock.simulate import Links, StageCost, idle, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +119,10 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
     links = links_between(cluster, devices, _neighbours(placement))
     limits = limits_of(cluster, where.kinds)
-    more, again = besides_of(schedule, units, where)
+    more, again, each = besides_of(schedule, units, where)
     plain = [*where.costs] * placement.pipelines
     timeline = simulate(schedule, plain, links)
     inputs = [units[start].boundary_bytes for start in where.starts]
-    held = memory(schedule, plain, timeline)
     keeping = best_keeping(
         schedule,
         Demand(
@@ -131,8 +131,9 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
             cluster.host_link,
             [limit - one for limit, one in zip(limits, more, strict=True)],
             where.again_seconds,
+            each,
         ),
-        [one.peak for one in held],
+        kept_peaks(schedule, where.costs, each),
     )
     by_way = {way: tuple(s for s, each in enumerate(keeping.ways) if each is way) for way in Way}
     if len(by_way[Way.KEEPS]) < depth:
@@ -151,21 +152,29 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
         tuple(peak + one for peak, one in zip(keeping.peak_bytes, more, strict=True)),
         limits,
         held_bytes=tuple(
-            one.parameters + one.gradients + one.optimizer - twice for one, twice in zip(held, again, strict=True)
+            sum(_held(where.costs[stage % depth]) for stage in stages) - twice
+            for stages, twice in zip(placement.by_rank, again, strict=True)
         ),
         offload=by_way[Way.OFFLOADS],
         devices=() if flat == sorted(flat) else tuple(flat),
     )
 
 
-def besides_of(schedule: Schedule, units: Sequence[UnitCost], where: Cut) -> tuple[list[float], list[float]]:
-    """What each rank needs besides what its stages hold and keep, and what of that they count too often: a tied
-    parameter is there once.
+def besides_of(
+    schedule: Schedule, units: Sequence[UnitCost], where: Cut
+) -> tuple[list[float], list[float], list[Besides]]:
+    """What each rank needs of the batch, less what its stages count too often, since a tied parameter is there once;
+    the latter alone; and what each stage takes while it runs.
     """
     pieces = [units[start:end] for start, end in pairwise([*where.starts, len(units)])]
-    each = besides(schedule.placement, schedule.microbatches, [*map(Besides.of, pieces)])
+    each = [Besides.of(piece, splits=schedule.splits) for piece in pieces]
     again = held_again(schedule.placement, pieces)
-    return [one.working + one.batch - twice for one, twice in zip(each, again, strict=True)], again
+    of_ranks = besides(schedule.placement, schedule.microbatches, each)
+    return [one.batch - twice for one, twice in zip(of_ranks, again, strict=True)], again, each
+
+
+def _held(cost: StageCost) -> float:
+    return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
 
 
 def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:

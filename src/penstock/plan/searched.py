@@ -27,10 +27,15 @@ def searched(
     placement = schedule.placement
     if 3 * placement.stages * schedule.microbatches > MOST_ACTIONS:
         return None
-    room, (more, _) = [], besides_of(schedule, units, where)
+    room, (more, _, besides) = [], besides_of(schedule, units, where)
     for rank, limit in enumerate(limits_of(cluster, where.kinds)):
-        costs = [where.costs[stage % placement.depth] for stage in placement.stages_on(rank)]
-        room.append(limit - more[rank] - sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs))
+        own = [stage % placement.depth for stage in placement.stages_on(rank)]
+        costs = [where.costs[stage] for stage in own]
+        held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
+        running = max(
+            max(besides[s].working, besides[s].first.inputs - besides[s].first.early_bytes) for s in own
+        )  # in any order, with all gradients there
+        room.append(limit - more[rank] - held - running)
     try:
         found = search(
             placement,

@@ -26,8 +26,12 @@ GROWING = (
     "loss_bytes",
     "shared_bytes",
     "target_bytes",
+    "weight_gradient_bytes",
 )
 """What depends on the number of rows. The rest is of the parameters."""
+
+OF_SPLITS = (*SPLIT_SECONDS, "weight_gradient_bytes")
+"""What is measured of split backwards."""
 
 FARTHEST = 2
 """Up to so many times the largest measured size a line through the measurements is trusted."""
@@ -136,16 +140,18 @@ def rows_of(profile: Profile) -> int:
 
 
 def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
-    """Without the times of split backwards of units for which not all sizes have them."""
-    measured = [
-        {index for index, unit in enumerate(profile.units) if unit.split_forward_seconds is not None}
-        for profile in profiles.values()
-    ]
-    first, *others = measured
-    dropped = first.union(*others) - first.intersection(*others)
+    """Without what was measured of split backwards of units for which not all sizes have it."""
+    dropped: set[int] = set()
+    for name in OF_SPLITS:
+        measured = [
+            {index for index, unit in enumerate(profile.units) if getattr(unit, name) is not None}
+            for profile in profiles.values()
+        ]
+        first, *others = measured
+        dropped |= first.union(*others) - first.intersection(*others)
     if not dropped:
         return profiles
-    nothing: dict[str, Any] = dict.fromkeys(SPLIT_SECONDS)
+    nothing: dict[str, Any] = dict.fromkeys(OF_SPLITS)
     return {
         rows: replace(
             profile,
@@ -160,6 +166,8 @@ def _split_alike(profiles: Mapping[int, Profile]) -> Mapping[int, Profile]:
 def _growing(unit: UnitCost) -> dict[str, Any]:
     """What depends on the number of rows, by name."""
     known = {name: getattr(unit, name) for name in GROWING} | {"recompute_seconds": unit.again_seconds}
+    if unit.weight_gradient_bytes is None:  # stays unknown
+        del known["weight_gradient_bytes"]
     return known | {name: getattr(unit.split, name.removeprefix("split_")) for name in SPLIT_SECONDS}
 
 

@@ -82,6 +82,8 @@ def stage_cost(
         action_seconds: what the runtime adds to F, and to B or I. A W of its own is taken to need none.
     """
     activations = kept_bytes(units)[-1]
+    measured = all(unit.weight_gradient_bytes is not None for unit in units)
+    waiting = sum(unit.waiting_bytes for unit in units) if measured else activations
     parameters, gradients, states = counted_again(units)
     return StageCost(
         sum(unit.forward_seconds for unit in units) / speed + action_seconds,
@@ -89,7 +91,7 @@ def stage_cost(
         sum(unit.weight_gradient_seconds for unit in units) / speed,
         output_bytes=output_bytes,
         activation_bytes=activations,
-        weight_gradient_bytes=activations,  # a profile does not say what W needs of it: at most all
+        weight_gradient_bytes=waiting,
         parameter_bytes=sum(unit.parameter_bytes for unit in units) - parameters,
         gradient_bytes=sum(unit.gradient_bytes for unit in units) - gradients,
         optimizer_bytes=sum(unit.optimizer_bytes for unit in units) - states,

@@ -7,22 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.report.colours import WORDS, Kind
-from penstock.schedule.action import OPS, Action, Op
+from penstock.report.colours import Kind
+from penstock.report.said import said_of
+from penstock.schedule.action import OPS
 from penstock.schedule.timeline import Timeline, Track
 
 MOST_MARKS = 6000
 """Beyond so many actions each is a pixel wide or less: pictures show what a rank does most of a pixel's time."""
-
-_OTHERS = {
-    Op.SEND_F: "send activations",
-    Op.RECV_F: "receive activations",
-    Op.SEND_B: "send gradients",
-    Op.RECV_B: "receive gradients",
-    Op.REDUCE_GRAD: "reduce gradients",
-    Op.UNSHARD: "gather parameters",
-    Op.RESHARD: "free gathered parameters",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +56,6 @@ def chunks(track: Track) -> dict[int, int]:
 def has_chunks(timeline: Timeline) -> bool:
     """Whether a rank has several stages."""
     return any(len(chunks(track)) > 1 for track in timeline.tracks)
-
-
-def said_of(action: Action, slices: int = 1) -> str:
-    """An action in words: `forward of microbatch 3, stage 1`."""
-    what = WORDS[Kind.of(action.op)] if action.op.is_compute else _OTHERS[action.op]
-    number = "" if action.microbatch is None else f" of {_number(action, slices)}"
-    peer = "" if action.peer is None else f" {'to' if action.op.is_send else 'from'} stage {action.peer}"
-    return f"{what}{number}, stage {action.stage}{peer}"
-
-
-def _number(action: Action, slices: int) -> str:
-    number = action.microbatch or 0
-    if action.op is Op.REDUCE_GRAD:
-        return f"tie {number}"
-    if slices > 1:
-        return f"slice {number % slices} of microbatch {number // slices}"
-    return f"microbatch {number}"
 
 
 def label_of(number: int, slices: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.report.flows import Message, messages
-from penstock.report.marks import said_of
+from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op
 from penstock.schedule.timeline import Span, Timeline, Track
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
@@ -9,6 +11,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement
+from penstock.words import printable
 
 FORMAT = "penstock run"
 VERSION = 1
@@ -105,25 +108,44 @@ class About:
         if missing := [each.name for each in fields(cls) if each.name not in given]:
             raise ArgumentError(f"{what} is damaged: it misses {', '.join(missing)}")
         values = {each.name: _frozen(given[each.name]) for each in fields(cls)}
-        if odd := [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]:
-            raise ArgumentError(f"{what} is damaged: {odd[0]} is {values[odd[0]]!r}")
+        if odd := [name for name in values if not _is_right(name, values[name])]:
+            raise ArgumentError(f"{what} is damaged: {odd[0]} is {reprlib.repr(values[odd[0]])}")
         for name, parse in (("placement", Placement.parse), ("started", datetime.fromisoformat)):
             try:
                 parse(values[name])
             except ValueError:  # of which ArgumentError is one
-                raise ArgumentError(f"{what} is damaged: {name} is {values[name]!r}") from None
-        return cls(**values)
+                raise ArgumentError(f"{what} is damaged: {name} is {reprlib.repr(values[name])}") from None
+        found = cls(**values)
+        if found.stages.ranks != found.ranks:
+            raise ArgumentError(
+                f"{what} is damaged: ranks is {found.ranks}, and placement {reprlib.repr(found.placement)}"
+            )
+        return found
 
 
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("name", "id", "started", "penstock", "torch", "host", "device", "model", "schedule"), str),
-    **dict.fromkeys(("ranks", "replicas", "processes", "chunks", "microbatches", "rows"), int),
-    **dict.fromkeys(("resumed", "cuts", "units", "parameter_bytes", "gradient_bytes", "activation_bytes"), tuple),
-    "placement": str,
-    "memory_limit": (int, float, type(None)),
-    "total_steps": (int, type(None)),
-}
+_TEXT = ("name", "id", "started", "penstock", "torch", "host", "device", "model", "schedule", "placement")
+_COUNTS = ("ranks", "replicas", "processes", "chunks", "microbatches", "rows")
+_EACH = {"resumed": str, "cuts": str} | dict.fromkeys(("parameter_bytes", "gradient_bytes", "activation_bytes"), int)
+
+
+def _is_right(name: str, value: Any) -> bool:
+    """Whether a value is of its field's kind."""
+    if name in _TEXT:
+        return isinstance(value, str)
+    if name in _COUNTS:
+        return isinstance(value, int) and value >= 1
+    if name == "units":
+        return _all(value, tuple) and all(_all(stage, str) for stage in value)
+    if name in _EACH:
+        return _all(value, _EACH[name])
+    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
+
+
+def _all(value: Any, kind: type) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return printable(value) if isinstance(value, str) else value

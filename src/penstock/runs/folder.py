@@ -38,11 +38,12 @@ def write_whole(path: Path, value: Any) -> None:
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Adds lines to a file. Raises OSError; then the file is as it was before."""
-    with path.open("ab") as file:
-        size = file.tell()
+    left = "".join(lines).encode()
+    with path.open("ab", buffering=0) as file:  # what a buffer kept would be written when it closes, after the cut
+        size = file.seek(0, os.SEEK_END)
         try:
-            file.write("".join(lines).encode())
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, size)

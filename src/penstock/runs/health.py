@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from penstock.runs.records import RankState
-from penstock.words import in_ranges
 
 Health = Literal["computes", "waits", "between steps", "ended", "failed", "silent", "gone"]
 
@@ -49,6 +48,10 @@ def health(
     return "waits" if state.waits_for else "computes"
 
 
+_MOST = 4
+"""Ranks that are told one by one."""
+
+
 def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     """What ended a run, or seems to have, a sentence each: failures, then ranks that are gone or silent."""
     found = []
@@ -56,15 +59,19 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
         found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {failure}")
     for how, words in (("gone", "gone without a word: no such process any more"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:
-            names = in_ranges(f"rank {state.number}" for state in those)
-            found.append(f"{', '.join(names)}: {words}; last heard of{_at(those)}")
+            found += [
+                f"rank {state.number}: {words}; last heard of{_at([state], within=True)}" for state in those[:_MOST]
+            ]
+            if len(those) > _MOST:
+                found.append(f"and {len(those) - _MOST} more that are {how}")
     return found
 
 
-def _at(states: Sequence[RankState]) -> str:
-    """The step that they had come to, if they have said."""
+def _at(states: Sequence[RankState], *, within: bool = False) -> str:
+    """The step that they had come to, if they have said; and if asked, the first one's action."""
     steps = [state.step for state in states if state.step is not None]
-    return f" at step {max(steps):,}" if steps else ""
+    action = f", in {states[0].action}" if within and states[0].action else ""
+    return f" at step {max(steps):,}{action}" if steps else ""
 
 
 def _lives(pid: int) -> bool:

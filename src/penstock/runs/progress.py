@@ -40,8 +40,8 @@ class Progress:
         """Of the steps so far, by number; None if there are none."""
         if not steps:
             return None
-        last, recent = steps[-1], steps[-RECENT - 1 :]
-        gaps = [after.at_seconds - before.at_seconds for before, after in pairwise(recent)]
+        last = steps[-1]
+        gaps = seconds_between(steps[-RECENT - 1 :])
         seconds = median(gaps) if gaps else None
         left = None
         if seconds is not None and total_steps is not None:
@@ -58,6 +58,10 @@ class Progress:
 
     def __str__(self) -> str:
         """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""
+        return self.said()
+
+    def said(self, *, over: bool = False) -> str:
+        """The same in words; of a run that is over, without the time that is left."""
         of = "" if self.total_steps is None else f" of {self.total_steps:,}"
         parts = [f"step {self.step:,}{of}"]
         if self.loss is not None:
@@ -67,9 +71,14 @@ class Progress:
             parts.append(f"{speed} rows/s")
         if self.bubble is not None:
             parts.append(f"bubble {self.bubble:.0%}")
-        if self.left_seconds:
+        if self.left_seconds and not over:
             parts.append(f"{in_time(self.left_seconds)} left")
         return ", ".join(parts)
+
+
+def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
+    """From the end of each step to that of the next: with the optimizer and all else in the loop."""
+    return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
 
 
 def in_time(seconds: float) -> str:

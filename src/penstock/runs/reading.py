@@ -97,6 +97,17 @@ class RunRead:
             raise ArgumentError(f"run {str(self.path)!r} has no timeline of step {step}; there are: {there}")
         return Timeline.from_dict(read_json(file, f"timeline {str(file)!r}"))
 
+    def timelines(self) -> tuple[dict[int, Timeline], list[str]]:
+        """All timelines that are there, by step, and a sentence for each that is damaged, as by a copy cut short."""
+        found: dict[int, Timeline] = {}
+        damaged = []
+        for step in self.timeline_steps():
+            try:
+                found[step] = self.timeline(step)
+            except ArgumentError as error:
+                damaged.append(f"step {step} is left out: {error}")
+        return found, damaged
+
     def schedule(self, step: int) -> Schedule:
         """What the ranks ran in a step whose timeline is there, communication included."""
         rows = [track.actions for track in self.timeline(step).tracks]
@@ -142,7 +153,8 @@ class RunRead:
             given = _read(self.path / RANKS / f"{number}.json")
             if not isinstance(given, dict) or given.get("run") != self.about.id or "at" not in given:
                 continue
-            for heard in given.get("heard", ()):
+            others = given.get("heard")
+            for heard in others if isinstance(others, list) else ():
                 if (state := RankState.from_dict(heard, given["at"])) is not None and state.number not in states:
                     states[state.number] = replace(state, heard=True)
             if (state := RankState.from_dict(given.get("state"), given["at"])) is not None:
@@ -184,9 +196,9 @@ def _read(file: Path) -> Any:
     """What a file of JSON says; None if there is none, or it is something else."""
     try:
         return json.loads(file.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 
 def _fits(given: Any, length: int) -> bool:
-    return isinstance(given, list) and len(given) == length
+    return isinstance(given, list) and len(given) == length and all(isinstance(one, int) for one in given)

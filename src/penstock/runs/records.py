@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, fields
+from types import UnionType
 from typing import Any
+
+from penstock.words import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,13 @@ class StepRecord:
             read = json.loads(line)
             loss = None if read["loss"] is None else float(read["loss"])
             bubble = None if read["bubble"] is None else float(read["bubble"])
-            return cls(
+            found = cls(
                 int(read["step"]), loss, float(read["seconds"]), int(read["rows"]), float(read["at_seconds"]), bubble
             )
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
+        times = (found.seconds, found.at_seconds, found.bubble or 0.0)
+        return found if all(map(math.isfinite, times)) and found.rows >= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +100,24 @@ class RankState:
         """What `to_dict` wrote; None for anything else."""
         try:
             names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
-            values = {name: given[name] for name in names}
+            read = {name: given[name] for name in names}
+            values: dict[str, Any] = {
+                name: printable(value) if isinstance(value, str) else value for name, value in read.items()
+            }
             values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
-            return cls(**values, written=float(written))
-        except (TypeError, KeyError, ValueError):
+            found = cls(**values, written=float(written))
+        except (TypeError, KeyError, ValueError, OverflowError):
             return None
+        right = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
+        times = right and math.isfinite(found.written) and math.isfinite(found.since)
+        return found if times and 0 <= found.pid < 1 << 31 else None
+
+
+_KINDS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("number", "replica", "pid"), int),
+    **dict.fromkeys(("host", "action"), str),
+    **dict.fromkeys(("step", "rss_bytes", "device_bytes"), int | None),
+    "since": int | float,
+    "ended": bool,
+    "failure": str | None,
+}

@@ -5,6 +5,7 @@ Whatever goes wrong with the files is told once, and never ends a run: `trouble`
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -29,10 +30,14 @@ from penstock.runs.folder import (
     set_aside,
     write_whole,
 )
+from penstock.runs.health import SILENT_SECONDS, health
+from penstock.runs.reading import RunRead
 from penstock.runs.records import StepRecord
 
 BEAT_SECONDS = 0.25
 """From one look at what the process does to the next."""
+_FIRST_SECONDS = 0.05
+"""The same, until the folder is seen."""
 STEADY_SECONDS = 1.0
 """How often a process says that it lives if nothing has changed."""
 _MOST_STEPS = 100_000
@@ -66,6 +71,7 @@ class Writer:
         self._files: list[tuple[Path, Callable[[], Any]]] = []
         self._lock = threading.Lock()
         self._there = False
+        self._seen: tuple[int, int] | None = None
         self._said: Mapping[str, Any] = {}
         self._said_at = 0.0
         self._woken, self._ended = threading.Event(), False
@@ -86,18 +92,28 @@ class Writer:
         with self._lock:
             self._files.append((self.path / name, make))
 
-    def end(self) -> None:
-        """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says."""
+    def hurry(self) -> None:
+        """Has the thread write what there is now."""
+        self._woken.set()
+
+    def end(self, seconds: float | None = None) -> None:
+        """Writes what is left and ends the thread. Its last word in ranks/ is what `state` then says.
+
+        Args:
+            seconds: to wait for that at most.
+        """
         if self._ended or os.getpid() != self._pid or self._thread.ident is None:  # which had not begun
             return
         self._ended = True
         self._woken.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
-            last = self._woken.wait(BEAT_SECONDS)
+            self._woken.wait(BEAT_SECONDS if self._there else _FIRST_SECONDS)
+            self._woken.clear()
+            last = self._ended
             self._guarded(self._beat, last)
             also = self._at_end if last else self._each_beat
             if also is not None:
@@ -113,7 +129,7 @@ class Writer:
                 self.trouble = f"{error.filename or self.path}: {error.strerror or error}"
 
     def _beat(self, last: bool) -> None:
-        if not self._is_there():
+        if not self._is_mine():
             return
         with self._lock:
             steps, files = self._steps, self._files
@@ -132,13 +148,20 @@ class Writer:
             self._said, self._said_at = state, now
             write_whole(self.path / RANKS / f"{self._number}.json", {"run": self._id, "at": time.time(), **state})
 
-    def _is_there(self) -> bool:
-        """Whether process 0 has made the folder where this one sees it."""
-        if not self._there:
-            try:
-                self._there = self._id in (self.path / ABOUT).read_text(encoding="utf-8")
-            except OSError:
-                return False
+    def _is_mine(self) -> bool:
+        """Whether process 0 has made the folder, as seen here. Raises OSError if another run has begun there."""
+        about = self.path / ABOUT
+        try:
+            found = about.stat()
+            if self._seen != (found.st_ino, found.st_mtime_ns):
+                is_mine = self._id in about.read_text(encoding="utf-8")
+                if not is_mine and (self._there or self._number == 0):
+                    raise OSError(errno.EBUSY, "another run has begun in this folder", str(self.path))
+                self._there, self._seen = is_mine, (found.st_ino, found.st_mtime_ns)
+        except FileNotFoundError:
+            if self._there:
+                raise
+            return False
         return self._there
 
 
@@ -171,11 +194,19 @@ def earlier_run(path: Path) -> About | None:
     """The run that is in a folder, to be continued or set aside; None if there is none.
 
     Raises:
-        ArgumentError: the folder has a run of another version or tool, or part of one.
+        ArgumentError: the folder has a run of another version or tool, or part of one, or one that another process
+            writes just now.
     """
     what = f"run={str(path)!r}"
     if (path / ABOUT).exists():
-        return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
+        found = About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
+        first = next((one for one in RunRead(path, found).ranks() if one.number == 0), None)
+        if first is not None and first.pid != os.getpid() and health(first) in ("computes", "waits", "between steps"):
+            raise ArgumentError(
+                f"{what}: process {first.pid} on {first.host} writes a run into this folder just now; give each run "
+                f"its own. If that one has ended without a word, it is free {SILENT_SECONDS:.0f} s later"
+            )
+        return found
     if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
         raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; give another folder, or an empty one")
     return None

@@ -31,7 +31,8 @@ class Placement:
     pipelines: int = 1
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or set(self.rank_of) != set(range(self.ranks)):
+        owners = set(self.rank_of)
+        if not (self.ranks == len(owners) >= 1 and min(owners) == 0 and max(owners) == self.ranks - 1):
             raise ArgumentError(
                 f"stages on ranks {self.rank_of} of {self.ranks}: every rank from 0 to {self.ranks - 1}, and no other, "
                 "must own a stage"

@@ -154,6 +154,7 @@ class Timeline(Drawn):
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"the data are not a timeline, as `Timeline.to_dict` writes it: {error!r}") from None
+        refuse_far_numbers(action for track in tracks for action in track.actions)
         return cls(tuple(tracks), bool(data.get("in_turns", False)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,11 +249,23 @@ def _busy_seconds(track: Track) -> float:
     return sum(durations)
 
 
+def refuse_far_numbers(actions: Iterable[Action]) -> None:
+    """Raises ArgumentError if a stage or microbatch is numbered so high that a file must be damaged: tables of all
+    stages and microbatches would fill the memory."""
+    for action in actions:
+        if max(action.stage, action.microbatch or 0) > _MOST_NUMBER:
+            raise ArgumentError(f"{action}: stages and microbatches are expected to be numbered from 0")
+
+
+_MOST_NUMBER = 1_000_000
+
+
 def _track(row: Row, start: Sequence[float], end: Sequence[float], waited: Sequence[float]) -> Track:
     """A track, once its columns have been checked. Looks at no action, which would have to be made."""
     for index, started, ended, blocked in zip(range(len(row)), start, end, waited, strict=True):
-        if ended < started or blocked < 0:
+        if not (-math.inf < started <= ended < math.inf and 0 <= blocked < math.inf):
             raise ArgumentError(
-                f"{row[index]} waited {blocked} s, started at {started} s and ended at {ended} s; expected this order"
+                f"{row[index]} waited {blocked} s, started at {started} s and ended at {ended} s; expected this order, "
+                "and finite numbers"
             )
     return Track(row, array("d", start), array("d", end), array("d", waited))

@@ -28,7 +28,14 @@ SEARCHED = "search"
 def catalogue() -> dict[str, Any]:
     """Every schedule that has a name, and the bounds of questions."""
     known = [
-        {"name": one.name, "rule": one.rule, "chunks": one.chunks, "placement": one.placement, "splits": one.splits}
+        {
+            "name": one.name,
+            "rule": one.rule,
+            "chunks": one.chunks,
+            "placement": one.placement,
+            "splits": one.splits,
+            "comparable": one.slices == 1 and one.placement != "bidirectional",
+        }
         for one in generators()
     ]
     return {"schedules": known, "most": MOST, "most_seconds": MOST_SECONDS, "usual": Question().to_dict()}

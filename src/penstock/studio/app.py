@@ -23,10 +23,12 @@ from penstock.report.frame import base_style
 from penstock.studio import answers, exports, live, opened, reports
 from penstock.studio.guard import HEADERS, Guard
 from penstock.studio.lane import CrowdedError, Lane
-from penstock.studio.library import Library, readable
+from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
 
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+PAGE = "penstock-page"
+"""A header of the page's own questions: what cannot be answered is then an answer as others are."""
 _LONGEST = 4000
 """Characters of an address's question."""
 
@@ -109,7 +111,7 @@ class Studio:
             name, step = given.pop("name", ""), given.pop("step", "")
             _refuse(given)
             path, number = self.library.path(name), whole("step", step) if step else None
-            text = readable(lambda: reports.report(path, number), name)
+            text = self.library.readable(lambda: reports.report(path, number), name)
             return Response(text, media_type="text/html", headers={"Content-Security-Policy": reports.policy(text)})
 
         return await _tried(request, made, self._reporting)
@@ -128,13 +130,13 @@ class Studio:
         _refuse(given)
         number = whole("step", step) if step else None
         path = self.library.path(name)
-        return readable(lambda: opened.opened(path, name, number, what_ifs, picture=picture), name)
+        return self.library.readable(lambda: opened.opened(path, name, number, what_ifs, picture=picture), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
         _refuse(given)
-        path = self.library.path(name)
-        return readable(lambda: live.live(path, place), name)
+        path = self.library.path(name, live.PARTS)
+        return self.library.readable(lambda: live.live(path, place), name)
 
 
 class Guarded:
@@ -178,10 +180,9 @@ async def _tried(request: Request, act: Callable[[], Response], lane: Lane | Non
     """An answer, or why there is none. What has no lane is quick, and waits for nothing."""
     try:
         return await (run_in_threadpool(act) if lane is None else lane.run(request, act))
-    except PenstockError as error:
-        return _json({"error": str(error)}, 400)
-    except CrowdedError as error:
-        return _json({"error": str(error)}, 503)
+    except (PenstockError, CrowdedError) as error:
+        status = 503 if isinstance(error, CrowdedError) else 400
+        return _json({"error": str(error)}, 200 if request.headers.get(PAGE) else status)
 
 
 def _given(request: Request) -> dict[str, str]:

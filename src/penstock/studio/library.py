@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _PIECE = 1 << 20
+_NUMBER = re.compile(r"\d+")
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 _Read = TypeVar("_Read")
 
@@ -33,7 +36,7 @@ class Entry:
 
     Attributes:
         name: its path in the runs folder, with slashes.
-        kind: "run" or "file".
+        kind: "run", "file", or "folder": of files whose names differ by a number, which are opened together.
         modified: in seconds since 1970.
         damage: of a run, why it cannot be read; empty: it can.
     """
@@ -72,11 +75,16 @@ class Library:
                 yield self._entry(folder, "run", damage)
                 folders.clear()
                 continue
-            yield from (
-                self._entry(folder / name, "file")
-                for name in files
-                if name.endswith(SUFFIXES) and not name.startswith(".") and (folder / name).is_file()
-            )
+            there = [name for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
+            there = [name for name in there if self._is_file(folder / name)]
+            if folder != root and len(there) > 1 and len({_NUMBER.sub("#", name) for name in there}) == 1:
+                yield self._entry(folder, "folder")  # of a file for each rank, or each step
+            else:
+                yield from (self._entry(folder / name, "file") for name in there)
+
+    def _is_file(self, path: Path) -> bool:
+        """Whether a file is one that may be opened: none that a link leads to elsewhere."""
+        return path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(self._real_root))
 
     def _damage(self, folder: Path) -> str | None:
         """Why the run in a folder cannot be read; empty: it can; None: there is none, or another tool's."""
@@ -87,9 +95,9 @@ class Library:
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            readable(lambda: read_run(folder), ABOUT)
+            self.readable(lambda: read_run(folder), ABOUT)
         except ArgumentError as error:
-            return str(error).replace(f"{self._real_root}{os.sep}", "")
+            return str(error)
         return ""
 
     def _entry(self, path: Path, kind: str, damage: str = "") -> Entry:
@@ -99,66 +107,74 @@ class Library:
             modified = 0.0
         return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, damage)
 
-    def path(self, name: str) -> Path:
+    def readable(self, read: Callable[[], _Read], name: str) -> _Read:
+        """What `read` returns.
+
+        Raises:
+            ArgumentError: it failed, in whichever way readers of damaged files do. Names are those in the runs folder,
+                so that none says where that is.
+        """
+        try:
+            return read()
+        except PenstockError as error:
+            raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
+        except _DAMAGED as error:
+            raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def path(self, name: str, parts: Sequence[str] | None = None) -> Path:
         """The file or folder of that name.
+
+        Args:
+            parts: of a folder, the files and folders in it that will be read; None: all.
 
         Raises:
             ArgumentError: the name is none, leads out of the runs folder (by itself, or by a link in it), or is of
                 nothing there, of something that is no file, or of too much.
         """
-        parts = name.split("/")
-        if not name or "\0" in name or "\\" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
+        steps = name.split("/")
+        if not name or "\0" in name or "\\" in name or ":" in name or any(step in ("", ".", "..") for step in steps):
             raise ArgumentError(
                 f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
             )
         try:
-            path = self.root.joinpath(*parts).resolve(strict=True)
+            path = self.root.joinpath(*steps).resolve(strict=True)
         except (OSError, ValueError, RuntimeError):
             raise ArgumentError(f"there is no {name[:80]!r} in the runs folder") from None
-        self._inside(path, name)
+        self._inside(path, name, self._real_root)
         if path.is_dir():
-            self._check_folder(path, name)
+            self._check_folder(path, name, parts)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
         elif path.stat().st_size > MOST_BYTES or _unpacks_beyond(path):
             raise _too_large(name)
         return path
 
-    def _check_folder(self, folder: Path, name: str) -> None:
+    def _check_folder(self, folder: Path, name: str, parts: Sequence[str] | None) -> None:
         """A folder whose every file may be read: none leads elsewhere or waits for a writer."""
-        seen = size = 0
-        for place, folders, files in os.walk(folder):
-            for each in (*folders, *files):
-                path = Path(place, each)
-                seen += 1
-                try:
-                    real = path.resolve(strict=True) if path.is_symlink() else path
-                    self._inside(real, name)
-                    size += real.stat().st_size if real.is_file() else 0
-                    if not (real.is_file() or real.is_dir()):
-                        raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
-                except OSError:
-                    continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
+        tops = [folder] if parts is None else [folder / part for part in parts]
+        within = (
+            Path(place, each) for top in tops for place, folders, files in os.walk(top) for each in (*folders, *files)
+        )
+        root, size = self._real_root, 0
+        for seen, path in enumerate(chain(tops, within)):  # what is at the top is checked before it is looked into
+            try:
+                real = path.resolve(strict=True) if path.is_symlink() else path
+                self._inside(real, name, root)
+                size += real.stat().st_size if real.is_file() else 0
+                if not (real.is_file() or real.is_dir()) and real.exists():
+                    raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
+            except OSError:
+                continue  # a file that was replaced just now, or a link to nowhere, which cannot be read either
             if seen > _MOST_SEEN or size > 16 * MOST_BYTES:
                 raise _too_large(name)
 
-    def _inside(self, path: Path, name: str) -> None:
-        if not path.is_relative_to(self._real_root):
+    def _inside(self, path: Path, name: str, root: Path) -> None:
+        if not path.is_relative_to(root):
             raise ArgumentError(f"{name[:80]!r} leads out of the runs folder, so it is not opened")
 
     @property
     def _real_root(self) -> Path:
         return self.root.resolve()
-
-
-def readable(read: Callable[[], _Read], name: str) -> _Read:
-    """What `read` returns. Raises ArgumentError if it fails as readers of damaged files do."""
-    try:
-        return read()
-    except PenstockError:
-        raise
-    except _DAMAGED as error:
-        raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _unpacks_beyond(path: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.report.walkthrough import WORK
 from penstock.runs import About, RankState, RunRead, StepRecord, read_run
+from penstock.runs.folder import ABOUT, RANKS, STEPS
 from penstock.runs.health import Health, health
 from penstock.runs.progress import Progress
 from penstock.runs.reading import joined
@@ -19,7 +20,9 @@ from penstock.words import counted
 
 _MOST_STEPS = 5_000
 """In one answer."""
-_RECENT_BYTES = 32_000
+PARTS = (ABOUT, STEPS, RANKS)
+"""Of a run's folder, what is read here; of timelines only the names."""
+_RECENT_BYTES = 16_000
 """Of the file of steps, which progress is known from."""
 
 

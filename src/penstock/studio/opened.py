@@ -11,6 +11,7 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
+from penstock.explain.reading import SUFFIXES
 from penstock.json_files import read_json
 from penstock.plan import Plan
 from penstock.runs import read_run
@@ -59,6 +60,11 @@ def opened(
         given = read_json(path, repr(name))
         if isinstance(given, dict) and "choice" in given:
             return _of_plan(Plan.from_dict(given, f"plan {name!r}"), name)
+    return _of_trace(path, name, step, what_ifs, picture=picture)
+
+
+def _of_trace(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
+    """A trace in a file, or in the files of a folder."""
     found = _explained(path, _stamp(path), step, tuple(what_ifs))
     bands = of_explanation(found, name).bands if picture else ()
     return _of_step(found, name, found.step.slowest.schedule.name, bands)
@@ -83,7 +89,9 @@ def _explained(path: Path, stamp: float, step: int | None, what_ifs: tuple[str, 
 def _of_folder(path: Path, name: str, step: int | None, what_ifs: Sequence[str], *, picture: bool) -> dict[str, Any]:
     """The folder of a run, whose schedule is known by name: on one rank all orders look alike."""
     if not (path / ABOUT).exists():
-        raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
+        if not any(one.name.endswith(SUFFIXES) for one in path.iterdir()):
+            raise ArgumentError(f"{name!r} is a folder without a run; open a run, or a file in it")
+        return _of_trace(path, name, step, what_ifs, picture=picture)
     run = read_run(path)
     try:
         found = _explained(path, _stamp(path), step, tuple(what_ifs))

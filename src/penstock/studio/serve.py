@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import ArgumentError
 from penstock.studio.app import Studio
@@ -15,7 +17,35 @@ from penstock.studio.guard import Guard, is_loopback
 from penstock.studio.library import Library
 
 _AT_ONCE = 64
-"""Requests; more are refused until some have been answered."""
+"""Connections; more are refused until some have been closed."""
+_PATIENCE_SECONDS = 10.0
+"""For the next request of a connection."""
+
+
+class Impatient(H11Protocol):
+    """Connections whose requests come within seconds: others are closed, so that they keep nobody else out."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._answered: object = None
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._look = self.loop.call_later(_PATIENCE_SECONDS, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        busy = self.cycle is not None and not self.cycle.response_complete
+        if self.transport.is_closing():
+            return
+        if not busy and self.cycle is self._answered:
+            self.transport.close()
+        else:
+            self._answered = self.cycle
+            self._look_again()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._look.cancel()
+        super().connection_lost(exc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +65,7 @@ class Server:
         """What serves, to be run with `sockets=[self.socket]`."""
         config = uvicorn.Config(
             Studio(self.library, self.guard).app(),
+            http=Impatient,
             log_level="warning",
             access_log=False,
             server_header=False,

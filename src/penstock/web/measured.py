@@ -8,9 +8,11 @@ from typing import Any
 from penstock.explain import Explanation
 from penstock.report.text import TURNS
 from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost
 from penstock.simulate.figures import title
+from penstock.web import memory_curves
 from penstock.web.page_data import band
-from penstock.web.shown import Figure, Idle, Improvement, Shown, duration
+from penstock.web.shown import Figure, Held, Idle, Improvement, Shown, duration
 from penstock.words import counted
 
 PREDICTED = "pipeline, predicted"
@@ -22,23 +24,28 @@ _IDLE_NOTE = (
 )
 
 
-def of_explanation(found: Explanation, name: str) -> Shown:
+def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = ()) -> Shown:
     """What `penstock explain` found of a step.
 
     Args:
         name: of the file or folder.
+        costs: what each stage keeps; empty: nobody knows.
     """
     step = found.step
     slowest = step.slowest
+    held = memory_curves.by_stages(costs, slowest.schedule, slowest.timeline) if costs else []
+    curves = memory_curves.drawn(held) if held else None
     return Shown(
         title=title(slowest.schedule),
         headings=tuple(_headings(found, name)),
         warnings=found.run.notes,
         figures=tuple(figures_of(found)),
-        bands=(band(_measured(found), slowest.timeline, slowest.schedule), *compared(found)),
+        bands=(band(_measured(found), slowest.timeline, slowest.schedule, memory=curves), *compared(found, costs)),
         idle=idle_of(found),
         improvements=tuple(improvements_of(found)),
         nothing_better=nothing_better(found),
+        memory=tuple(Held(rank, one.peak, None, "predicted") for rank, one in enumerate(held)),
+        memory_note="Predicted by what the profile says that stages keep." if held else "",
         numbers=found.to_dict(),
     )
 
@@ -54,11 +61,21 @@ def _measured(found: Explanation) -> str:
     return f"measured, step {found.step.number}" if len(found.run.steps) > 1 else "measured"
 
 
-def compared(found: Explanation) -> list[dict[str, Any]]:
+def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
     """What the measured timeline is compared with: the prediction, or else the same order with everything alike."""
     schedule = found.step.slowest.schedule
     if found.predicted is not None:
-        return [band("predicted", found.predicted, schedule, note="by what the plan or profile said of each stage")]
+        held = memory_curves.by_stages(costs, schedule, found.predicted) if costs else []
+        curves = memory_curves.drawn(held) if held else None
+        return [
+            band(
+                "predicted",
+                found.predicted,
+                schedule,
+                memory=curves,
+                note="by what the plan or profile said of each stage",
+            )
+        ]
     return [band("if all were even", found.even, schedule, note="stages, ranks and microbatches alike")]
 
 
@@ -101,7 +118,7 @@ def improvements_of(found: Explanation) -> list[Improvement]:
     error = _error(found)
     certain = [one for one in found.changes if one.gain > found.change_error]
     ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
-    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note) for one in ordered]
+    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note, one.mends) for one in ordered]
 
 
 def _error(found: Explanation) -> str:

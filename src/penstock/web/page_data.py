@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.report.said import sentences
 from penstock.schedule import Action, Dependencies, Op, Row, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory
@@ -38,7 +39,7 @@ class Order:
     """What a band shows of its schedule, whatever actions take.
 
     Attributes:
-        ranks: for each rank op, stage and microbatch of each action, and what it needs.
+        ranks: for each rank op, stage, microbatch and peer of each action, and what it needs.
         places: for each rank where an action stands.
     """
 
@@ -50,7 +51,13 @@ class Order:
         """Of what each rank ran. `schedule`: None: nothing is known of who waits for whom."""
         needs = [None] * len(rows) if schedule is None else _needs(schedule.with_rows(rows))
         columns = [
-            {"op": column(row.op), "stage": column(row.stage), "microbatch": column(row.microbatch), "needs": need}
+            {
+                "op": column(row.op),
+                "stage": column(row.stage),
+                "microbatch": column(row.microbatch),
+                "peer": column(row.peer) if any(peer >= 0 for peer in row.peer) else None,
+                "needs": need,
+            }
             for row, need in zip(rows, needs, strict=True)
         ]
         return cls(columns, [{action: place for place, action in enumerate(row)} for row in rows])
@@ -99,7 +106,7 @@ def band(
         for rank, track in enumerate(timeline.tracks)
     ]
     slices = 1 if schedule is None else schedule.slices
-    return {"name": name, "note": note, "slices": slices, "ranks": ranks}
+    return {"name": name, "note": note, "slices": slices, "said": sentences(slices), "ranks": ranks}
 
 
 def curve(held: Memory, limit: float | None = None, *, unit: str = "bytes", label: str = "") -> dict[str, Any]:

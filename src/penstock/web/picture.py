@@ -58,7 +58,8 @@ def write_picture(page: str, path: Path, width: int = 1280) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, drawn = Path(folder) / "page.html", Path(folder) / "page.png"
         head, end, rest = page.rpartition("</body>")
-        source.write_text(head + _TELLS_HEIGHT + end + rest, encoding="utf-8")
+        whole = head.replace("<html", "<html data-picture", 1)
+        source.write_text(whole + _TELLS_HEIGHT + end + rest, encoding="utf-8")
         own = (found, *_FLAGS, f"--user-data-dir={folder}/profile")
         text = _run([*own, f"--window-size={width},900", "--dump-dom", source.as_uri()], path)
         height = re.search(r'data-height="(\d+)"', text)

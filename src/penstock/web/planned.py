@@ -9,6 +9,7 @@ from penstock.plan.predict import order_of
 from penstock.schedule import Schedule
 from penstock.simulate import StageCost, simulate
 from penstock.simulate.figures import title
+from penstock.web import memory_curves
 from penstock.web.page_data import band
 from penstock.web.shown import Figure, Held, Idle, Shown, duration
 from penstock.words import counted, sized
@@ -16,6 +17,12 @@ from penstock.words import counted, sized
 _NOTE = (
     "A plan keeps what each stage takes, not its parts: the timeline divides that evenly into F, I and W, and has no "
     "messages. The figures are the plan's own."
+)
+
+
+_CURVE = (
+    " The curves lead from what it holds all the time to that, as it holds more and fewer microbatches, taken to be "
+    "alike."
 )
 
 
@@ -29,6 +36,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
     parts = [seconds / 3 for seconds in plan.stage_seconds]
     costs = [StageCost(part, part, part) for part in parts] * schedule.placement.pipelines
     timeline = simulate(schedule, costs)
+    curves = memory_curves.of_plan(plan, schedule, timeline)
     limits = [None if math.isinf(limit) else limit for limit in plan.limit_bytes]
     held = tuple(
         Held(rank, peak, limit, "predicted")
@@ -47,10 +55,10 @@ def of_plan(plan: Plan, name: str) -> Shown:
             Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, the fullest"),
         ),
         warnings=(_NOTE,),
-        bands=(band("predicted", timeline, schedule, note="roughly, without messages"),),
+        bands=(band("predicted", timeline, schedule, memory=curves, note="roughly, without messages"),),
         idle=_idle(plan),
         memory=held,
-        memory_note="Predicted: the most that a rank needs at once.",
+        memory_note=f"Predicted: the most that a rank needs at once.{_CURVE if curves else ''}",
         facts_head="What is planned",
         facts=tuple(_facts(plan)),
         numbers=plan.to_dict(),

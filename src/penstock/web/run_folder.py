@@ -13,6 +13,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation
 from penstock.runs import Predicted, RunRead, StepRecord
 from penstock.runs.health import health, troubles
+from penstock.runs.progress import seconds_between
 from penstock.schedule import Schedule
 from penstock.simulate.columns import Columns
 from penstock.web.measured import (
@@ -59,9 +60,9 @@ def of_run(
     bands: list[dict[str, Any]] = []
     memory: list[Held] = []
     warnings = [*doubts, *(found.run.notes if found else ())]
-    if step is None:
+    if step is None and not doubts:
         warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
-    else:
+    if step is not None:
         timeline = run.timeline(step)
         if timeline.in_turns:
             warnings.append(TURNS_NOTE)
@@ -102,11 +103,16 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
     figures = []
     later = steps[1:] or steps  # the first step sets things up
     if later:
-        seconds = median(one.seconds for one in later)
-        rate = median(one.rows / one.seconds for one in later if one.seconds) if seconds else math.nan
+        inside = median(one.seconds for one in later)
+        gaps = seconds_between(steps)
+        seconds = median(gaps) if gaps else inside
         figures += [
-            Figure("speed", f"{rate:,.4g} rows/s", "median over steps"),
-            Figure("a step takes", duration(seconds), f"median of {len(later):,}"),
+            Figure("speed", f"{later[-1].rows / seconds if seconds else math.nan:,.4g} rows/s", "from step to step"),
+            Figure(
+                "a step takes",
+                duration(inside),
+                f"median of {len(later):,}, in Pipeline.step; {duration(seconds)} from end to end",
+            ),
         ]
     losses = [one for one in steps if one.loss is not None]
     if losses:
@@ -172,13 +178,13 @@ def _courses(steps: Sequence[StepRecord]) -> list[Course]:
     losses = [one.loss if one.loss is not None and math.isfinite(one.loss) else None for one in steps]
     found = [Course("loss", numbers, losses)] if any(one is not None for one in losses) else []
     if len(steps) > 1:
-        found.append(Course("seconds a step", numbers, [one.seconds for one in steps], "s"))
+        found.append(Course("seconds in Pipeline.step", numbers, [one.seconds for one in steps], "s"))
     return found
 
 
 def _peaks(run: RunRead) -> list[Course]:
     """The most that a device had allocated in each step of which that was measured, if it was of several."""
-    steps = run.timeline_steps()
+    steps = list(run.timelines()[0])
     every = ([max(one.bytes, default=0) for one in run.memory(step) if one.measured] for step in steps)
     found = [(step, max(peaks)) for step, peaks in zip(steps, every, strict=True) if peaks]
     if len(found) < 2:

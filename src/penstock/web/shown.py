@@ -19,12 +19,16 @@ class Figure(NamedTuple):
 
 
 class Improvement(NamedTuple):
-    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is."""
+    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is.
+
+    `mends`: it sets right what is uneven; otherwise it is another way to run.
+    """
 
     gain: str
     error: str
     text: str
     note: str
+    mends: bool
 
 
 @dataclass(frozen=True, slots=True)

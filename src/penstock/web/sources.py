@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.balance import Profile
 from penstock.errors import ArgumentError
-from penstock.explain import Explanation, Predicted, Run, explain, read_run, run_of
+from penstock.explain import Predicted, Run, explain, read_run, run_of
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost
 from penstock.web.measured import in_turns, of_explanation
+from penstock.web.memory_curves import stages_of
 from penstock.web.planned import of_plan
 from penstock.web.run_folder import of_run
 from penstock.web.shown import Shown
@@ -33,6 +36,7 @@ def shown(
     prediction: Prediction = lambda _: None,
     *,
     other_prediction: bool = False,
+    profile: Profile | None = None,
 ) -> Shown:
     """What a report shows of these files or this folder.
 
@@ -41,6 +45,7 @@ def shown(
         step: which step; None: the one whose time is the median.
         prediction: of the run, to compare with.
         other_prediction: whether that is to be shown rather than what a run's folder has of its own.
+        profile: of the model, which says what stages keep, for traces that do not tell memory.
 
     Raises:
         ArgumentError: they are none of these, or have no such step.
@@ -55,27 +60,33 @@ def shown(
     if turns:
         return in_turns(turns, first.name)
     names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return of_explanation(_explained(paths, step, prediction), names)
+    return _explained(paths, step, prediction, profile, names)
 
 
-def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction) -> Explanation:
+def _explained(
+    paths: Sequence[Path], step: int | None, prediction: Prediction, profile: Profile | None, names: str
+) -> Shown:
     run = run_of(read_run(paths))
-    return explain(run, step=step, predicted=prediction(run))
+    predicted = prediction(run)
+    found = explain(run, step=step, predicted=predicted)
+    costs: Sequence[StageCost] = ()
+    if profile is not None and predicted is not None and not predicted.unlikely([one.seconds for one in found.stages]):
+        costs = stages_of(profile, predicted)
+    return of_explanation(found, names, costs)
 
 
 def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_prediction: bool) -> Shown:
     run = read_folder(path)
-    recorded = run.timeline_steps()
-    if step is not None and step not in recorded:
-        run.timeline(step)  # says which there are
-    if not recorded:
-        return of_run(run, None, None)
-    if any(run.timeline(one).in_turns for one in recorded):
-        return of_run(run, None, recorded[-1] if step is None else step)
+    timelines, damaged = run.timelines()
+    if step is not None and step not in timelines:
+        run.timeline(step)  # says which there are, or what is wrong with it
+    last = max(timelines, default=None) if step is None else step
+    if last is None or any(one.in_turns for one in timelines.values()):
+        return of_run(run, None, last, damaged)
     try:
         known = run_of(read_run([path]))
     except ArgumentError as error:  # a crash may have left no step whole
-        return of_run(run, None, recorded[-1] if step is None else step, (str(error),))
+        return of_run(run, None, last, (*damaged, str(error)))
     found = explain(known, step=step, predicted=prediction(known))
     return of_run(run, found, found.step.number, other_prediction=other_prediction)
 

@@ -107,6 +107,7 @@ def measure(
 def _with_taken(costs: Sequence[UnitCost], found: Mapping[int, Run | Like]) -> tuple[UnitCost, ...]:
     """The units with what they really take, where that is more than what autograd says that it keeps."""
     taken: dict[tuple[int, bool], Footprint | None] = {}
+    late: dict[int, int | None] = {}
     changed = []
     for index, cost in enumerate(costs):
         unit, is_last = run_of(found, index), index == len(costs) - 1
@@ -115,6 +116,8 @@ def _with_taken(costs: Sequence[UnitCost], found: Mapping[int, Run | Like]) -> t
             taken[key] if (key := (id(unit), loss)) in taken else taken.setdefault(key, unit.taken(with_loss=loss))
             for loss in (False, is_last)
         )
+        waits = late[id(unit)] if id(unit) in late else late.setdefault(id(unit), unit.waiting_bytes())
+        cost = replace(cost, weight_gradient_bytes=waits)
         changed.append(cost if own is None or whole is None else _at_least(cost, own, whole))
     return tuple(changed)
 

@@ -111,6 +111,7 @@ class RunningUnit:
         self._module = copy.deepcopy(stage.module, memo).to(device)
         self._own = {storage_of(t) for t in (*self._module.parameters(), *self._module.buffers())}
         self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        self._splits = splits
         self._splitting: Splitting | None = None
         if splits is not None and self._trained:
             self._splitting = splits(lambda: dict(self._module.named_parameters()), self._module, device)
@@ -175,6 +176,24 @@ class RunningUnit:
                 torch.autograd.backward(edges, [seed.fill_(1) for seed in made])
 
         return really_taken(self._device, forward, backward)
+
+    def waiting_bytes(self) -> int | None:
+        """What the first part of a split backward leaves for the second; None if that is not measured."""
+        if self._splits is None:
+            return None
+        if self._splitting is None:
+            return 0  # all is done in the first part
+        passing: list[Passing] = []
+
+        def first_part() -> None:
+            passing.append(self.forward(self.inputs, Backward.SPLIT))
+            passing[0].backward()
+
+        def second_part() -> None:
+            passing[0].weights()
+
+        found = really_taken(self._device, first_part, second_part)
+        return None if found is None else found.kept
 
     def learn(self) -> None:
         """Runs a first split backward, which shows what can be put off. Comes before any that is timed."""

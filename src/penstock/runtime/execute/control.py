@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -59,7 +60,7 @@ class Control:
         self.groups: Groups | None = None
         self.staging: Staging | None = None
         self._departures: Staging | None = None
-        self._losses: deque[Callable[[], None]] = deque()
+        self._losses: deque[Arriving] = deque()
         self._agreed = False
         self.line = tuple(number for number in world.numbers if number != world.number)
         self.others = tuple(number for number in range(len(world.everyone)) if number != world.number)
@@ -132,17 +133,17 @@ class Control:
     def sends_late(self) -> bool:
         return self._departures is not None
 
-    def broadcast_sum(self, value: Tensor) -> Callable[[], None]:
-        """Starts to sum a small CPU tensor, in place, over all processes. Returns a function that waits for it."""
+    def broadcast_sum(self, value: Tensor) -> Arriving:
+        """Starts to sum a small CPU tensor, in place, over all processes."""
         assert self.groups is not None
         self._keep_few()
         return self._kept(all_reduce([value], self.groups.everyone), self.others)
 
     def send_late(
         self, terms: Message, start: Callable[[Groups, Message], Pending], sources: tuple[int, ...]
-    ) -> Callable[[], None]:
+    ) -> Arriving:
         """Sends a loss from the device, for which the host does not wait: a thread does, and calls `start` with copies
-        on the host. Returns a function that waits until the loss is here.
+        on the host.
 
         Args:
             start: starts what all ranks do together in `Groups.losses`.
@@ -158,13 +159,9 @@ class Control:
         while self._losses:
             self._losses.popleft()()
 
-    def _kept(self, pending: Pending, sources: tuple[int, ...]) -> Callable[[], None]:
-        def wait() -> None:
-            with self.waiting_for("the loss", sources):
-                pending.wait()
-
-        self._losses.append(wait)
-        return wait
+    def _kept(self, pending: Pending, sources: tuple[int, ...]) -> Arriving:
+        self._losses.append(Arriving(self, "the loss", sources, (pending,)))
+        return self._losses[-1]
 
     def _keep_few(self) -> None:
         while len(self._losses) >= BROADCASTS_IN_FLIGHT:
@@ -290,9 +287,10 @@ class Control:
 
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
+        position = self.watchdog.position
+        self.watchdog.raised(Failure.of(self.world.number, position.action or None, error))
         if self._agreed:
             return error
-        position = self.watchdog.position
         if isinstance(error, PipelineFailure) or self.world.is_local:
             self.watchdog.position = OUTSIDE
             if position.action and not isinstance(error, PipelineFailure):
@@ -320,6 +318,26 @@ class Control:
         if self._departures is not None:
             self._departures.close()
         self.watchdog.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """What other ranks send. A call waits for it, and the watchdog knows.
+
+    Attributes:
+        what, sources: for the watchdog.
+        pending: waits for it and tells nobody.
+    """
+
+    control: Control
+    what: str
+    sources: tuple[int, ...]
+    pending: Sequence[Pending]
+
+    def __call__(self) -> None:
+        with self.control.waiting_for(self.what, self.sources):
+            for one in self.pending:
+                one.wait()
 
 
 def _failure_of(watchdog: Watchdog, error: BaseException) -> BaseException:

@@ -17,7 +17,7 @@ from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.allocated import noting_allocated
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
-from penstock.runtime.execute.control import Control
+from penstock.runtime.execute.control import Arriving, Control
 from penstock.runtime.execute.program import BoundAction, Feed, Program, on_device, run_actions, run_timed
 from penstock.runtime.execute.progress import Progress, has_events
 from penstock.runtime.execute.ranges import is_profiling, ranged
@@ -352,18 +352,12 @@ class Engine:
             wait()
         return [int(number) for number in buffer.tolist()]
 
-    def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Callable[[], None]:
-        """Starts to copy a small CPU tensor from one rank to all, in place. Returns a function that waits for it."""
+    def broadcast(self, value: Tensor, source_rank: int, what: str = "the loss") -> Arriving:
+        """Starts to copy a small CPU tensor from one rank to all, in place."""
         source = () if source_rank in self.ranks else (self.world.numbers[source_rank],)
         with self.control.waiting_for(what, source or self.control.line):  # for earlier ones, if many are in flight
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
-
-        def wait() -> None:
-            with self.control.waiting_for(what, source):
-                for one in pending:
-                    one.wait()
-
-        return wait
+        return Arriving(self.control, what, source, pending)
 
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and releases the process groups."""

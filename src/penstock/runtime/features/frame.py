@@ -35,7 +35,8 @@ class Frame(nn.Module):
         self.__dict__.update(_modules=code._modules, _parameters=code._parameters, _buffers=code._buffers)
 
     def forward(self, run: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
-        return run(*args)
+        outputs = run(*args)
+        return [_not_a_view(output) for output in outputs] if isinstance(self, FSDPModule) else outputs
 
     def adopt(self, module: nn.Module) -> None:
         """Makes the code of another recording of this stage use the frame's parameters."""
@@ -47,6 +48,11 @@ class Frame(nn.Module):
             holder, own = module.get_submodule(path), _submodule(self, path)
             if own is not None and own is not holder and name in own._parameters:
                 holder.__dict__["_parameters"] = own._parameters
+
+
+def _not_a_view(output: Tensor) -> Tensor:
+    """`fully_shard` puts a hook on each output, and an update in place, in a loss say, would take it off a view."""
+    return output.clone() if output._base is not None and output.requires_grad else output
 
 
 class Sharded:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections import deque
 from collections.abc import Mapping
 
@@ -36,6 +37,7 @@ class Broadcasts:
         self._rank = rank
         self._lines = dict(lines)
         self._arriving: dict[int, deque[Broadcast]] = {peer: deque() for peer in lines}
+        self._lock = threading.Lock()
 
     def start(self, value: Tensor, source_rank: int) -> Broadcast:
         """Starts to copy a contiguous float64 tensor on the CPU, in place, from one rank to all."""
@@ -47,13 +49,18 @@ class Broadcasts:
                     line.sendall(value.numpy().tobytes())
             return broadcast
         arriving = self._arriving[source_rank]
-        while len(arriving) >= BROADCASTS_IN_FLIGHT:
-            self.receive(source_rank)
+        if len(arriving) >= BROADCASTS_IN_FLIGHT:
+            arriving[-BROADCASTS_IN_FLIGHT].wait()
         arriving.append(broadcast)
         return broadcast
 
-    def receive(self, source_rank: int) -> None:
-        """Waits for the oldest value in flight from a rank: values from one rank arrive in order."""
+    def receive(self, awaited: Broadcast, source_rank: int) -> None:
+        """Waits until a value from a rank has arrived. They arrive in order, whichever thread waits."""
+        with self._lock:
+            while not awaited.here:
+                self._receive_next(source_rank)
+
+    def _receive_next(self, source_rank: int) -> None:
         broadcast = self._arriving[source_rank][0]
         data = bytearray(receive_exactly(self._lines[source_rank], broadcast.value.numel() * broadcast.value.itemsize))
         broadcast.value.copy_(torch.frombuffer(data, dtype=broadcast.value.dtype).view_as(broadcast.value))
@@ -62,9 +69,9 @@ class Broadcasts:
 
     def close(self) -> None:
         """Waits for values in flight, and closes the sockets."""
-        for source_rank, arriving in self._arriving.items():
-            while arriving:
-                self.receive(source_rank)
+        for arriving in self._arriving.values():
+            if arriving:
+                arriving[-1].wait()
         for line in self._lines.values():
             line.close()
 
@@ -80,5 +87,5 @@ class Broadcast:
 
     def wait(self) -> None:
         """Waits until the value has arrived."""
-        while not self.here:
-            self._broadcasts.receive(self._source)
+        if not self.here:
+            self._broadcasts.receive(self, self._source)

@@ -37,6 +37,7 @@ from penstock.runtime.processes.launcher import Launcher
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 1.0
 _INTERRUPTED_SECONDS = 0.3  # instead of either, if Ctrl-C ends this rank: it most likely ends the others too
 
 
@@ -58,6 +59,9 @@ class Watchdog:
         offset: from this host's clock to that of rank 0's.
         sightings: each rank as its last beat showed it, at most a beat or two old.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
+        raised: called if something raised here, before the others are told; that may not be what ends the run.
+        last_words: called before this process is ended because of a failure, on any thread. Like `raised` it takes a
+            moment at most.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class Watchdog:
         self._warned_seconds = 0.0
         self.sightings: Sequence[Sighting] = [Sighting()] * ranks
         self.partners: Sequence[int] = ()
+        self.raised: Callable[[Failure], object] = _nothing
+        self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
     @classmethod
@@ -320,9 +326,10 @@ class Watchdog:
 
     def _stop(self, failure: Failure) -> None:
         say(self._words(failure))
-        flush = threading.Thread(target=_flush, daemon=True)
-        flush.start()
-        flush.join(1.0)  # a stuck reader of our output must not hold us up
+        for act in (_flush, self.last_words):
+            thread = threading.Thread(target=act, daemon=True)
+            thread.start()
+            thread.join(_LAST_WORDS_SECONDS)  # a stuck reader of our output, or a disk, must not hold us up
         self._await_others()
         self._leave(1)
 
@@ -343,6 +350,7 @@ class Watchdog:
             return
         if self.failure is not None:  # destructors of a broken process group may wait for ranks that are gone
             _flush()
+            self.last_words()
             self._await_others()
             self._leave(1)
         self.close()
@@ -359,6 +367,10 @@ class Watchdog:
                     f"rank {self._rank} has reached the end of its program, and has waited {now - began:.0f} s for "
                     f"{name_ranks(ranks)} to close the pipeline"
                 )
+
+
+def _nothing(*_: object) -> None:
+    """Nobody records the run."""
 
 
 def _caught_up() -> None:

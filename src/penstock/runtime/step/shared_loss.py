@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.runtime.execute.control import Arriving
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.transport.distributed import all_reduce, broadcast_from
@@ -40,6 +41,7 @@ class SharedLoss:
         """Those of all parts."""
         self.waits: list[Callable[[], None]] = []
         """Each returns when one of the buffers is here; none is left once all are."""
+        self._arriving: list[Pending] = []
 
     def fill(self, terms: Message) -> list[Tensor]:
         """Makes the buffers that travel. For each part one row per term: the value, and 1 + the number of its dtype.
@@ -56,6 +58,11 @@ class SharedLoss:
         self._buffers = [part.clone() for part in torch.split(rows, self._lengths)]
         return self._buffers
 
+    def expect(self, arriving: Arriving) -> None:
+        """Reading waits for this, too."""
+        self.waits.append(arriving)
+        self._arriving += arriving.pending
+
     @property
     def is_here(self) -> bool:
         """Whether `read` waits neither for another rank nor for a device."""
@@ -65,7 +72,19 @@ class SharedLoss:
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
         while self.waits:
-            self.waits.pop()()
+            self.waits[-1]()
+            self.waits.pop()  # only now: another thread may look
+        self._arriving.clear()
+        return self._total()
+
+    def read_quietly(self) -> Tensor | None:
+        """What `read` returns, for a thread of a run that has failed: no watchdog hears of its waits. They may raise,
+        or never end."""
+        for one in [*self._arriving]:
+            one.wait()
+        return self._total()
+
+    def _total(self) -> Tensor | None:
         total: Tensor | None = None
         buffers = self.fill(self.terms) if self._buffers is None else self._buffers
         for value, dtype in (slot for buffer in buffers for slot in buffer.tolist()):
@@ -91,10 +110,10 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
     if engine.control.sends_late:
         sources = tuple(engine.world.numbers[rank] for rank in parts if rank not in engine.ranks)
         start = partial(_broadcast, tuple(parts), shared)
-        shared.waits.append(engine.control.send_late(shared.terms, start, sources))
+        shared.expect(engine.control.send_late(shared.terms, start, sources))
     else:
         for rank, buffer in zip(parts, shared.fill(shared.terms), strict=True):
-            shared.waits.append(engine.broadcast(buffer, rank))
+            shared.expect(engine.broadcast(buffer, rank))
     return shared
 
 
@@ -118,9 +137,9 @@ def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLo
             terms[first + numbers.start : first + numbers.stop] = bound.head.terms(numbers)
     shared, control = SharedLoss([terms], world.data_parallel), engine.control
     if control.sends_late:
-        shared.waits.append(control.send_late(shared.terms, partial(_sum, shared), control.others))
+        shared.expect(control.send_late(shared.terms, partial(_sum, shared), control.others))
     else:
-        shared.waits.append(control.broadcast_sum(shared.fill(shared.terms)[0]))
+        shared.expect(control.broadcast_sum(shared.fill(shared.terms)[0]))
     return shared
 
 

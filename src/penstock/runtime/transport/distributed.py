@@ -255,8 +255,8 @@ class _Broadcast:
         self._work: dist.Work | None = dist.broadcast(buffer, group=group, group_src=source, async_op=True)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+        if (work := self._work) is not None:
+            work.wait()
             self._work = None
 
 

@@ -114,5 +114,5 @@ class Departed:
 
     def wait(self) -> None:
         self._left.wait()
-        while self._started:
-            self._started.pop().wait()
+        for started in self._started:
+            started.wait()

@@ -13,9 +13,10 @@ export function make(tag, properties = {}, ...children) {
 
 /** The answer of the server to a question. Throws an Error with its reason. */
 export async function ask(path, given = {}, signal = undefined) {
-  const response = await fetch(`${path}?${asked(given)}`, { signal });
+  // with this header, what cannot be answered is no failure, which a browser would note on its console
+  const response = await fetch(`${path}?${asked(given)}`, { signal, headers: { "Penstock-Page": "yes" } });
   const answer = await response.json();
-  if (!response.ok) throw new Error(answer.error ?? `${response.status} ${response.statusText}`);
+  if (!response.ok || answer.error) throw new Error(answer.error ?? `${response.status} ${response.statusText}`);
   return answer;
 }
 

@@ -23,7 +23,11 @@ export function watch(element, name, signal, renewed) {
     if (document.hidden && id !== null) return;
     try {
       const now = await ask("api/live", { name, place }, signal);
-      if (now.id !== id || now.place < place) [steps, held, recorded] = [[], [], now.recorded];
+      if (id !== null && (now.id !== id || now.place < place)) { // another run began here, or this one was resumed
+        [id, place, steps, held] = [null, 0, [], []];
+        return look();
+      }
+      if (id === null) recorded = now.recorded;
       id = now.id;
       place = now.place;
       const first = now.steps[0]?.step ?? Infinity; // a run that is resumed writes steps again
@@ -49,7 +53,7 @@ export function watch(element, name, signal, renewed) {
       figure("Loss", known ? digits(Number(known.loss ?? NaN)) : "–", "", "loss"),
       figure("Rows per second", digits(known?.rows_per_second), known?.seconds ? `a step takes ${seconds(known.seconds)}` : "", "speed"),
       bubble(now),
-      figure("Time left", seconds(known?.left_seconds), "", "left"),
+      figure("Time left", alive ? seconds(known?.left_seconds) : "–", "", "left"),
     );
     ranks(table, now);
     charts.replaceChildren(

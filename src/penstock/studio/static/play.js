@@ -45,10 +45,12 @@ export function play(panel) {
     try {
       const answer = state.schedules ? await ask("api/simulate", question()) : { schedules: [], not_allowed: [], timeline: null };
       tell(null);
+      panel.classList.remove("stale");
       shown = answer;
       show(answer, null);
       if (state.searched) seek(); // takes seconds, for which no number waits
     } catch (error) {
+      panel.classList.add("stale"); // these figures are of other numbers
       tell(error.message);
     }
   });
@@ -70,7 +72,7 @@ export function play(panel) {
 }
 
 function fill(table, rows, best) {
-  const shortest = Math.min(...rows.map((one) => one.span));
+  const shortest = Math.min(...rows.filter((one) => one.fits).map((one) => one.span));
   table.replaceChildren(
     make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "Schedule"), ...COLUMNS.map(([, head, , , title]) => make("th", { scope: "col", title }, head)))),
     make("tbody", {}, ...rows.map((one) =>
@@ -91,7 +93,7 @@ function title(one, best) {
 
 function classes(name, one, shortest) {
   if (name === "peak_activations" && !one.fits) return "over";
-  return name === "span" && one.span <= shortest * (1 + 1e-9) ? "best" : "";
+  return name === "span" && one.fits && one.span <= shortest * (1 + 1e-9) ? "best" : "";
 }
 
 function links(name) {
@@ -101,30 +103,42 @@ function links(name) {
     ...Object.entries(KINDS).flatMap(([kind, text]) => {
       const href = `export/${kind === "png" ? "svg" : kind}?${asked(given)}`;
       const link = make("a", { href, download: "", data: { kind } }, text);
-      if (kind === "png") link.addEventListener("click", (event) => { event.preventDefault(); savePng(href); });
+      link.addEventListener("click", (event) => { event.preventDefault(); save(href, kind); });
       return [link, " "];
     }));
 }
 
-/** Draws the SVG at an address into a PNG, twice as large, and saves it. */
-async function savePng(address) {
+/** Saves what is at an address, or says why there is no such file. A PNG is drawn from the SVG. */
+async function save(address, kind) {
   try {
-    const response = await fetch(address);
-    if (!response.ok) throw new Error((await response.json()).error);
-    const name = /filename="(.*)\.svg"/.exec(response.headers.get("Content-Disposition"))?.[1] ?? "schedule";
-    const image = new Image();
-    const drawing = URL.createObjectURL(await response.blob());
-    image.src = drawing;
-    await image.decode();
-    const canvas = make("canvas", { width: 2 * image.naturalWidth, height: 2 * image.naturalHeight });
-    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    URL.revokeObjectURL(drawing);
-    const picture = URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/png")));
-    make("a", { href: picture, download: `${name}.png` }).click();
-    setTimeout(() => URL.revokeObjectURL(picture), 10_000);
+    const response = await fetch(address, { headers: { "Penstock-Page": "yes" } });
+    const name = /filename="(.*)"/.exec(response.headers.get("Content-Disposition"))?.[1];
+    if (!name) throw new Error((await response.json()).error);
+    const file = await response.blob();
+    tell(null);
+    if (kind === "png") offer(await drawn(file), name.replace(/svg$/, "png"));
+    else offer(file, name);
   } catch (error) {
     tell(error.message);
   }
+}
+
+function offer(file, name) {
+  const address = URL.createObjectURL(file);
+  make("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+/** An SVG as a PNG, twice as large. */
+async function drawn(file) {
+  const image = new Image();
+  const address = URL.createObjectURL(file);
+  image.src = address;
+  await image.decode();
+  const canvas = make("canvas", { width: 2 * image.naturalWidth, height: 2 * image.naturalHeight });
+  canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+  URL.revokeObjectURL(address);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
 /** The button that searches, and its answer for the question as it is. */

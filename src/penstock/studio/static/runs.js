@@ -40,7 +40,7 @@ export function runs(panel, catalogue) {
   }
 
   function item(one) {
-    const button = make("button", { data: { entry: one.name, kind: one.kind }, on: { click: () => choose(one.name) } }, one.name);
+    const button = make("button", { data: { entry: one.name, kind: one.damage ? "damaged" : one.kind }, on: { click: () => choose(one.name) } }, one.name);
     const when = new Date(1000 * one.modified).toLocaleString();
     const what = one.damage ? `damaged ${one.kind}` : one.kind;
     return make("li", {}, button, make("span", { className: "muted" }, ` ${what}, ${when}`),
@@ -62,6 +62,7 @@ export function runs(panel, catalogue) {
       tell(null);
     } catch (error) {
       clear();
+      title.replaceChildren(state.run);
       facts.replaceChildren(make("p", { className: "muted" }, error.message));
     }
   });
@@ -70,9 +71,8 @@ export function runs(panel, catalogue) {
     change({ what_if: text });
     try {
       show(await ask("api/open", { name: state.run, step: state.step, what_if: text, picture: "no" }));
-      tell(null);
     } catch (error) {
-      tell(error.message);
+      tries.querySelector(".outcome")?.replaceChildren(error.message);
     }
   });
 
@@ -98,7 +98,7 @@ export function runs(panel, catalogue) {
   }
 
   function show(found) {
-    const focused = document.activeElement?.dataset?.cut;
+    const focused = document.activeElement?.dataset?.key;
     tries.replaceChildren();
     const link = title.querySelector("[data-report]");
     if (link) {
@@ -108,7 +108,7 @@ export function runs(panel, catalogue) {
     if (found.kind === "run") {
       const depth = found.cuts.length + 1;
       tries.append(whatIf(found.explanation, found.schedule, depth, state.what_if, catalogue.schedules, tryOut));
-      if (focused) tries.querySelector(`[data-cut="${CSS.escape(focused)}"]`)?.focus();
+      if (focused) tries.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
       facts.replaceChildren(make("h2", {}, "What to change first"), changes(found.explanation), ...[steps(found.explanation)].filter(Boolean), ...notes(found));
     } else if (found.kind === "plan") facts.replaceChildren(plan(found), ...notes(found));
     else if (found.kind === "schedule") facts.replaceChildren(schedule(found), ...notes(found));

@@ -32,7 +32,7 @@ export function walk(panel, catalogue) {
   const last = () => Math.max(0, ...walks.map((one) => one.slots - 1));
 
   function go(slot) {
-    change({ slot: Math.min(last(), Math.max(0, slot)) });
+    change({ slot: Math.min(last(), Math.max(0, Math.trunc(slot) || 0)) });
     draw();
   }
 

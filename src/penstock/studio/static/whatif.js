@@ -29,19 +29,20 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
   const { moved, others } = parsed(text);
   const said = () => tried(written(moved, [...boxes.filter((box) => box.checked).map((box) => box.value), ...(other.value ? [`schedule=${other.value}`] : [])]));
   const stages = explanation.stages.slice(0, depth).map((one) => one.seconds);
-  const bar = make("div", { className: "stages", aria: { label: "Stages, as long as they take" } });
+  const bar = make("div", { className: "stages", aria: { role: "group", label: "Stages, as long as they take" } });
+  bar.style.minWidth = `${4.2 * stages.length}rem`;
   const ranks = Array.from({ length: explanation.ranks }, (_, rank) => [`rank=${rank}`, `rank ${rank} is not slow`]);
   const boxes = [["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks.slice(0, 16)]
-    .map(([value]) => make("input", { type: "checkbox", value, checked: others.includes(value), on: { change: said } }));
+    .map(([value]) => make("input", { type: "checkbox", value, data: { key: value }, checked: others.includes(value), on: { change: said } }));
   const names = Object.fromEntries([["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks]);
-  const other = make("select", { aria: { label: "Another schedule" }, on: { change: said } }, make("option", { value: "" }, `${own}, its own`),
-    ...schedules.filter((one) => one.name !== own).map((one) => make("option", { value: one.name }, one.name)));
+  const other = make("select", { data: { key: "schedule" }, aria: { label: "Another schedule" }, on: { change: said } }, make("option", { value: "" }, `${own}, its own`),
+    ...schedules.filter((one) => one.comparable && one.name !== own).map((one) => make("option", { value: one.name }, one.name)));
   other.value = others.find((part) => part.startsWith("schedule="))?.slice("schedule=".length) ?? "";
   const back = make("button", { on: { click: () => tried("") } }, "As it was");
   draw();
   return make("div", { className: "what-if" }, make("h2", {}, "What if"),
     make("p", { className: "notes" }, "Drag a cut between two stages, or move it with the arrow keys; the gain is simulated on the replay of this step."),
-    bar, make("div", { className: "chips" }, ...boxes.map((box) => make("label", {}, box, ` ${names[box.value]}`)), make("label", {}, "schedule ", other), back),
+    make("div", { className: "wide" }, bar), make("div", { className: "chips" }, ...boxes.map((box) => make("label", {}, box, ` ${names[box.value]}`)), make("label", {}, "schedule ", other), back),
     outcome(explanation));
 
   function taken() {
@@ -58,14 +59,14 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
     const now = taken();
     bar.replaceChildren(...now.flatMap((value, stage) => {
       const box = make("div", { className: "stage", data: { stage, seconds: value }, title: `stage ${stage}: ${seconds(value)}` },
-        make("b", {}, `stage ${stage}`), make("span", {}, seconds(value)));
+        make("b", {}, now.length > 6 ? String(stage) : `stage ${stage}`), make("span", {}, seconds(value)));
       box.style.flexGrow = String(value / (now.reduce((one, two) => one + two, 0) || 1));
       return stage ? [handle(stage), box] : [box];
     }));
   }
 
   function handle(cut) {
-    const one = make("button", { className: "cut", data: { cut }, title: `The cut before stage ${cut}` });
+    const one = make("button", { className: "cut", data: { cut, key: `cut ${cut}` }, title: `The cut before stage ${cut}` });
     one.setAttribute("role", "slider");
     one.setAttribute("aria-label", `The cut before stage ${cut}`);
     one.setAttribute("aria-valuemin", "-95");
@@ -80,6 +81,7 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
     });
     one.addEventListener("pointerdown", (event) => {
       event.preventDefault();
+      one.focus();
       const whole = bar.getBoundingClientRect().width;
       const total = stages.reduce((first, second) => first + second, 0);
       const start = event.clientX;

@@ -66,13 +66,13 @@ export function memoryLabel(view, canvas, memory, middle) {
 export function drawArrows(view, canvas, scale, { band: place, number }) {
   const band = view.bands[place];
   const box = boxOf(view, scale, band, number);
+  canvas.save();
+  canvas.beginPath();
+  canvas.rect(view.left - 1, AXIS - 2, view.width + 5, view.shown);
+  canvas.clip();
   canvas.strokeStyle = view.colours.ink;
   canvas.lineWidth = 2;
   canvas.strokeRect(box.left, box.top, Math.max(2, box.right - box.left), box.height);
-  canvas.save();
-  canvas.beginPath();
-  canvas.rect(view.left, AXIS - 2, view.width + 4, view.shown);
-  canvas.clip();
   canvas.lineWidth = 1.6;
   for (const need of band.needs(number)) arrow(canvas, view.colours, boxOf(view, scale, band, need), box);
   canvas.setLineDash([4, 3]);

@@ -12,6 +12,7 @@ const MEMORY = 26;
 const PAPER = 740; // pixels: about the width of a sheet, to which the style sheet fits it
 const LEAST = 1e-9; // of the whole: no zoom goes further
 const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through the actions, Escape leaves them.";
+const IN_A_PICTURE = 10_000;
 const MORE = "There are more ranks below: scroll in the picture.";
 
 /**
@@ -112,11 +113,22 @@ export class Timeline {
     this.setRange(this.t0 + moved, this.t1 + moved);
   }
 
-  zoom(factor, x = this.left + this.width / 2) {
+  /** By a factor about a place in pixels: by default about the selected action, if it is in sight, or the middle. */
+  zoom(factor, x = this._centre()) {
     const share = Math.min(1, Math.max(0, (x - this.left) / this.width));
     const span = Math.min(this.extent * 1.01, Math.max(this.least, (this.t1 - this.t0) * factor));
     const at = this.t0 + share * (this.t1 - this.t0);
     this.setRange(at - share * span, at + (1 - share) * span);
+  }
+
+  _centre() {
+    if (this.selected) {
+      const { lane, place } = this.bands[this.selected.band].find(this.selected.number);
+      const middle = (lane.start[place] + lane.end[place]) / 2;
+      const [low, high] = this.range;
+      if (middle >= low && middle <= high) return this.left + ((middle - low) / (high - low)) * this.width;
+    }
+    return this.left + this.width / 2;
   }
 
   scroll(pixels) {
@@ -273,7 +285,7 @@ export class Timeline {
     for (const band of this.bands) for (const lane of band.lanes) for (const op of lane.op) used.add(op);
     const shown = new Map();
     for (const [place, op] of this.data.ops.entries()) {
-      if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(op) : "");
+      if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(this.bands[0], op) : "");
     }
     const sample = (colour, text) => {
       const swatch = made("i");
@@ -323,7 +335,7 @@ export class Timeline {
       y += 6;
     }
     this.total = y;
-    this.shown = this.printing ? y : Math.min(y, this.options.most ?? Math.max(220, Math.round(innerHeight * 0.78)));
+    this.shown = this.printing ? y : Math.min(y, this.options.most ?? this._most());
     this.scroller.style.height = `${this.shown}px`;
     this.spacer.style.height = `${y}px`;
     const ratio = Math.max(devicePixelRatio || 1, this.printing ? 2 : 1);
@@ -334,6 +346,12 @@ export class Timeline {
     this.canvas.style.height = `${this.shown}px`;
     this.colours ??= coloursOf(this.element);
     this._later();
+  }
+
+  /** Most of the window; in a picture, which nobody can scroll, all ranks, up to what a picture holds. */
+  _most() {
+    if ("picture" in document.documentElement.dataset) return IN_A_PICTURE;
+    return Math.max(220, Math.round(innerHeight * 0.78));
   }
 
   _later() {

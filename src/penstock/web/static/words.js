@@ -2,25 +2,31 @@
 
 import { duration } from "./format.js";
 
-const DOES = {
-  F: "forward", B: "backward", I: "input gradient", W: "weight gradient", SEND_F: "sends its output",
-  RECV_F: "receives its input", SEND_B: "sends its input gradient", RECV_B: "receives its output gradient",
-  REDUCE_GRAD: "sums gradients", UNSHARD: "gathers parameters", RESHARD: "frees gathered parameters",
-};
+/** What an op does, for a legend: what its sentence begins with. */
+export function meaning(band, op) {
+  return (band.said[op] ?? op).split(/[[,]/)[0];
+}
 
-/** What an op does, for a legend. */
-export function meaning(op) {
-  return DOES[op] ?? op;
+/** A sentence of penstock.report.said: what stands in brackets is left out if one of its values is missing. */
+function filled(sentence, values) {
+  const known = (part) => [...part.matchAll(/\{(\w+)\}/g)].every(([, name]) => values[name] >= 0);
+  const whole = sentence.replace(/\[([^\]]*)\]/g, (_, part) => (known(part) ? part : ""));
+  return whole.replace(/\{(\w+)\}/g, (_, name) => values[name]);
+}
+
+/** An action in words: `forward of microbatch 3, stage 1`. */
+function said(band, lane, place) {
+  const op = band.ops[lane.op[place]];
+  const number = lane.microbatch[place];
+  const values = { stage: lane.stage[place], peer: lane.peer?.[place] ?? -1, number };
+  values.microbatch = Math.floor(number / band.slices);
+  values.slice = number < 0 ? -1 : number % band.slices;
+  return filled(band.said[op] ?? op, values);
 }
 
 /** An action in words: a title, and pairs of a name and a value. */
 export function described(band, number, unit) {
   const { lane, place } = band.find(number);
-  const op = band.ops[lane.op[place]];
-  const microbatch = lane.microbatch[place];
-  const whole = `microbatch ${Math.floor(microbatch / band.slices)}`;
-  const piece = band.slices === 1 ? whole : `slice ${microbatch % band.slices} of ${whole}`;
-  const of = microbatch >= 0 && op !== "REDUCE_GRAD" ? ` of ${piece}` : "";
   const start = lane.start[place];
   const end = lane.end[place];
   const facts = [["takes", duration(end - start, unit)], ["from", `${duration(start, unit)} to ${duration(end, unit)}`]];
@@ -32,7 +38,7 @@ export function described(band, number, unit) {
   if (lane.critical?.[place]) facts.push(["on the critical path", "the step ends later if this does"]);
   return {
     label: band.label(lane, place, true),
-    title: `${meaning(op)}${of} on stage ${lane.stage[place]}, ${lane.name}`,
+    title: `${said(band, lane, place)}, ${lane.name}`,
     facts,
   };
 }

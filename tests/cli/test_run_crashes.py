@@ -1,0 +1,90 @@
+"""A recorded run that crashes: its folder has every step that ended, and says which rank ended it, where and how."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import as_json, output
+
+from penstock.runs import read_run
+
+pytestmark = pytest.mark.distributed
+
+LAST = 12
+"""The steps that end."""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import penstock
+
+how, last = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+x = torch.randn(8, 8)
+
+
+def loss(output, target):
+    if pipe.step_count == last and how != "between steps":
+        time.sleep(1.5)  # longer than from one word of a rank to the next
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no loss")
+    return (output - target).square().mean()
+
+
+with penstock.pipeline(layers, (x,), microbatches=2, loss_fn=loss, run="run") as pipe:
+    while True:
+        if pipe.step_count == last and how == "between steps" and not pipe.is_first:
+            raise ValueError("no batch")
+        pipe.step(x, target=x)
+"""
+
+
+def crashed(folder: Path, how: str) -> Path:
+    """The folder of a run on two ranks, of which rank 1 ends so."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "-n", "2", "train.py", how]
+    done = subprocess.run([*command, str(LAST)], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == (137 if how == "killed" else 1), done.stderr
+    return folder / "run"
+
+
+def check_steps(run: Path) -> None:
+    steps = read_run(run).steps()
+    assert [one.step for one in steps] == list(range(1, LAST + 1))
+    assert None not in [one.loss for one in steps]
+
+
+def test_all_steps_before_an_error_are_there(tmp_path: Path) -> None:
+    run = crashed(tmp_path, "between steps")
+    check_steps(run)
+    assert [one["health"] for one in as_json("top", str(run))["ranks"]] == ["failed", "failed"]
+    assert "rank 1 failed outside of a step: ValueError: no batch" in output("top", str(run), columns=200)
+
+
+@pytest.mark.long
+def test_an_error_in_a_step_names_rank_and_action(tmp_path: Path) -> None:
+    run = crashed(tmp_path, "in a step")
+    check_steps(run)
+    assert f"ended at step {LAST + 1}: rank 1 failed at 1F0: ValueError: no loss" in output(
+        "top", str(run), columns=200
+    )
+
+
+@pytest.mark.long
+def test_a_killed_rank_is_named_with_its_step_and_action(tmp_path: Path) -> None:
+    run = crashed(tmp_path, "killed")
+    check_steps(run)
+    first, second = as_json("top", str(run))["ranks"]
+    assert (first["health"], first["step"]) == ("failed", LAST + 1)
+    assert (second["health"], second["step"], second["action"]) == ("gone", LAST + 1, "1F0")
+    gone = f"rank 1: gone without a word: no such process any more; last heard of at step {LAST + 1}, in 1F0"
+    assert gone in output("top", str(run), columns=200)
+    output("report", str(run), "--out", str(tmp_path / "run.html"))
+    assert json.dumps(gone)[1:-1] in (tmp_path / "run.html").read_text()
