@@ -70,6 +70,7 @@ def test_a_case_of_each_kind(tmp_path: Path, device: str) -> None:
 ABSENT = [f"feature/{where}/recompute every layer" for where in ("one process", "2 processes")]
 
 
+@pytest.mark.long  # test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process has a row that is not here
 def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> None:
     for row in rows(tmp_path, "standin", *ABSENT).values():
         assert row["status"] == "not here", row

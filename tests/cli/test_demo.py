@@ -29,9 +29,10 @@ from penstock.schedule import generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 
-DEMO = [sys.executable, "-c", "from penstock.cli import main; main()", "demo", "--ranks", "2"]
+DEMO = [*PENSTOCK, "demo", "--ranks", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,11 @@ def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None
 
 @pytest.mark.long  # test_run.py launches ranks as the demo does
 @pytest.mark.distributed
+@pytest.mark.timeout(TEST_SECONDS)
 def test_demo_launches_its_ranks(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    done = finished(*command, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert_shown(done.stdout, out)
 

@@ -16,6 +16,9 @@ from processes import has_ended
 
 from penstock.launch import processes as launch
 from penstock.plan import Choice, Plan
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 SHOW = """
 import json, os, sys, time
@@ -48,17 +51,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def penstock(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", *arguments]
-    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.run(
-        command, cwd=folder, env=inherited | environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return finished(*PENSTOCK, *arguments, folder=folder, **{"OMP_NUM_THREADS": None, **environment})
 
 
 @pytest.fixture
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job of two ranks that stay, and the ids of its ranks and of the processes that they started."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "--ranks", "2", "stay.py"]
+    command = [*PENSTOCK, "run", "--ranks", "2", "stay.py"]
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout
         pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
@@ -179,8 +178,7 @@ def test_no_verb_loads_torch_or_scipy_before_it_runs(folder: Path) -> None:
     loaded = "{{'torch', 'scipy'}} & {{*sys.modules}}"
     look = f"import sys; from penstock.cli import app\ntry: app({{}})\nfinally: assert not {loaded}"
     for arguments, status in ((["--help"], 0), (["run", "--ranks", "0", "show.py"], 2)):
-        command = [sys.executable, "-c", look.format(arguments)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        done = finished(sys.executable, "-c", look.format(arguments), folder=folder)
         assert done.returncode == status, done.stderr
 
 

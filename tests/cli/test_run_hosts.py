@@ -15,6 +15,9 @@ from processes import has_ended
 
 from penstock.network import checks, keeper
 from penstock.network.checks import why_not
+from scaffolding.patient import TEST_SECONDS, end_of, started
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
@@ -44,15 +47,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock", "run", *arguments]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def job_of(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return started(sys.executable, "-m", "penstock", "run", *arguments, folder=folder)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Its status, and what it printed and said."""
+    done = end_of(job)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.fixture
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job on two hosts that stays, and the ids of its ranks and of the processes that they started."""
-    with started(folder, "--ranks", "2", "--hosts", "2", "stay.py") as process:
+    with job_of(folder, "--ranks", "2", "--hosts", "2", "stay.py") as process:
         assert process.stdout
         pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
         yield process, pids
@@ -74,11 +82,11 @@ def becomes_true(what: Callable[[], bool], seconds: float = 30) -> bool:
 @hosts_needed
 @pytest.mark.distributed
 def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: Path) -> None:
-    with started(
+    with job_of(
         folder, "-n", "4", "--hosts", "2", "--threads", "3", "--link", "100mbit", "show.py", "--lr", "1"
     ) as job:
-        printed, said = job.communicate(timeout=120)
-    assert job.returncode == 3, said
+        status, printed, said = ended(job)
+    assert status == 3, said
     assert sorted(printed.splitlines()) == [f"from rank {rank}" for rank in range(4)]
     for rank in range(4):
         arguments, (world, host, local, threads, interface), devices = json.loads(
@@ -97,8 +105,8 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
 @hosts_needed
 @pytest.mark.distributed
 def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
-    with started(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
-        printed, said = job.communicate(timeout=120)
+    with job_of(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
+        _, printed, said = ended(job)
     assert job.returncode == 128 + signal.SIGKILL
     assert said.splitlines()[0] == "penstock: rank 1 was killed by SIGKILL"
     assert len(printed.split()) == 4
@@ -116,7 +124,7 @@ def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]],
     process.send_signal(number)
     if number == signal.SIGINT:  # whoever types Ctrl-C looks on
         assert all(has_ended(pid, 3) for pid in pids[::2])
-    _, said = process.communicate(timeout=60)
+    _, _, said = ended(process)
     assert process.returncode == 128 + number
     assert said.splitlines()[-1] == "penstock: network    2 hosts, as fast as this machine can"
     assert len(pids) == 4
@@ -129,7 +137,7 @@ def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]],
 def test_death_of_the_launcher_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]]) -> None:
     process, pids = staying
     process.kill()
-    process.communicate(timeout=60)
+    ended(process)
     assert all(has_ended(pid) for pid in pids)
     assert becomes_true(lambda: not left_of(process.pid))
 
@@ -142,7 +150,7 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
     agent = int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
     host = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0GROUP_RANK=")[1][:1].decode()
     os.kill(agent, signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, _, said = ended(process)
     assert process.returncode == 128 + signal.SIGKILL
     assert said.splitlines()[0] == f"penstock: the agent of host {host} was killed by SIGKILL"
     assert all(has_ended(pid) for pid in pids)

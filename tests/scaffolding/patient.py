@@ -22,28 +22,34 @@ PENSTOCK = (sys.executable, "-c", "from penstock.cli import main; main()")
 
 
 def finished(
-    *command: str | Path, folder: Path, seconds: float = COMMAND_SECONDS, **environment: str
+    *command: str | Path, folder: Path, seconds: float = COMMAND_SECONDS, **environment: str | None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command, with one thread and `environment` besides this process's own, until it has ended.
 
     Fails the test if that takes more than `seconds`, with what the command said and where each of its threads stands.
+    A variable that is None is not set.
     """
-    process = started(*command, folder=folder, **environment)
+    return end_of(started(*command, folder=folder, **environment), seconds)
+
+
+def started(*command: str | Path, folder: Path, **environment: str | None) -> subprocess.Popen[str]:
+    """The same command, just started: its stacks go to stderr when it is aborted."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONFAULTHANDLER": "1"}
+    given = {name: value for name, value in variables.items() if value is not None}
+    return subprocess.Popen(
+        [*map(str, command)], cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end_of(process: subprocess.Popen[str], seconds: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
+    """What a started command says until it has ended. Fails the test as `finished` does."""
     try:
         printed, said = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         abort(process.pid)
         printed, said = process.communicate()
-        pytest.fail(f"{command} did not end within {seconds} s.\n{printed}\n{said}")
-    return subprocess.CompletedProcess(command, process.returncode, printed, said)
-
-
-def started(*command: str | Path, folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """The same command, just started: its stacks go to stderr when it is aborted."""
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment, "PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen(
-        [*map(str, command)], cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        pytest.fail(f"{process.args} did not end within {seconds} s.\n{printed}\n{said}")
+    return subprocess.CompletedProcess(process.args, process.returncode, printed, said)
 
 
 def abort(pid: int) -> None:
