@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-RANKS, WIDTH, HEIGHT, COLOURS = 2, 1280, 800, 160
+RANKS, WIDTH, HEIGHT, COLOURS = 2, 1280, 800, 256
 """As much of the page as tells what the rest is like, and as many colours as it needs."""
 
 
