@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-RANKS, WIDTH, HEIGHT, COLOURS = 2, 1280, 800, 160
+RANKS, WIDTH, HEIGHT, COLOURS = 2, 1280, 800, 256
 """As much of the page as tells what the rest is like, and as many colours as it needs."""
 
 
@@ -22,8 +22,10 @@ def picture(folder: Path) -> Path:
     """Trains, and draws the run's report. Returns the picture."""
     run, profile, drawn = folder / "text-model", folder / "profile.json", folder / "report.png"
     training = HERE / "training.py"
-    _penstock("profile", f"{training}:make", "--microbatches", "8", "--json", str(profile))
-    _penstock("run", "--ranks", str(RANKS), str(training), str(run))
+    launched = ("run", "--ranks", str(RANKS))
+    measuring = ("profile", f"{training}:make", "--microbatches", "8", "--json", str(profile))
+    _penstock(*launched, "-m", "penstock", *measuring, "--links")  # both processors are busy, as they are in training
+    _penstock(*launched, str(training), str(run))
     _penstock("report", str(run), "--profile", str(profile), "--png", str(drawn))
     return drawn
 
