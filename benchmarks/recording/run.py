@@ -29,8 +29,6 @@ from penstock.runs import RunFolder, read_run
 
 MICROBATCHES = 8
 WARM_UP = 10
-BLOCK = 50
-"""Steps of a block: one of them has a timeline, as one in fifty has by default."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -39,6 +37,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="features of each of 8 layers")
     parser.add_argument("--rows", type=int, default=64, help="rows of each of 8 microbatches")
     parser.add_argument("--rounds", type=int, default=12, help="pairs of blocks")
+    parser.add_argument(
+        "--block",
+        type=int,
+        default=50,
+        help="steps of a block. Of 50, one has a timeline, as one in fifty has by default. In short blocks none has, "
+        "but a machine whose speed drifts changes little between the two of a pair",
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -50,16 +55,23 @@ def main() -> None:
         (folder,) = {*pipe.gather(tempfile.mkdtemp() if pipe.is_first else None)} - {None}
         taken(pipe, x, optimizer, WARM_UP)
         pairs = [
-            pair(pipe, x, optimizer, Path(folder) / str(n), recorded_first=n % 2 == 1) for n in range(options.rounds)
+            pair(pipe, x, optimizer, options.block, Path(folder) / str(n), recorded_first=n % 2 == 1)
+            for n in range(options.rounds)
         ]
         everyone = pipe.gather(pairs)
         if pipe.is_first:
             rounds = [combined(of_round) for of_round in zip(*everyone, strict=True)]
-            print(json.dumps({**vars(options), "processes": len(everyone), **told(rounds)}))
+            print(json.dumps({**vars(options), "processes": len(everyone), **told(rounds, options.block)}))
 
 
 def pair(
-    pipe: penstock.Pipeline, x: torch.Tensor, optimizer: torch.optim.Optimizer, folder: Path, *, recorded_first: bool
+    pipe: penstock.Pipeline,
+    x: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    folder: Path,
+    *,
+    recorded_first: bool,
 ) -> Pair:
     """Runs two blocks, one of which is recorded in a folder of its own."""
     found: dict[bool, dict[str, float]] = {}
@@ -67,11 +79,11 @@ def pair(
         if recorded:
             record(pipe.session, RunFolder(folder, line=False))
         taken(pipe, x, optimizer, WARM_UP)
-        found[recorded] = taken(pipe, x, optimizer, BLOCK)
+        found[recorded] = taken(pipe, x, optimizer, steps)
         if recorded and pipe.session.recorder is not None:
             pipe.session.recorder.close()
             pipe.session.recorder = None
-            assert not pipe.is_first or len(read_run(folder).steps()) == WARM_UP + BLOCK
+            assert not pipe.is_first or len(read_run(folder).steps()) == WARM_UP + steps
     return {name: (found[False][name], found[True][name]) for name in CLOCKS}
 
 
@@ -86,11 +98,11 @@ def taken(pipe: penstock.Pipeline, x: torch.Tensor, optimizer: torch.optim.Optim
     return {name: clock() - began[name] for name, clock in CLOCKS.items()}
 
 
-def told(rounds: Sequence[Pair]) -> dict[str, object]:
+def told(rounds: Sequence[Pair], steps: int) -> dict[str, object]:
     """By clock, what recording adds in percent of a step: the median with its 95% interval, and quartiles."""
     return {
         name: {
-            "step_ms": round(statistics.median(pair[name][0] for pair in rounds) / BLOCK * 1e3, 2),
+            "step_ms": round(statistics.median(pair[name][0] for pair in rounds) / steps * 1e3, 2),
             **added(100 * (recorded / bare - 1) for bare, recorded in (pair[name] for pair in rounds)),
         }
         for name in CLOCKS

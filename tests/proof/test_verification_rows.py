@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.proof.comparison import Comparison, over_steps
-from penstock.proof.verify import _complete, _Expected
+from penstock.proof.reference import Expected
+from penstock.proof.verify import _complete
 
 ONE = torch.ones(2)
 LOSS = Comparison("loss", "loss", (1,), "equal")
@@ -18,7 +19,7 @@ WRONG = [Comparison("gradient", "a", (0, 1), "missing"), Comparison("gradient", 
 
 
 def test_trap_15_what_no_stage_holds_is_missing() -> None:
-    expected = _Expected([[ONE], [ONE]], ONE, {"a": ONE, "frozen": None}, {"b": ONE})
+    expected = Expected([[ONE], [ONE]], ONE, {"a": ONE, "frozen": None}, {"b": ONE})
     found = {(row.kind, row.name): row.verdict for row in _complete([LOSS], expected)}
     assert found == {
         ("output", "0 of microbatch 0"): "missing",
@@ -33,7 +34,7 @@ def test_trap_15_what_no_stage_holds_is_missing() -> None:
 @pytest.mark.parametrize("fine", [FINE, CLOSE])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_of_several_copies_the_wrong_one_counts(fine: Comparison, wrong: Comparison) -> None:
-    expected = _Expected([], ONE, {"a": ONE}, {})
+    expected = Expected([], ONE, {"a": ONE}, {})
     for rows in ([LOSS, fine, wrong], [LOSS, wrong, fine]):
         assert list(_complete(rows, expected)) == [LOSS, wrong]
 

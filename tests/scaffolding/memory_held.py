@@ -18,6 +18,7 @@ from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.predict import cut, order_of, predict
 
 WIDTH, ROWS, MICROBATCHES, BLOCKS, VOCABULARY = 64, 256, 8, 8, 2000
+STEPS = 5
 
 
 class Block(nn.Module):
@@ -98,16 +99,20 @@ def loss_of(words: str) -> Any:
 
 
 def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = "") -> int:
-    """The most bytes that tensors of this rank take in a step after the first: of its stages, and what it makes."""
+    """The most bytes that tensors of this rank take in steps after the first: of its stages, and what it makes.
+
+    Of several steps: whether a message has left before the next action runs, and so what it holds, is a matter of luck.
+    """
     torch.set_num_threads(1)
     model, x, y = case(dtype, words)
     with penstock.pipeline(model, (x,), loss_fn=loss_of(words), microbatches=MICROBATCHES, **options) as pipe:
         for _ in range(2):
             pipe.step(x, target=y)
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        forget(pipe)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            pipe.step(x, target=y)
+            for _ in range(STEPS):
+                pipe.step(x, target=y)
+                forget(pipe)
         own = sum(parameter.nbytes for parameter in pipe.parameters())
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
@@ -115,6 +120,11 @@ def held(rank: int, dtype: torch.dtype, options: dict[str, Any], words: str = ""
         now += event.nbytes()
         most = max(most, now)
     return own + most
+
+
+def forget(pipe: penstock.Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.grad = None
 
 
 def predicted(dtype: torch.dtype, ranks: int, options: dict[str, Any], words: str = "") -> list[int]:

@@ -52,7 +52,7 @@ class Shared:
             )
 
     def _patch(self, patches: pytest.MonkeyPatch) -> None:
-        record, reference = partitioner.record, verification._reference
+        record, reference = partitioner.record, verification.reference
 
         def record_once(model: nn.Module, args: Any, kwargs: Any, *units: Any, **sees: Any) -> Any:
             given = flatten((args, kwargs)).leaves
@@ -70,4 +70,4 @@ class Shared:
             return self.references[m]
 
         patches.setattr(partitioner, "record", record_once)
-        patches.setattr(verification, "_reference", reference_once)
+        patches.setattr(verification, "reference", reference_once)
