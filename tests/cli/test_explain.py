@@ -16,7 +16,7 @@ from penstock.balance import Profile, UnitCost
 from penstock.errors import ArgumentError
 from penstock.explain import reading
 from penstock.report import to_perfetto
-from penstock.schedule import Op, generate
+from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 
@@ -356,8 +356,7 @@ def test_cuts_need_a_profile(tmp_path: Path) -> None:
     assert "is no unit" in text
 
 
-def test_a_missing_rank_is_told_by_who_waits_for_it(tmp_path: Path) -> None:
-    """Our own traces have no messages, but waits."""
+def test_our_own_files_say_how_many_stages_there_are(tmp_path: Path) -> None:
     events = to_perfetto(measured())["traceEvents"]
     last = max(event["pid"] for event in events)
     kept = [event for event in events if event["pid"] != last]
@@ -365,6 +364,25 @@ def test_a_missing_rank_is_told_by_who_waits_for_it(tmp_path: Path) -> None:
     assert f"no rank has stage {last}" in refusal("explain", str(file))
     first = [event for event in kept if event["pid"] == 0]
     assert "no rank has stage 1" in refusal("explain", str(write(tmp_path / "one.json", {"traceEvents": first})))
+    first[0] = {**first[0], "name": "process_labels", "args": {"stages": 10**12}}
+    assert "no rank has stage 1" in refusal("explain", str(write(tmp_path / "far.json", {"traceEvents": first})))
+    timeline = measured().to_dict()
+    timeline["ranks"] = timeline["ranks"][:-1]
+    assert f"no rank has stage {last}" in refusal("explain", str(write(tmp_path / "timeline.json", timeline)))
+
+
+@pytest.mark.parametrize("perfetto", [False, True])
+def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) -> None:
+    """The system may stop a process at any moment, also while it has nothing to wait for."""
+    spans, at = [], 0.0
+    for number, action in enumerate(f"0{op}{mb}" for mb in range(8) for op in "FB"):
+        waited = 0.5 if number == 11 else 0.0
+        spans.append(Span(0, Action.parse(action), at + waited, at + waited + 0.1, waited))
+        at += waited + 0.1
+    timeline = Timeline.merge([spans])
+    assert "step takes 2.1" in output(
+        "explain", str(write(tmp_path / "t.json", (to_perfetto(timeline) if perfetto else timeline.to_dict())))
+    )
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), "soon", None])

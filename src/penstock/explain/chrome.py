@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.explain.event import Event, Recording, stages_by_waits
+from penstock.explain.event import Event, Recording
+from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 
 _RUN = re.compile(r"(?:penstock )?([0-9]{1,9}[FBIW][0-9]{1,9})")
@@ -68,7 +69,7 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
         action = Action(stage, one.op, one.microbatch)
         source = ("process", rank)
         made.append(Event(source, str(action), one.start, one.end, action, marks.at(one.start)))
-    return Recording(tuple(made), any(one.waits for one in ranges), (), _stages(complete))
+    return Recording(tuple(made), any(one.waits for one in ranges), (), max(_stages(complete), _stages_said(every)))
 
 
 def _check_times(events: Sequence[Any]) -> None:
@@ -81,23 +82,16 @@ def _check_times(events: Sequence[Any]) -> None:
 
 
 def _stages(events: Sequence[Mapping[str, Any]]) -> int:
-    """How many stages there are at least: a stage that sends its output is not the last."""
+    """How many stages there are at least, by what the trace says: a stage that sends its output is not the last."""
     found = (_SENT.search(text) for event in events for text in _texts(event))
-    waits = ((event["args"]["for"], event["dur"]) for event in events if _is_wait(event))
-    ran = ((event["args"]["action"], event["dur"]) for event in events if _is_ours(event))
-    sent = max((int(sent[1]) + 2 for sent in found if sent), default=0)
-    return max(sent, stages_by_waits(waits, ran))
+    return max((int(sent[1]) + 2 for sent in found if sent), default=0)
 
 
-def _is_wait(event: Mapping[str, Any]) -> bool:
-    """Whether it is a wait in our own form."""
-    args = event.get("args")
-    return event.get("cat") == "wait" and isinstance(args, dict) and isinstance(args.get("for"), str) and "dur" in event
-
-
-def _is_ours(event: Mapping[str, Any]) -> bool:
-    args = event.get("args")
-    return isinstance(args, dict) and isinstance(args.get("action"), str) and "dur" in event
+def _stages_said(events: Sequence[Any]) -> int:
+    """How many stages there are, as each process of our own traces says; 0 if none does."""
+    args = (event.get("args") for event in events if isinstance(event, dict) and event.get("name") == STAGES_SAID_BY)
+    said = (one.get("stages") for one in args if isinstance(one, dict))
+    return max((number for number in said if type(number) is int), default=0)
 
 
 def _texts(event: Mapping[str, Any]) -> list[str]:

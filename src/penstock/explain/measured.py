@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -21,6 +22,8 @@ from penstock.words import counted
 
 _MOST_TRIED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
+_MOST_NAMED = 8
+"""So many missing stages are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def _missing(events: Sequence[Event], stages: int) -> str:
     if lacking := sorted(set(range(max(ranks))) - ranks):
         named = ", ".join(map(str, lacking))
         return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; give the trace of every rank"
-    if lacking := sorted(set(range(stages)) - present):
+    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MOST_NAMED)):
         named = ", ".join(map(str, lacking))
         return f"no rank has stage {named}, and there are stages up to {stages - 1}; give the trace of every rank"
     return ""

@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 from penstock.explain.chrome import read_chrome
 from penstock.explain.columns import OPS, read_columns
-from penstock.explain.event import Event, Recording, stages_by_waits
+from penstock.explain.event import Event, Recording
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -137,6 +137,4 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
         if s.action.op.is_compute
     )
     stages = max((2 + s.action.stage for _, s in spans if s.action.op is Op.SEND_F), default=0)
-    waits = ((str(s.action), s.waited_seconds) for _, s in spans if s.waited_seconds)
-    ran = ((event.name, event.end_seconds - event.start_seconds) for event in events)
-    return Recording(events, stages=max(stages, stages_by_waits(waits, ran)))
+    return Recording(events, stages=stages)

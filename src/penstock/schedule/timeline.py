@@ -143,7 +143,7 @@ class Timeline(Drawn):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline."""
+        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline, or a rank's part is missing."""
         try:
             tracks = [
                 _track(
@@ -152,15 +152,23 @@ class Timeline(Drawn):
                 )
                 for track in data["ranks"]
             ]
+            stages = int(data.get("stages", 0))
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"the data are not a timeline, as `Timeline.to_dict` writes it: {error!r}") from None
         refuse_far_numbers(action for track in tracks for action in track.actions)
-        return cls(tuple(tracks), bool(data.get("in_turns", False)))
+        made = cls(tuple(tracks), bool(data.get("in_turns", False)))
+        if made.stages < stages:
+            raise ArgumentError(
+                f"the timeline's ranks have {made.stages} of {stages} stages: no rank has stage {stages - 1}; give the "
+                "timeline of every rank"
+            )
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, numbers and text, for JSON."""
         return {
             "in_turns": self.in_turns,
+            "stages": self.stages,
             "ranks": [
                 {
                     "actions": [str(action) for action in track.actions],
@@ -175,6 +183,11 @@ class Timeline(Drawn):
     @property
     def ranks(self) -> int:
         return len(self.tracks)
+
+    @cached_property
+    def stages(self) -> int:
+        """How many stages there are, by the highest that an action names."""
+        return 1 + max((stage for track in self.tracks for stage, _ in track.actions.kinds), default=-1)
 
     def __len__(self) -> int:
         """How many spans there are."""
