@@ -52,9 +52,10 @@ class Ranks:
         """Calls `fn(rank, *args)` on each rank and returns the results, by rank.
 
         `fn` is a module-level function, sent by reference; arguments and results are pickled. Torch's seed is 0 at the
-        start. Raises RanksError with the tracebacks if `fn` failed on a rank or took more than `seconds`.
+        start, and the folder is the caller's. Raises RanksError with the tracebacks if `fn` failed on a rank or took
+        more than `seconds`.
         """
-        job = pickle.dumps((sys.path, pickle.dumps((fn, args))))
+        job = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((fn, args))))
         if not self._processes:
             self._start()
         try:
@@ -130,8 +131,9 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            path, work = pickle.loads(pipe.recv_bytes())
+            path, folder, work = pickle.loads(pipe.recv_bytes())
             sys.path[:] = path
+            os.chdir(folder)
             torch.manual_seed(0)
             try:
                 fn, args = pickle.loads(work)
