@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from scaffolding import warm
@@ -26,6 +26,13 @@ LIBRARIES = ("transformers.models.llama.modeling_llama",)
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may continue once one has failed: their errors may say more."""
+
+
+def server() -> ForkServerContext:
+    """Of whose Process each is a fork of the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*warm.MODULES, *LIBRARIES])
+    return context
 
 
 class RanksError(RuntimeError):
@@ -82,8 +89,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*warm.MODULES, *LIBRARIES])
+        context = server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.n):
             ours, theirs = context.Pipe()

@@ -43,7 +43,7 @@ CPU_SECONDS = {
     "tests/distributed/test_checkpoint.py": 40,
     "tests/distributed/test_waiting.py": 35,
     "tests/distributed/test_combined.py": 30,
-    "tests/distributed/test_falling.py": 30,
+    "tests/distributed/test_falling.py": 35,
     "tests/distributed/test_split_ranks.py": 25,
     "tests/studio/test_studio_page.py": 25,
     "tests/studio/test_runs_page.py": 5,
