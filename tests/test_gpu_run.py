@@ -300,6 +300,24 @@ def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path)
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+sys.path[:0] = sys.argv[1:2]
+import running
+from cases.case import Case
+
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    running.run([Case("long", 1, lambda setting: time.sleep(600))], "cpu", 1, time.monotonic() + 5, print)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_a_case_is_started_is_not_lost() -> None:
+    assert lines_of_script(INTERRUPTED, FOLDER) == ["interrupted"]
+
+
 def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:
     file, name = tmp_path / "results.json", "verify/one process/mlp/float32/gpipe"
     command = ("--device", "cpu", "--jobs", "1", "--json", file)

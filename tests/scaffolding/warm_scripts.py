@@ -26,17 +26,19 @@ Script = str | Path
 
 
 class WarmScript:
-    """A script that runs, with one thread. Use it as a context manager: the process is killed at the end of the block.
+    """A script that runs, with one thread, in the folder of its caller and with its variables, or `environment`.
 
-    `environment` replaces that of the server, as it was when the first pool or script of this session started.
+    Use it as a context manager: the process is killed at the end of the block.
     """
 
     def __init__(self, script: Script, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
         context = server()
         reader, writer = context.Pipe(duplex=False)
         self._errors = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by __exit__)
-        given = script, list(map(str, arguments)), dict(os.environ if environment is None else environment)
-        self._process = context.Process(target=_work, args=(*given, writer, self._errors.name))
+        place = os.getcwd(), dict(os.environ if environment is None else environment)
+        self._process = context.Process(
+            target=_work, args=(script, [*map(str, arguments)], *place, writer, self._errors.name)
+        )
         self._process.start()
         writer.close()
         with reader:
@@ -82,11 +84,14 @@ def lines_of_script(
     return [line.removesuffix("\n") for line in said]
 
 
-def _work(script: Script, arguments: list[str], environment: dict[str, str], out: Connection, errors: str) -> None:
+def _work(
+    script: Script, arguments: list[str], folder: str, environment: dict[str, str], out: Connection, errors: str
+) -> None:
     import torch
 
     gc.freeze()  # a collection would copy the memory of everything imported
     torch.set_num_threads(1)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
