@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.launch.agent import TAG
+from scaffolding.warm_scripts import WarmScript, lines_of_script
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
 SECONDS = 280.0
@@ -22,13 +23,15 @@ SECONDS = 280.0
 pytestmark = pytest.mark.distributed
 
 
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != TAG}
+
+
 def rows(tmp_path: Path, device: str, *patterns: str, fails: bool = False) -> dict[str, dict[str, Any]]:
-    """The rows of a run, by name."""
+    """The rows of a run, by name; in an interpreter of its own."""
     file = tmp_path / "results.json"
     command = [sys.executable, str(FOLDER / "run.py"), "--device", device, "--jobs", "2", "--json", str(file)]
-    environment = {name: value for name, value in os.environ.items() if name != TAG}
     done = subprocess.run(
-        [*command, "--only", *patterns], env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        [*command, "--only", *patterns], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == fails, done.stdout + done.stderr
     found = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
@@ -94,7 +97,7 @@ else:
 
 
 def test_a_model_of_transformers_is_not_here_without_it() -> None:
-    subprocess.run([sys.executable, "-c", NO_TRANSFORMERS, str(FOLDER)], check=True, timeout=60)
+    lines_of_script(NO_TRANSFORMERS, FOLDER)
 
 
 PREDICTS = """
@@ -115,7 +118,7 @@ assert not against([100.0], [120], is_most=True)["ok"]
 
 def test_peaks_are_predicted_from_those_of_gpipe() -> None:
     """Two microbatches take 20 of the 100; gpipe keeps all 8, 1f1b two on rank 0 and one on rank 1."""
-    subprocess.run([sys.executable, "-c", PREDICTS, str(FOLDER)], check=True, timeout=60)
+    lines_of_script(PREDICTS, FOLDER)
 
 
 WATCHED = """
@@ -142,7 +145,7 @@ for number in (0, 2):
 
 
 def test_torchs_notice_is_no_synchronisation() -> None:
-    subprocess.run([sys.executable, "-c", WATCHED, str(FOLDER)], check=True, timeout=60)
+    lines_of_script(WATCHED, FOLDER)
 
 
 JOBS = """
@@ -156,7 +159,7 @@ assert usual_jobs({"cores": 8, "host_memory_gib": 64}) == 4
 
 
 def test_as_many_cases_run_at_a_time_as_cores_and_memory_allow() -> None:
-    subprocess.run([sys.executable, "-c", JOBS, str(FOLDER)], check=True, timeout=60)
+    lines_of_script(JOBS, FOLDER)
 
 
 RESULTS = """
@@ -189,7 +192,7 @@ assert "code" not in said.partition(": ")[2], said
 
 
 def test_results_of_other_code_or_another_machine_are_moved_aside(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", RESULTS, str(FOLDER), str(tmp_path / "results.json")], check=True, timeout=60)
+    lines_of_script(RESULTS, FOLDER, tmp_path / "results.json")
 
 
 def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
@@ -248,12 +251,8 @@ running.run(late, "cpu", 3, time.monotonic() + 1, lambda row: print(json.dumps(r
 def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
     number = f"{600 + os.getpid() / 1e7:.7f}"  # as no other process sleeps
     began = time.monotonic()
-    environment = {name: value for name, value in os.environ.items() if name != TAG}
-    done = subprocess.run(
-        [sys.executable, "-c", PLANTED, str(FOLDER), number],
-        env=environment, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    found = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    lines = lines_of_script(PLANTED, FOLDER, number, environment=ENVIRONMENT)
+    found = {row["name"]: row for row in map(json.loads, lines)}
     assert {name: row["status"] for name, row in found.items()} == {
         "hangs": "timed out",
         "dies": "crashed",
@@ -287,30 +286,45 @@ def sleeping(number: str) -> list[str]:
 
 def test_a_run_that_is_killed_keeps_its_rows_and_another_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--jobs", "1", "--json", str(file)]
+    command = ("--device", "cpu", "--jobs", "1", "--json", file)
     names = [f"verify/one process/mlp/float32/{schedule}" for schedule in ("gpipe", "1f1b")]
-    with subprocess.Popen([*command, "--only", *names], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if names[0] in line)
-        process.kill()
+    with WarmScript(FOLDER / "run.py", *command, "--only", *names) as process:
+        line = next(line for line in process.out if names[0] in line)
+        process.send_signal(signal.SIGKILL)
+        assert process.status() == -signal.SIGKILL
     assert line.startswith("ok")
     before = {row["name"] for row in json.loads(file.read_text())["rows"]}
     assert before == {"environment", names[0]}
-    done = subprocess.run([*command, "--missing", "--only", *names], capture_output=True, text=True, check=True)
-    assert names[0] not in done.stdout
+    lines = lines_of_script(FOLDER / "run.py", *command, "--missing", "--only", *names)
+    assert not any(names[0] in line for line in lines)
     assert {row["name"] for row in json.loads(file.read_text())["rows"]} == {"environment", *names}
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+sys.path[:0] = sys.argv[1:2]
+import running
+from cases.case import Case
+
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    running.run([Case("long", 1, lambda setting: time.sleep(600))], "cpu", 1, time.monotonic() + 5, print)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_a_case_is_started_is_not_lost() -> None:
+    assert lines_of_script(INTERRUPTED, FOLDER) == ["interrupted"]
 
 
 def test_a_run_that_is_interrupted_shows_its_table(tmp_path: Path) -> None:
     file, name = tmp_path / "results.json", "verify/one process/mlp/float32/gpipe"
-    command = [sys.executable, str(FOLDER / "run.py"), "--device", "cpu", "--jobs", "1", "--json", str(file)]
-    with subprocess.Popen(
-        [*command, "--only", "verify/one process/*/float32/*"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        next(line for line in process.stdout if name in line)
+    command = ("--device", "cpu", "--jobs", "1", "--json", file)
+    with WarmScript(FOLDER / "run.py", *command, "--only", "verify/one process/*/float32/*") as process:
+        next(line for line in process.out if name in line)
         process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-    assert process.returncode == 130
+        rest = process.out.read()
+        assert process.status() == 130
     assert re.search(r"ok +verify/one process/mlp +\d+ cases", rest), rest
     assert rest.splitlines()[-1].endswith(f" ok: {file}"), rest

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ BAD = ("wrong", "raised", "crashed", "timed out")
 GIB_PER_CASE = 4.0
 """Of the device's memory and of the host's: two processes, each with a context, libraries and a small model."""
 
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
 _MOST_CHARACTERS = 500
 
@@ -62,7 +63,8 @@ def run(cases: Sequence[Case], device: DeviceType, jobs: int, until: float, ende
     try:
         while waiting or running:
             while waiting and time.monotonic() < until and _may_begin(waiting[0], running, jobs):
-                running.append(_begin(waiting.popleft(), device))
+                with _uninterrupted():
+                    running.append(_begin(waiting.popleft(), device))
             if time.monotonic() >= until:
                 for case in waiting:
                     ended(_row(case, "not begun", "the time for this part was up", 0.0))
@@ -90,6 +92,16 @@ def _may_begin(case: Case, running: Sequence[_Running], jobs: int) -> bool:
     return len(running) < jobs and not case.alone and not running[0].case.alone
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """An interrupt that comes meanwhile is raised afterwards: in a hook of `os.fork` it would be lost."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _begin(case: Case, device: DeviceType) -> _Running:
     folder, mark, parent = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8), os.getpid()
     sys.stdout.flush()
@@ -99,8 +111,9 @@ def _begin(case: Case, device: DeviceType) -> _Running:
     try:
         os.setsid()
         end_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
         os.environ[TAG] = mark
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
         for stream in (1, 2):

@@ -128,10 +128,9 @@ def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
-def rank_of_pool(rank: int, folder: str, here: str) -> int:
+def rank_of_pool(rank: int, folder: str) -> int:
     """What a rank of the command does, but for its start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here)
         patch.setenv("RANK", str(rank))
         return rank_main(Path(folder))
 
@@ -143,7 +142,7 @@ def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(arguments: list[str], ranks: int, threads: int | None) -> int:
         *module, folder = arguments
         assert (module, ranks, threads) == (["-m", "penstock.cli.verify"], 2, None)
-        return max(ranks2.run(rank_of_pool, folder, os.getcwd()))
+        return max(ranks2.run(rank_of_pool, folder))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys.modules["penstock.cli.verify"], "launch", launch)

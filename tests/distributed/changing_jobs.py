@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.runtime.step import bound_schedules
 from scaffolding.by_hand import sizes_by_hand, step_by_hand
 from scaffolding.models import Block, squared_error, token_error
 
@@ -139,11 +141,12 @@ def disagree(rank: int, what: str) -> None:
             pipe.step(x, target=y)
 
 
-def many_kinds(rank: int, kinds: int) -> tuple[int, int]:
+def many_kinds(rank: int, most: int, kinds: int) -> tuple[int, int]:
     """More kinds of batches than are kept, each twice: how many are kept, and how many lanes are open."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    with penstock.pipeline(model, (torch.zeros(1, 5),), loss=squared_error, microbatches=1) as pipe:
+    few = mock.patch.object(bound_schedules, "CACHED_SCHEDULES", most)
+    with few, penstock.pipeline(model, (torch.zeros(1, 5),), loss=squared_error, microbatches=1) as pipe:
         for rows in range(1, kinds + 1):
             for _ in range(2):
                 pipe.step(torch.ones(rows, 5), target=torch.zeros(rows, 5))

@@ -1,9 +1,9 @@
 """Forks the ranks of a real pipeline, lets one fall at a chosen action of its second step, and reports how each ended.
 
-Reads JSON lines, {"folder", "cases"}. A case is {"name", "victim", "op", "how"}, and, if it is not the default,
-{"schedule", "transport", "replicas"}. Those of a line run at the same time, since they mostly wait. Writes
-FOLDER/NAME.RANK.log, and answers with a line, a list that has for each case its name, the seconds from the fall until
-each rank's end, and its exit status.
+Usage: falling.py FOLDER CASES. CASES is JSON, a list. A case is {"name", "victim", "op", "how"}, and, if it is not the
+default, {"schedule", "transport", "replicas"}. They run at the same time, since they mostly wait. Writes
+FOLDER/NAME.RANK.log, and prints a list that has for each case its name, the seconds from the fall until each rank's
+end, and its exit status.
 """
 
 import atexit
@@ -25,7 +25,6 @@ import penstock
 from penstock.runtime.execute.program import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scaffolding import warm
 from scaffolding.forked import End, forked
 from scaffolding.tcp import sockets
 
@@ -136,10 +135,7 @@ def told(folder: Path, case: dict[str, Any], end: dict[int, End]) -> dict[str, A
 
 
 def main() -> None:
-    warm.up()
-    for line in iter(sys.stdin.readline, ""):
-        asked = json.loads(line)
-        print(json.dumps(run(Path(asked["folder"]), asked["cases"])), flush=True)
+    print(json.dumps(run(Path(sys.argv[1]), json.loads(sys.argv[2]))))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import penstock
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from device_group_jobs import device_groups, own_device
 
-from scaffolding import stand_in, warm
+from scaffolding import stand_in
 from scaffolding.forked import forked
 from scaffolding.stand_in import DEVICE
 
@@ -82,7 +82,6 @@ def train(rank: int, ranks: int, case: str, store: str) -> None:
 
 
 def main() -> None:
-    warm.up()
     folder, ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 
     def run(case: str, rank: int) -> None:

@@ -1,14 +1,12 @@
 """Kill, stop or fail a rank at each kind of action of a real pipeline: the others end within seconds and name it."""
 
 import json
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scaffolding.forked import forking, log_of
+from scaffolding.forked import answer_of, log_of
 
 OPS = {0: ["F", "SEND_F", "RECV_B"], 1: ["RECV_F", "SEND_B"], 2: ["B", "REDUCE_GRAD"]}
 """Every kind of action, on one rank or another."""
@@ -32,21 +30,10 @@ def cases(how: str, every: bool, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[[Path, list[dict[str, Any]]], dict[str, Any]]]:
-    """Runs cases and says how each ended, by name. One process forks the ranks of all tests."""
-    script = forking(Path(__file__).with_name("falling.py"))
-    with subprocess.Popen(**script, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdin
-        assert process.stdout
-
-        def ask(folder: Path, planned: list[dict[str, Any]]) -> dict[str, Any]:
-            print(json.dumps({"folder": str(folder), "cases": planned}), file=process.stdin, flush=True)
-            return {end["name"]: end for end in json.loads(process.stdout.readline())}
-
-        yield ask
-        process.stdin.close()
-        assert process.wait(30) == 0
+def run(folder: Path, planned: list[dict[str, Any]]) -> dict[str, Any]:
+    """How each case ended, by name."""
+    ends = answer_of(Path(__file__).with_name("falling.py"), folder, json.dumps(planned))
+    return {end["name"]: end for end in ends}
 
 
 LONG = pytest.mark.long
@@ -58,7 +45,8 @@ LONG = pytest.mark.long
         pytest.param("kill", True, {}, id="kill"),
         pytest.param("stop", False, {}, id="stop"),
         pytest.param("stop", True, {}, id="stop-every", marks=LONG),
-        pytest.param("raise", True, {}, id="raise"),
+        pytest.param("raise", False, {}, id="raise"),
+        pytest.param("raise", True, {}, id="raise-every", marks=LONG),
         pytest.param("kill", False, {"transport": "distributed"}, id="kill-gloo"),
         pytest.param("kill", True, {"transport": "distributed"}, id="kill-gloo-every", marks=LONG),
         pytest.param("kill", False, {"transport": "tcp"}, id="kill-own"),
@@ -70,11 +58,7 @@ LONG = pytest.mark.long
     ],
 )
 def test_trap_11_the_others_end_and_name_the_rank_that_fell(
-    run: Callable[[Path, list[dict[str, Any]]], dict[str, Any]],
-    tmp_path: Path,
-    how: str,
-    every: bool,
-    options: dict[str, Any],
+    tmp_path: Path, how: str, every: bool, options: dict[str, Any]
 ) -> None:
     planned = cases(how, every, **options)
     ends = run(tmp_path, planned)

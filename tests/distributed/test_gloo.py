@@ -163,7 +163,14 @@ def test_five_steps_are_those_of_one_device(ranks3: Ranks, name: str, schedule: 
     assert float(trained[0].losses[-1]) < float(trained[0].losses[0])
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), representatives(3, [2, 3, 4], CLASSIC), indirect=["ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "schedule"),  # one step of the same ties is always run with each, in test_bits_of_one_device
+    [
+        pytest.param(*case, marks=() if case == (3, "1f1b") else pytest.mark.long)
+        for case in product([2, 3, 4], CLASSIC)
+    ],
+    indirect=["ranks"],
+)
 def test_five_steps_with_tied_weights(ranks: Ranks, schedule: str) -> None:
     trained = ranks.run(jobs.train_here, "tied_gpt", 5, {"schedule": schedule, "microbatches": 4})
     weights, _, losses = train_by_hand("tied_gpt", 5, 4)

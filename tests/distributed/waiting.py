@@ -33,7 +33,7 @@ from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.transport.shared_memory import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scaffolding import stand_in, warm
+from scaffolding import stand_in
 from scaffolding.forked import forked, log_of
 from scaffolding.tcp import sockets
 
@@ -204,7 +204,6 @@ def over(folder: Path, expected: dict[str, str], case: str, left: set[int]) -> b
 
 
 def main() -> None:
-    warm.up()
     folder, cases = Path(sys.argv[1]), sys.argv[2:]
     for case in cases:
         if case.startswith("init"):

@@ -48,6 +48,11 @@ def test_the_plain_loop_learns(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] < 1
 
 
+def assert_written() -> None:
+    assert "rank" in output("explain", "timeline.json")
+    assert list(Path("runs/checkpoints").iterdir())
+
+
 @pytest.mark.distributed
 def test_one_process_and_two_print_the_same(script: Path, ranks2: Ranks) -> None:
     alone = lines_here(script)
@@ -55,11 +60,11 @@ def test_one_process_and_two_print_the_same(script: Path, ranks2: Ranks) -> None
     assert float(line.split()[-1]) == pytest.approx(
         float(said.split()[-1]), abs=0.01
     )  # other processors round otherwise
-    assert (script.parent / "timeline.json").exists()
-    assert list((script.parent / "runs" / "checkpoints").iterdir())
-    (script.parent / "runs").rename(script.parent / "before")
+    assert_written()
+    for written in ("timeline.json", "runs"):
+        Path(written).rename(f"before_{written}")
     assert ranks2.run(lines_of_rank, script) == [alone, []]
-    assert "rank" in output("explain", "timeline.json")
+    assert_written()
 
 
 def test_it_is_cut_as_shown(script: Path) -> None:

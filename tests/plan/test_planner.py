@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -225,11 +224,8 @@ def test_of_equal_plans_the_simplest_comes_first() -> None:
     assert simplest_first([plan, faster]) == [faster, plan]
 
 
-def test_a_better_order_is_searched_for_and_goes_through_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_better_order_is_searched_for_and_goes_through_a_file(tmp_path: Path) -> None:
     """On a slow link, uneven stages do better in an order that was found for them than in any that has a name."""
-    monkeypatch.setattr(import_module("penstock.search.search"), "_PATIENCE", math.inf)  # however busy the machine is
     sizes = Sizes({1: _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)})
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     named = make_plans(sizes, cluster, 6, best=1)
@@ -367,8 +363,7 @@ def test_split_backwards_that_not_all_sizes_have_count_for_none() -> None:
     assert [[unit.split.seconds / unit.seconds for unit in sizes.at(rows)] for rows in (1, 2, 4)] == [[1.0, 1.0]] * 3
 
 
-def test_a_searched_order_is_judged_by_the_costs_of_split_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("penstock.search.search"), "_PATIENCE", math.inf)  # however busy the machine is
+def test_a_searched_order_is_judged_by_the_costs_of_split_backwards() -> None:
     uneven = _profile([3.0, 1.0, 2.0], gradient=1000 * MB, boundary=MB, boundary_gradient=MB)
     cluster = Cluster(3, link=LinkCost(1.0, MB))
     found = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from scaffolding.warm_scripts import lines_of_script
 
 
 class End(NamedTuple):
@@ -25,20 +26,9 @@ class End(NamedTuple):
     """Its exit status; -9 if it was killed."""
 
 
-def forking(script: Path, *arguments: str | Path) -> dict[str, Any]:
-    """The arguments with which `subprocess` starts a script that forks ranks."""
-    return {
-        "args": [sys.executable, str(script), *map(str, arguments)],
-        "text": True,
-        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
-    }
-
-
 def answer_of(script: Path, *arguments: str | Path) -> Any:
     """Runs a script that forks ranks, and returns the JSON value that it prints."""
-    done = subprocess.run(**forking(script, *arguments), capture_output=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads("\n".join(lines_of_script(script, *arguments, seconds=150)))
 
 
 def log_of(folder: Path, case: str, rank: int) -> Path:

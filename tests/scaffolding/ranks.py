@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from scaffolding import warm
@@ -26,6 +26,13 @@ LIBRARIES = ("transformers.models.llama.modeling_llama",)
 
 GRACE_SECONDS = 5.0
 """How long the other ranks may continue once one has failed: their errors may say more."""
+
+
+def server() -> ForkServerContext:
+    """Of whose Process each is a fork of the server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*warm.MODULES, *LIBRARIES])
+    return context
 
 
 class RanksError(RuntimeError):
@@ -45,9 +52,10 @@ class Ranks:
         """Calls `fn(rank, *args)` on each rank and returns the results, by rank.
 
         `fn` is a module-level function, sent by reference; arguments and results are pickled. Torch's seed is 0 at the
-        start. Raises RanksError with the tracebacks if `fn` failed on a rank or took more than `seconds`.
+        start, and the folder is the caller's. Raises RanksError with the tracebacks if `fn` failed on a rank or took
+        more than `seconds`.
         """
-        job = pickle.dumps((sys.path, pickle.dumps((fn, args))))
+        job = pickle.dumps((sys.path, os.getcwd(), pickle.dumps((fn, args))))
         if not self._processes:
             self._start()
         try:
@@ -81,8 +89,7 @@ class Ranks:
             self._folder = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*warm.MODULES, *LIBRARIES])
+        context = server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         for rank in range(self.n):
             ours, theirs = context.Pipe()
@@ -124,8 +131,9 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            path, work = pickle.loads(pipe.recv_bytes())
+            path, folder, work = pickle.loads(pipe.recv_bytes())
             sys.path[:] = path
+            os.chdir(folder)
             torch.manual_seed(0)
             try:
                 fn, args = pickle.loads(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runs import health
 from penstock.studio.serve import Server, bind
+
+
+@pytest.fixture(autouse=True)
+def _ranks_spoke_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a busy machine takes to open a page, no rank of a run in a test falls silent meanwhile."""
+    monkeypatch.setattr(health, "SILENT_SECONDS", math.inf)
 
 
 @pytest.fixture
