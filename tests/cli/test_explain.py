@@ -371,6 +371,15 @@ def test_our_own_files_say_how_many_stages_there_are(tmp_path: Path) -> None:
     assert f"no rank has stage {last}" in refusal("explain", str(write(tmp_path / "timeline.json", timeline)))
 
 
+def test_a_range_shorter_than_the_clocks_tick_ends_where_it_begins(tmp_path: Path) -> None:
+    events = [
+        {**event, "dur": 0.0 if event["name"] == "F 1 3" else event["dur"]}
+        for event in named(measured(), "{o} {s} {k}")
+    ]
+    split = [{**e, "ph": "B"} for e in events] + [{**e, "ph": "E", "ts": e["ts"] + e["dur"]} for e in events]
+    assert as_json("explain", str(write(tmp_path / "trace.json", split)), "--json")["ranks"] == 4
+
+
 @pytest.mark.parametrize("perfetto", [False, True])
 def test_a_rank_that_was_held_up_lacks_no_other(perfetto: bool, tmp_path: Path) -> None:
     """The system may stop a process at any moment, also while it has nothing to wait for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -225,6 +226,23 @@ def test_one_message_that_seems_early_is_no_other_clock() -> None:
     late = [replace(e, start_seconds=e.start_seconds + 0.3) if e.name == "0F2" else e for e in late]
     found = explain(type(recorded())(tuple(late)))
     assert not found.run.notes
+
+
+def test_the_only_message_that_seems_early_is_no_other_clock() -> None:
+    """Of a single microbatch: rank 0 is held up between its message and the end of the action that made it."""
+    plain = recorded(timeline(even, even, ranks=2, microbatches=1))
+    held = replace(
+        plain,
+        events=tuple(
+            replace(one, end_seconds=one.end_seconds + 0.5) if one.name == "0F0" else one for one in plain.events
+        ),
+    )
+    assert explain(held).run.notes == ()
+
+
+def test_of_two_microbatches_one_that_was_held_up_is_no_slow_rank() -> None:
+    found = explain(recorded(timeline(lambda stage, k: 8.0 if (stage, k) == (1, 0) else 1.0, even, microbatches=2)))
+    assert {one.kind for one in found.changes if one.mends} == {"actions"}
 
 
 def test_clocks_are_set_by_the_fastest_messages() -> None:

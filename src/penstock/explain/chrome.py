@@ -8,6 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
@@ -112,23 +113,32 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Events with a start and a duration; a begin (B) and its end (E) become one."""
     found: list[Mapping[str, Any]] = []
     begun: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
-    for event in sorted((e for e in events if isinstance(e, dict) and _is_time(e.get("ts"))), key=_at):
-        lane = event.get("pid"), event.get("tid")
-        if event.get("ph") == "X":
-            found.append(event)
-        elif event.get("ph") == "B":
-            begun[lane].append(event)
-        elif event.get("ph") == "E" and begun[lane]:
-            open_ones = begun[lane]
-            named = (n for n in reversed(range(len(open_ones))) if open_ones[n].get("name") == event.get("name"))
-            first = open_ones.pop(next(named, -1))
-            found.append({**first, "dur": event["ts"] - first["ts"]})
-    return found
+    timed = (event for event in events if isinstance(event, dict) and _is_time(event.get("ts")))
+    for _, at_once in groupby(sorted(timed, key=_at), key=_at):
+        ends = []
+        for event in at_once:
+            if event.get("ph") == "X":
+                found.append(event)
+            elif event.get("ph") == "B":
+                begun[event.get("pid"), event.get("tid")].append(event)
+            elif event.get("ph") == "E":
+                ends.append(event)
+        for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
+            if open_ones := begun[end.get("pid"), end.get("tid")]:
+                first = open_ones.pop(_begin_of(end, open_ones))
+                found.append({**first, "dur": end["ts"] - first["ts"]})
+    return sorted(found, key=_at)
 
 
-def _at(event: Mapping[str, Any]) -> tuple[float, bool]:
-    """When an event is; at one time, what ends comes before what begins."""
-    return event["ts"], event.get("ph") != "E"
+def _begin_of(end: Mapping[str, Any], begun: Sequence[Mapping[str, Any]]) -> int:
+    """Which of the open ones ends: the innermost of its name, or of all, that began before, or else just now."""
+    alike = [number for number, one in enumerate(begun) if one.get("name") == end.get("name")] or [*range(len(begun))]
+    before = [number for number in alike if _at(begun[number]) < _at(end)]
+    return (before or alike)[-1]
+
+
+def _at(event: Mapping[str, Any]) -> float:
+    return float(event["ts"])
 
 
 def _is_time(value: Any) -> bool:

@@ -28,12 +28,14 @@ class Messages:
         seconds: from the end of the action that made it to the start of the one that used it (to its end, if a span
             begins with the wait), each on its own clock.
         waited: whether the target's rank was idle right before.
+        making: how long the action that made it took. None is sent before that begins.
     """
 
     source: Ints
     target: Ints
     seconds: Floats
     waited: Ints
+    making: Floats
 
     @classmethod
     def of(cls, columns: Columns, starts: Floats, ends: Floats, *, with_waits: bool) -> Messages:
@@ -44,16 +46,17 @@ class Messages:
         before = np.maximum(users - 1, 0)
         gap = np.where(np.isin(users, columns.first), np.inf, starts[users] - ends[before])
         idle = gap > max(LEAST_SECONDS, TOLERANCE * float(np.median(ends - starts)))
-        return cls(rank[makers], rank[users], arrived - ends[makers], idle | with_waits)
+        return cls(rank[makers], rank[users], arrived - ends[makers], idle | with_waits, (ends - starts)[makers])
 
 
 def shifts(messages: Messages, ranks: int, tolerance: float) -> list[float]:
     """What to add to each rank's clock; zeros if they agree: if most messages arrive after they were sent.
 
-    Single ones may not: a rank may be held up between its message and the end of the action that made it.
+    A single one may not: a rank may be held up between its message and the end of the action that made it, but no
+    message arrives before that begins.
     """
-    usual = dict(_usual(messages))
-    if all(one.seconds >= -tolerance for one in usual.values()):
+    usual = dict(_usual(messages, tolerance))
+    if not any(one.early for one in usual.values()):
         return [0.0] * ranks
     neighbours = defaultdict(set)
     for one, two in usual:
@@ -74,26 +77,29 @@ class _Way:
     """How long messages take from one rank to another.
 
     Attributes:
-        seconds: usually.
+        early: whether they seem to arrive before they were sent, and no single interruption explains that.
         fastest: those that took least, whose receiver had nothing else to do: clocks are set by them, as by NTP.
         known: whether any was waited for. Otherwise messages take at most as long as the fastest.
     """
 
-    seconds: float
+    early: bool
     fastest: float
     known: bool
 
 
-def _usual(messages: Messages) -> Iterator[tuple[tuple[int, int], _Way]]:
+def _usual(messages: Messages, tolerance: float) -> Iterator[tuple[tuple[int, int], _Way]]:
     """For each pair of ranks how long a message takes; only those that were waited for tell."""
     pairs = sorted(set(zip(messages.source.tolist(), messages.target.tolist(), strict=True)))
     for one, two in pairs:
         chosen = (messages.source == one) & (messages.target == two)
         waited = chosen & messages.waited
         known = bool(waited.any())
-        seconds = messages.seconds[waited if known else chosen]
-        fastest = float(seconds.min())
-        yield (one, two), _Way(float(np.median(seconds)) if known else fastest, fastest, known)
+        early = messages.seconds < -tolerance
+        impossible = messages.seconds < -tolerance - messages.making
+        usually = not known or 2 * (waited & early).sum() > waited.sum()
+        several = usually and (chosen & early).sum() > 1
+        fastest = float(messages.seconds[waited if known else chosen].min())
+        yield (one, two), _Way(bool(several or (chosen & impossible).any()), fastest, known)
 
 
 def _ahead(usual: dict[tuple[int, int], _Way], rank: int, other: int) -> float:

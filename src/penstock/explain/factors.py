@@ -79,8 +79,8 @@ def factors_of(replicas: Sequence[Replica]) -> Factors:
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # a stage without an op has only NaN
         microbatch = _microbatches(seconds)
-        base = np.nanmedian(seconds / microbatch[:, None, None, :], axis=3)
-        typical = np.nanquantile(base, 0.5, axis=0, method="lower")
+        base = _usual(seconds / microbatch[:, None, None, :], axis=3)
+        typical = _usual(base, axis=0)
         if len(replicas) == 1:
             typical = _without_slow_rank(typical, replicas[0].schedule.placement)
         rank = np.where(base > 0, base / typical[None], 1.0)
@@ -88,11 +88,16 @@ def factors_of(replicas: Sequence[Replica]) -> Factors:
     return Factors(seconds, typical, rank, microbatch)
 
 
+def _usual(values: Floats, axis: int | tuple[int, ...], *, keepdims: bool = False) -> Floats:
+    """The median; of two in the middle the lower one, so that of two values one that was held up does not count."""
+    return np.asarray(np.nanquantile(values, 0.5, axis=axis, method="lower", keepdims=keepdims))
+
+
 def _microbatches(seconds: Floats) -> Floats:
     """By how much each microbatch is longer than the mean, [R, M]: what most ops of most stages say."""
-    alike = np.nanmedian(seconds, axis=(0, 3), keepdims=True)
+    alike = _usual(seconds, axis=(0, 3), keepdims=True)
     ratio = seconds / np.where(alike > 0, alike, np.nan)
-    found = np.nanquantile(ratio, 0.5, axis=(1, 2), method="lower")
+    found = _usual(ratio, axis=(1, 2))
     found = np.where(found > 0, found, 1.0)  # unknown, or beyond the clock: a range that is all wait leaves nothing
     uniform = found.max(axis=1) < found.min(axis=1) * (1 + ALIKE)  # then it is the replica's ranks
     found[uniform] = 1.0
