@@ -169,6 +169,7 @@ def _end(one: _Running) -> int:
     """Kills what a case has left, and its own process if that still runs. Returns its exit status."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGKILL)  # not yet waited for, so that the id is still its own
+    os.kill(one.pid, signal.SIGKILL)  # it may not lead its session yet
     _, status = os.waitpid(one.pid, 0)
     kill_left(one.mark)
     shutil.rmtree(one.folder, ignore_errors=True)
