@@ -31,7 +31,7 @@ def test_a_rank_with_slow_forwards_is_named(ranks3: Ranks, tmp_path: Path) -> No
     assert first.text.startswith("rank 1 is slow (forwards ")
     assert "backwards" not in first.text
     assert first.gain > 0.1
-    assert len(found.run.steps) == 2
+    assert len(found.run.steps) == 5
     assert found.step.slowest.schedule.name == "1f1b"
 
 

