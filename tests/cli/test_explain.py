@@ -222,6 +222,23 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
 
 
+def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
+    (file,) = a_timeline(tmp_path)
+    units = [0.03, 0.03, 0.0, 0.03]
+    asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
+    assert "most wrong at stage 2, which takes 45.0 ms instead of 0" in " ".join(output(*asked).split())
+
+
+def test_of_one_microbatch_advice_is_doubted(tmp_path: Path) -> None:
+    """Its only forward on rank 1 was held up."""
+    costs = [StageCost(0.01, 0.01, 0.01)] * 3
+    held_up = [*costs[:1], StageCost(0.05, 0.01, 0.01), *costs[2:]]
+    timeline = simulate(generate("gpipe", 3, 1), held_up)
+    (first, *_) = as_json("explain", str(write(tmp_path / "timeline.json", timeline.to_dict())))["changes"]
+    assert first["text"].startswith("rank 1 is slow")
+    assert first["note"].endswith("of one microbatch, a single interruption looks the same")
+
+
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:
     """By its own units, the profile would cut the model where it was not."""
     (file,) = a_timeline(tmp_path)
