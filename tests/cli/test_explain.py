@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
+from rich.console import Console
 
 from penstock.balance import Profile, UnitCost
+from penstock.cli.explain import show
 from penstock.errors import ArgumentError
-from penstock.explain import reading
+from penstock.explain import explain, read_run, reading
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
@@ -227,6 +229,18 @@ def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> N
     units = [0.03, 0.03, 0.0, 0.03]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
     assert "most wrong at stage 2, which takes 45.0 ms instead of 0" in " ".join(output(*asked).split())
+
+
+def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
+    (file,) = a_timeline(tmp_path)
+    found = replace(explain(read_run([file])), changes=())
+    said = []
+    for error in (0.231, 0.001):
+        show(replace(found, worst_error=error), Console(width=200))
+        said.append(capsys.readouterr().out)
+    assert "nothing for certain: no change brings more than the replay's error, 23.1%" in said[0]
+    assert "are alike" not in said[0]
+    assert "are alike, as far as 0.5% of a step goes" in said[1]
 
 
 def test_of_one_microbatch_advice_is_doubted(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def predicted_by(
 
 def show(found: Explanation, console: Console) -> None:
     """Prints what the step is, what to change first, and where the time went."""
+    from penstock.explain.changes import LEAST_GAIN
+
     step = found.step
     unit, name = (1.0, "s") if step.seconds >= 1 else (1e-3, "ms")
     written = _written(step.seconds)
@@ -133,9 +135,10 @@ def show(found: Explanation, console: Console) -> None:
     console.print("\n[bold]What to change first[/], and by how much that changes a step")
     if mended := [one for one in found.changes if one.mends]:
         console.print(_changes(mended[:_MOST_CHANGES], found.change_error))
+    elif found.change_error > LEAST_GAIN:
+        console.print(f"nothing for certain: no change brings more than the replay's error, {found.change_error:.1%}")
     else:
-        least = max(found.change_error, 0.005)
-        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {least:.1%} of a step goes")
+        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes")
     if others := [one for one in found.changes if not one.mends]:
         console.print("\n[bold]Other ways[/]")
         console.print(_changes(others[:_MOST_CHANGES], found.change_error))
