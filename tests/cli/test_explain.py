@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
+from rich.console import Console
 
 from penstock.balance import Profile, UnitCost
+from penstock.cli.explain import show
 from penstock.errors import ArgumentError
-from penstock.explain import reading
+from penstock.explain import explain, read_run, reading
 from penstock.report import to_perfetto
 from penstock.schedule import Action, Op, generate
 from penstock.schedule.timeline import Span, Timeline
@@ -220,6 +222,35 @@ def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])
     assert "most wrong at stage 2, which takes 1.25 times what was predicted" in " ".join(output(*asked).split())
+
+
+def test_a_stage_that_was_predicted_to_take_no_time_is_said(tmp_path: Path) -> None:
+    (file,) = a_timeline(tmp_path)
+    units = [0.03, 0.03, 0.0, 0.03]
+    asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.1,layers.2,layers.3")
+    assert "most wrong at stage 2, which takes 45.0 ms instead of 0" in " ".join(output(*asked).split())
+
+
+def test_stages_are_not_called_alike_where_the_replay_cannot_tell(tmp_path: Path, capsys: Any) -> None:
+    (file,) = a_timeline(tmp_path)
+    found = replace(explain(read_run([file])), changes=())
+    said = []
+    for error in (0.231, 0.001):
+        show(replace(found, worst_error=error), Console(width=200))
+        said.append(capsys.readouterr().out)
+    assert "nothing for certain: no change brings more than the replay's error, 23.1%" in said[0]
+    assert "are alike" not in said[0]
+    assert "are alike, as far as 0.5% of a step goes" in said[1]
+
+
+def test_of_one_microbatch_advice_is_doubted(tmp_path: Path) -> None:
+    """Its only forward on rank 1 was held up."""
+    costs = [StageCost(0.01, 0.01, 0.01)] * 3
+    held_up = [*costs[:1], StageCost(0.05, 0.01, 0.01), *costs[2:]]
+    timeline = simulate(generate("gpipe", 3, 1), held_up)
+    (first, *_) = as_json("explain", str(write(tmp_path / "timeline.json", timeline.to_dict())))["changes"]
+    assert first["text"].startswith("rank 1 is slow")
+    assert first["note"].endswith("of one microbatch, a single interruption looks the same")
 
 
 def test_cuts_that_are_guessed_are_said_and_doubted(tmp_path: Path) -> None:

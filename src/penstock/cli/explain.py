@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.explain import Change, Explanation, Predicted, Run
+    from penstock.explain.explanation import StageTime
     from penstock.explain.where import RankTime
     from penstock.runs import RunRead
 
@@ -124,6 +126,8 @@ def predicted_by(
 
 def show(found: Explanation, console: Console) -> None:
     """Prints what the step is, what to change first, and where the time went."""
+    from penstock.explain.changes import LEAST_GAIN
+
     step = found.step
     unit, name = (1.0, "s") if step.seconds >= 1 else (1e-3, "ms")
     written = _written(step.seconds)
@@ -131,9 +135,10 @@ def show(found: Explanation, console: Console) -> None:
     console.print("\n[bold]What to change first[/], and by how much that changes a step")
     if mended := [one for one in found.changes if one.mends]:
         console.print(_changes(mended[:_MOST_CHANGES], found.change_error))
+    elif found.change_error > LEAST_GAIN:
+        console.print(f"nothing for certain: no change brings more than the replay's error, {found.change_error:.1%}")
     else:
-        least = max(found.change_error, 0.005)
-        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {least:.1%} of a step goes")
+        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes")
     if others := [one for one in found.changes if not one.mends]:
         console.print("\n[bold]Other ways[/]")
         console.print(_changes(others[:_MOST_CHANGES], found.change_error))
@@ -195,6 +200,13 @@ def _stragglers(found: Explanation) -> str:
     )
 
 
+def _times_predicted(stage: StageTime) -> float:
+    """Infinite where nothing was predicted to take any time."""
+    if stage.predicted_seconds:
+        return stage.seconds / stage.predicted_seconds
+    return inf if stage.seconds else 1.0
+
+
 def _worst(slower: Mapping[Any, float]) -> list[tuple[Any, float]]:
     """The two that cost most, if they cost anything."""
     return sorted(((k, v) for k, v in slower.items() if v >= 1.01), key=lambda pair: -pair[1])[:2]
@@ -226,10 +238,11 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
     for text in in_words(found):
         console.print(text)
     if found.predicted_seconds is not None:
-        wrong = max(found.stages, key=lambda one: abs(one.seconds / (one.predicted_seconds or 1e-30) - 1))
+        times, wrong = max(((_times_predicted(one), one) for one in found.stages), key=lambda pair: abs(pair[0] - 1))
+        much = f"{times:.2f} times what was predicted" if isfinite(times) else f"{written(wrong.seconds)} instead of 0"
         console.print(
             f"predicted {written(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
-            f"takes {wrong.seconds / (wrong.predicted_seconds or 1e-30):.2f} times what was predicted"
+            f"takes {much}"
         )
     for note in run.notes:
         console.print(f"note: {note}", style="yellow")

@@ -121,7 +121,7 @@ def _cut(trial: Trial) -> Iterator[Change]:
     known = trial.predicted
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
-        note = f"if stages were even; {needed} which cuts there are"
+        note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
         yield trial.change("cut", f"{is_so}: move work off it", _even(trial, trial.replay), note)
         return
     starts, new = known.recut([float(total) for total in totals])
@@ -132,9 +132,14 @@ def _cut(trial: Trial) -> Iterator[Change]:
     ]
     if moves:
         case = trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None])
-        yield trial.change(
-            "cut", f"{is_so}: {'; '.join(moves)}", case, "units as profiled, scaled to what was measured"
-        )
+        note = _doubted(trial, "units as profiled, scaled to what was measured")
+        yield trial.change("cut", f"{is_so}: {'; '.join(moves)}", case, note)
+
+
+def _doubted(trial: Trial, note: str) -> str:
+    """A note that says if a single interruption explains as much: each op of a stage ran once."""
+    once = trial.slowest.schedule.microbatches == 1
+    return "; ".join(filter(None, [note, "of one microbatch, a single interruption looks the same" if once else ""]))
 
 
 def _even(trial: Trial, case: Case) -> Case:
@@ -158,7 +163,7 @@ def _ranks(trial: Trial) -> Iterator[Change]:
         than = "the other stages'" if one.alone else "its replicas'"
         text = f"{one.who} is slow ({ops} {than}): mend or replace it"
         note = "no replica tells; its other ops are not slow" if one.alone else ""
-        yield trial.change("rank", text, trial.scaled(trial.replay, scale[..., None]), note)
+        yield trial.change("rank", text, trial.scaled(trial.replay, scale[..., None]), _doubted(trial, note))
 
 
 def _microbatches(trial: Trial) -> Iterator[Change]:

@@ -151,7 +151,7 @@ def run_of(recording: Recording) -> Run:
     if lacking:
         number, replica, wrong = lacking[0]
         notes.append(
-            f"left out {counted(len(lacking), 'incomplete pipeline')}, first step {number}, replica {replica}: {wrong}"
+            f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
         )
     return Run(tuple(steps), tuple(dict.fromkeys(notes)))
 
