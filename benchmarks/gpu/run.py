@@ -19,19 +19,29 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
+
+import nccl_library  # noqa: E402 (found only now, and has to be in front of all that imports torch)
+
+_given = argparse.ArgumentParser(add_help=False)
+_given.add_argument("--device", default="cuda")
+if __name__ == "__main__" and _given.parse_known_args()[0].device == "cuda":
+    nccl_library.put_in_front()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what is imported here does not touch the device
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:  # these are found and may be imported only after what is said above
     import running
     from cases import TABLE
+    from cases.case import Case
     from cases.environment import FIRST
+    from rows import BAD, Row, row
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "numpy"):
         raise
@@ -39,8 +49,8 @@ except ModuleNotFoundError as error:
 except KeyboardInterrupt:
     sys.exit(130)
 
-MOST_SECONDS = 570.0
-"""Of a part, which has to end in less than ten minutes."""
+MOST_SECONDS = 470.0
+"""Of a part, which has to end in less than eight minutes."""
 
 
 class Results:
@@ -49,7 +59,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.environment: dict[str, Any] = {}
-        self.rows: dict[str, running.Row] = {}
+        self.rows: dict[str, Row] = {}
 
     def begin(self, environment: dict[str, Any]) -> str:
         """Goes on with the rows of earlier runs if the same code and versions made them on the same machine.
@@ -71,7 +81,7 @@ class Results:
         words = "; ".join(f"{name} was {then.get(name)}, is {environment.get(name)}" for name in differs)
         return f"earlier results, which are not of this machine and code, are now in {aside}: {words}"
 
-    def add(self, row: running.Row) -> None:
+    def add(self, row: Row) -> None:
         if row["status"] == "not begun" and row["name"] in self.rows:
             return
         self.rows[row["name"]] = row
@@ -81,7 +91,7 @@ class Results:
         part.replace(self._path)
 
 
-def table(rows: Sequence[running.Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """A line for each row that is not ok or that measures; the others, which are many and alike, counted by kind."""
     lines, counted = [], Counter[str]()
     for row in rows:
@@ -98,7 +108,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parts = sorted({case.part for case in TABLE.values()})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu", "standin"), default="cuda")
-    parser.add_argument("--part", type=int, choices=parts, help="one part, in less than ten minutes; default: all")
+    parser.add_argument("--part", type=int, choices=parts, help="one part, in less than eight minutes; default: all")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names match one of these")
     parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
@@ -117,11 +127,11 @@ def main(given: Sequence[str] | None = None) -> int:
     return _run(cases, chosen)
 
 
-def _run(cases: Sequence[running.Case], chosen: argparse.Namespace) -> int:
+def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
     _import_what_cases_need()
     results, rows = Results(chosen.json), []
 
-    def ended(row: running.Row) -> None:
+    def ended(row: Row) -> None:
         rows.append(row)
         results.add(row)
         print(f"{row['status']:<10} {row['seconds']:6.1f} s  {row['name']}: {row['says'][:200]}", flush=True)
@@ -143,13 +153,33 @@ def _run(cases: Sequence[running.Case], chosen: argparse.Namespace) -> int:
     try:
         for part in sorted({case.part for case in cases}):
             mine = [case for case in cases if case.part == part and case.name not in known]
-            running.run(mine, chosen.device, jobs, began + chosen.seconds, ended)
+            _run_in_turn(
+                mine,
+                results.rows,
+                partial(running.run, device=chosen.device, jobs=jobs, until=began + chosen.seconds, ended=ended),
+            )
             began = time.monotonic()
     finally:  # of an interrupted run, too
         counted = Counter(row["status"] for row in rows)
         counts = ", ".join(f"{number} {status}" for status, number in counted.items())
         print(f"\n{table(rows)}\n\n{counts}: {chosen.json}", flush=True)
-    return 1 if any(counted[status] for status in (*running.BAD, "not begun")) else 0
+    return 1 if any(counted[status] for status in (*BAD, "not begun")) else 0
+
+
+def _run_in_turn(cases: Sequence[Case], rows: Mapping[str, Row], go: partial[None]) -> None:
+    """Runs cases, those that come after another once that is ok."""
+    gates = {case.after for case in cases if case.after}
+    missing = [TABLE[gate] for gate in gates if rows.get(gate, {}).get("status") != "ok"]
+    first = {case.name: case for case in cases if not case.after} | {case.name: case for case in missing}
+    go(list(first.values()))
+    for gate in gates:
+        behind, found = [case for case in cases if case.after == gate], rows[gate]
+        if found["status"] == "ok":
+            go(behind, environment=found["found"]["environment"])
+            continue
+        for case in behind:
+            status = "not begun" if found["status"] == "not begun" else "not here"
+            go.keywords["ended"](row(case, status, f"{gate}: {found['status']}: {found['says']}", 0.0))
 
 
 def _import_what_cases_need() -> None:
