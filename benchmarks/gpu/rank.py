@@ -1,4 +1,4 @@
-"""A rank of a world, as torchrun starts it: runs all of its cases, one after another. See worlds.py."""
+"""A rank of a world, as a fork or torchrun's: runs all of its cases, one after another. See worlds.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ RAISED = 3
 """The exit status after a case has raised: the other ranks may wait for this one."""
 
 
-def main() -> None:
-    device, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
+def main(device: str, place: str) -> None:
+    folder, rank = Path(place), int(os.environ["RANK"])
     log = os.open(folder / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -42,7 +43,7 @@ def main() -> None:
         leave(folder / f"began.{number}.{rank}", str(os.getpid()))
         print(f"-- {name}", flush=True)
         began = time.perf_counter()
-        with nccl.rules(setting, eager=world.groups == "device_id"):
+        with nccl.rules(setting, eager=world.groups == "device_id") if world.takes_turns else nullcontext():
             result = outcome(TABLE[name], setting)
         result["found"]["rank_seconds"] = round(time.perf_counter() - began, 2)
         leave(folder / f"found.{number}.{rank}", json.dumps(result))
@@ -57,11 +58,13 @@ def join(setting: Any, groups: str, ranks: int) -> None:
     import torch.distributed as dist
 
     if setting.is_real:
+        torch.cuda.init()  # or a DeviceMesh would choose one by the rank's number
         torch.cuda.set_device(0)
         torch.cuda.set_per_process_memory_fraction(0.9 / ranks)
-    if groups == "own":
+    if groups == "own" or ranks == 1:
         return
-    backend = {"nccl": "nccl"}.get(groups, "cpu:gloo,cuda:nccl") if setting.is_real else "gloo"
+    backend = groups if groups in ("gloo", "nccl") else "cpu:gloo,cuda:nccl"
+    backend = backend if setting.is_real else "gloo"
     device = {"device_id": torch.device("cuda", 0)} if setting.is_real and groups == "device_id" else {}
     dist.init_process_group(backend, **device)
 
@@ -74,4 +77,4 @@ def leave(file: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -35,13 +35,13 @@ _POLL_SECONDS = 0.02
 _LOG_CHARACTERS = 3000
 
 MOST_WORLDS = 2
-"""At a time: their ranks take turns on the device, and one that waits for another takes its turn all the same."""
+"""At a time, of those whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
 class _Process:
     """A case under way in a process of its own."""
 
-    is_over = False
+    is_over = takes_turns = False
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
         self.alone = case.alone
@@ -140,7 +140,7 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
 def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    if case.world and sum(isinstance(one, WorldRun) for one in running) >= MOST_WORLDS:
+    if case.world and case.world.takes_turns and sum(one.takes_turns for one in running) >= MOST_WORLDS:
         return False
     return len(running) < jobs and not case.alone and not running[0].alone
 

@@ -1,4 +1,4 @@
-"""Runs the cases of a world: torchrun starts its ranks once, and each of them runs all cases, one after another.
+"""Runs the cases of a world: its ranks are started once, and each of them runs all cases, one after another.
 
 A case that hangs or falls takes its world with it; the rest go on in a new one. A rank leaves, in a folder, `began.N.R`
 with its process's id when it begins case N, and `found.N.R` with what it found.
@@ -17,11 +17,13 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import rank as rank_script
 from cases.case import Case, DeviceType
-from cases.ranks import torchrun
+from cases.ranks import Forks, torchrun
 from rows import BAD, Row, row
 
 from penstock.launch.agent import TAG, how_it_ended, kill_left
@@ -38,7 +40,7 @@ REHEARSING_TAKES = 4.0
 """Times the seconds of a case, where the CPU stands in: it may be a crowded one."""
 
 MOST_LOST = 3
-"""Worlds in a row without a result: after so many the rest do not begin."""
+"""Worlds of torchrun in a row without a result: after so many the rest do not begin, since each takes long to start."""
 
 _LOG_CHARACTERS = 3000
 
@@ -54,12 +56,19 @@ class WorldRun:
         self._environment = environment
         self._patience = 1.0 if device == "cuda" else REHEARSING_TAKES
         self._lost = 0
-        self._agent: subprocess.Popen[bytes] | None
+        assert cases[0].world is not None
+        self.takes_turns = cases[0].world.takes_turns
+        self._forks = not self.takes_turns
+        self._agent: subprocess.Popen[bytes] | Forks | None
         self._start()
 
     @property
     def is_over(self) -> bool:
         return not self._waiting
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self.takes_turns and self._lost >= MOST_LOST
 
     def look(self, until: float) -> list[Row]:
         """The rows of cases that have ended since. After `until` the rest are cut off."""
@@ -74,9 +83,9 @@ class WorldRun:
                 self._lose()
             else:
                 self._lost = 0
-        if self._waiting and (time.monotonic() > until or self._lost >= MOST_LOST):
+        if self._waiting and (time.monotonic() > until or self._is_given_up):
             why = "the time for this part was up"
-            if self._lost >= MOST_LOST:
+            if self._is_given_up:
                 why = f"{MOST_LOST} worlds in a row were lost before it"
             found += [row(case, "not begun", why, 0.0) for case in self._waiting]
             self._waiting.clear()
@@ -86,6 +95,8 @@ class WorldRun:
 
     def end(self) -> None:
         """Ends the agent and all ranks."""
+        if self._agent is not None:
+            self._agent.kill()
         kill_left(self._mark)
         if self._agent is not None:
             self._agent.wait()
@@ -99,15 +110,17 @@ class WorldRun:
         self._began = self._raised = float("inf")
         (self._folder / "names").write_text(json.dumps([case.name for case in self._waiting]))
         self._agent = None
-        self._agent = torchrun(
-            world.ranks, SCRIPT, [self._device, str(self._folder)], self._folder / "log",
-            {**self._environment, **dict(world.environment), TAG: self._mark},
-        )  # fmt: skip
+        environment = {**self._environment, **dict(world.environment), TAG: self._mark}
+        arguments = [self._device, str(self._folder)]
+        if self._forks:
+            self._agent = Forks(world.ranks, partial(rank_script.main, *arguments), environment)
+        else:
+            self._agent = torchrun(world.ranks, SCRIPT, arguments, self._folder / "log", environment)
 
     def _lose(self) -> None:
         self._lost += 1
         self.end()
-        if self._waiting and self._lost < MOST_LOST:
+        if self._waiting and not self._is_given_up:
             self._start()
 
     def _ended(self) -> tuple[Row, bool] | None:
@@ -123,6 +136,7 @@ class WorldRun:
                 seconds = now - self._started
                 if seconds < START_SECONDS * self._patience and not is_gone:
                     return None
+                self._forks = True  # if torchrun cannot start any here, the next are
                 says = f"its ranks have not begun it after {seconds:.0f} s"
                 return row(case, "crashed" if is_gone else "timed out", says, seconds, **self._about("crashed")), True
             self._began = now
@@ -136,7 +150,7 @@ class WorldRun:
                 return None
             return row(case, **_merged(founds), seconds=seconds, **self._about("raised")), True
         if is_gone:
-            says = f"torchrun {how_it_ended(self._agent.returncode)}"
+            says = f"{'a rank' if self._forks else 'torchrun'} {how_it_ended(self._agent.returncode)}"
             return row(case, "crashed", says, seconds, **self._about("crashed")), True
         if seconds < case.seconds * self._patience:
             return None

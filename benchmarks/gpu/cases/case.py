@@ -66,18 +66,26 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Ranks that torchrun starts once for many cases, each of which runs on all of them.
+    """Ranks that are started once for many cases, each of which runs on all of them.
 
     Attributes:
         ranks: how many there are.
-        groups: what `torch.distributed` is initialised with before: "own" is nothing, so that Penstock does it;
-            "both" gloo and NCCL; "nccl" only that; "device_id" both, and a device.
+        groups: what `torch.distributed` is initialised with before: "gloo", and then ranks are forks; where torchrun
+            starts them, "both" gloo and NCCL, "nccl" only that, "device_id" both and a device; "own" is nothing, so
+            that Penstock does it.
+        name: tells it from others of that kind.
         environment: variables besides, as names and values.
     """
 
     ranks: int
-    groups: Literal["own", "both", "nccl", "device_id"] = "both"
+    groups: Literal["gloo", "own", "both", "nccl", "device_id"] = "gloo"
+    name: str = ""
     environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its ranks wait for each other on the device."""
+        return self.groups != "gloo"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ WORLDS = {2: World(2, "own"), 4: World(4, "both"), 3: World(3, "device_id")}
 """The most telling first. NCCL makes a communicator for each pair of ranks, or with a device one for each group."""
 
 ONLY_NCCL = World(2, "nccl")
-ONE_CONNECTION = World(2, "both", (("CUDA_DEVICE_MAX_CONNECTIONS", "1"),))
+ONE_CONNECTION = World(2, "both", environment=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),))
 """As Megatron-LM sets it: all streams of a process share one queue of the device."""
 
 MODEL = {2: "gpt", 3: "mlp", 4: "skips"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting
+from cases.case import Case, Found, NotHereError, Setting, World
 from cases.models import MODELS
 from cases.ranks import on_ranks
 from penstock.schedule import names
@@ -41,15 +40,21 @@ SLICED = "seq1f1b"
 def cases() -> Iterator[Case]:
     schedules = [name for name in names() if name != SLICED]
     for precision, name, schedule in product(PRECISIONS, PROVEN, schedules):
-        cell = f"{name}/{precision}/{schedule}"
-        yield Case(f"verify/one process/{cell}", 2, partial(in_one_process, name, precision, schedule))
-        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, partial(in_several, name, precision, schedule))
+        cell, world = f"{name}/{precision}/{schedule}", f"{name}, {precision}"
+        alone = partial(in_one_process, name, precision, schedule)
+        yield Case(f"verify/one process/{cell}", 2, alone, world=World(1, name=world))
+        among = partial(in_a_world, name, precision, schedule)
+        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, among, world=World(PROCESSES, name=world))
 
 
 def in_one_process(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
     setting.prepare()
     make_repeatable(setting)
     return _or_refused(name, schedule, partial(prove, setting, name, precision, schedule, ranks=ONE_PROCESS, **options))
+
+
+def in_a_world(name: str, precision: str, schedule: str, setting: Setting) -> Found:
+    return _or_refused(name, schedule, partial(_on_one_rank, setting, 0, name, precision, schedule, {}))
 
 
 def in_several(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
@@ -132,6 +137,5 @@ def _scaled(given: Any) -> Any:
 def make_repeatable(setting: Setting) -> None:
     """The same kernels in the pipeline and in what judges it, without sums in the order in which threads come."""
     if setting.is_real:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first product is made
         torch.backends.cudnn.allow_tf32 = False
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -112,3 +113,46 @@ def _in_agent(parent: int) -> None:
 def _preloading() -> dict[str, str]:
     library = nccl_library.found_in(nccl_library.FOLDER)
     return {} if library is None else {"LD_PRELOAD": str(library)}
+
+
+class Forks:
+    """Ranks that are forks of this process, with torchrun's variables. Has the same methods as the latter's process."""
+
+    def __init__(self, ranks: int, run: Callable[[], None], environment: Mapping[str, str]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.returncode = 0
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+        self._processes = [
+            context.Process(target=_as_rank, args=(run, {**variables, **environment, "RANK": str(rank)}, os.getpid()))
+            for rank in range(ranks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def poll(self) -> int | None:
+        """None while any of them runs and none has failed."""
+        codes = [process.exitcode for process in self._processes]
+        self.returncode = next((code for code in codes if code), 0)
+        return None if None in codes and not self.returncode else self.returncode
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def wait(self) -> None:
+        for process in self._processes:
+            process.join()
+
+
+def _as_rank(run: Callable[[], None], variables: Mapping[str, str], parent: int) -> None:
+    _in_agent(parent)
+    os.environ |= {**variables, "LOCAL_RANK": variables["RANK"]}
+    run()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
