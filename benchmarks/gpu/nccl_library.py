@@ -20,14 +20,14 @@ NAME = "libnccl.so.2"
 
 
 def put_in_front(folder: Path = FOLDER) -> None:
-    """Starts this interpreter again with the library of the folder in front, if there is one and it is not yet."""
+    """Starts this script again with the library of the folder in front, if there is one and it is not yet."""
     library = found_in(folder)
     preloaded = os.environ.get("LD_PRELOAD", "").split(":")
     if library is None or str(library) in preloaded:
         return
     environment = {**os.environ, "LD_PRELOAD": ":".join(filter(None, (str(library), *preloaded)))}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    os.execve(sys.executable, [sys.executable, *sys.argv], environment)
 
 
 def found_in(folder: Path) -> Path | None:

@@ -43,7 +43,7 @@ def main(device: str, place: str) -> None:
         leave(folder / f"began.{number}.{rank}", str(os.getpid()))
         print(f"-- {name}", flush=True)
         began = time.perf_counter()
-        with nccl.rules(setting, eager=world.groups == "device_id") if world.takes_turns else nullcontext():
+        with nccl.rules(setting, eager=world.groups == "device_id") if world.is_over_nccl else nullcontext():
             result = outcome(TABLE[name], setting)
         result["found"]["rank_seconds"] = round(time.perf_counter() - began, 2)
         leave(folder / f"found.{number}.{rank}", json.dumps(result))

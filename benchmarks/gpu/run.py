@@ -94,14 +94,16 @@ class Results:
 
 def table(rows: Sequence[Row]) -> str:
     """A line for each row that is not ok or that measures; the others, which are many and alike, counted by kind."""
-    lines, counted = [], Counter[str]()
+    lines, counted = [], Counter[tuple[str, str, str]]()
     for row in rows:
-        kind = row["name"].rsplit("/", 2)[0] if row["name"].startswith("verify/") else ""
-        if kind and row["status"] == "ok":
-            counted[kind] += 1
+        kind = row["name"].rsplit("/", 2)[0] if row["name"].startswith("verify/") else row["name"].rpartition("/")[0]
+        if row["status"] == "ok" and "/verify/" in f"/{row['name']}":
+            counted["ok", kind, ""] += 1
+        elif row["status"] in ("not here", "not begun"):
+            counted[row["status"], kind, row["says"]] += 1
         else:
             lines.append(f"{row['status']:<10} {row['name']:<50} {row['says']}")
-    lines += [f"{'ok':<10} {kind:<50} {number} cases" for kind, number in counted.items()]
+    lines += [f"{status:<10} {kind:<50} {number} cases {says}" for (status, kind, says), number in counted.items()]
     return "\n".join(lines)
 
 
@@ -114,6 +116,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
     parser.add_argument("--jobs", type=int, help="cases at a time (default: as many as cores and memory allow)")
+    parser.add_argument("--forks", action="store_true", help="start ranks without torchrun, which takes longer")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for each part (default: %(default)g)")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     chosen = parser.parse_args(given)
@@ -154,11 +157,9 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
     try:
         for part in sorted({case.part for case in cases}):
             mine = [case for case in cases if case.part == part and case.name not in known]
-            _run_in_turn(
-                mine,
-                results.rows,
-                partial(running.run, device=chosen.device, jobs=jobs, until=began + chosen.seconds, ended=ended),
-            )
+            until = began + chosen.seconds
+            go = partial(running.run, device=chosen.device, jobs=jobs, until=until, ended=ended, forks=chosen.forks)
+            _run_in_turn(mine, results.rows, go)
             began = time.monotonic()
     finally:  # of an interrupted run, too
         counted = Counter(row["status"] for row in rows)

@@ -34,17 +34,17 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
 _LOG_CHARACTERS = 3000
 
-MOST_WORLDS = 2
-"""At a time, of those whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
+MOST_TURNS = 2
+"""Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
 class _Process:
     """A case under way in a process of its own."""
 
-    is_over = takes_turns = False
+    is_over = False
 
     def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
-        self.alone = case.alone
+        self.alone, self.takes_turns = case.alone, case.takes_turns
         self._case = case
         self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
         self._began = time.monotonic()
@@ -87,6 +87,7 @@ def run(
     until: float,
     ended: Callable[[Row], None],
     environment: Mapping[str, str] = MappingProxyType({}),
+    forks: bool = False,
 ) -> None:
     """Runs cases, `jobs` at a time, those that measure one by one. Those of one world are one job.
 
@@ -94,6 +95,7 @@ def run(
         until: a time of the monotonic clock. Those that have not begun by then do not, others are ended.
         ended: called with each row, as it comes.
         environment: variables that each case gets.
+        forks: all ranks are forks of this process, and torchrun starts none.
     """
     waiting = _in_jobs(cases)
     running: list[_Process | WorldRun] = []
@@ -105,9 +107,10 @@ def run(
                     break
                 waiting.remove(mine)
                 with _uninterrupted():
-                    running.append(
-                        WorldRun(mine, device, environment) if mine[0].world else _Process(mine[0], device, environment)
-                    )
+                    if mine[0].world:
+                        running.append(WorldRun(mine, device, environment, forks))
+                    else:
+                        running.append(_Process(mine[0], device, environment))
             if time.monotonic() >= until:
                 for case in itertools.chain.from_iterable(waiting):
                     ended(row(case, "not begun", "the time for this part was up", 0.0))
@@ -140,7 +143,7 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
 def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    if case.world and case.world.takes_turns and sum(one.takes_turns for one in running) >= MOST_WORLDS:
+    if case.takes_turns and sum(one.takes_turns for one in running) >= MOST_TURNS:
         return False
     return len(running) < jobs and not case.alone and not running[0].alone
 

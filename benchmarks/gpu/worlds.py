@@ -50,15 +50,18 @@ class WorldRun:
 
     alone = False
 
-    def __init__(self, cases: Sequence[Case], device: DeviceType, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, cases: Sequence[Case], device: DeviceType, environment: Mapping[str, str], forks: bool = False
+    ) -> None:
         self._waiting = deque(cases)
         self._device = device
         self._environment = environment
         self._patience = 1.0 if device == "cuda" else REHEARSING_TAKES
         self._lost = 0
         assert cases[0].world is not None
-        self.takes_turns = cases[0].world.takes_turns
-        self._forks = not self.takes_turns
+        self.takes_turns = cases[0].takes_turns
+        self._is_over_nccl = cases[0].world.is_over_nccl
+        self._forks = forks or not self._is_over_nccl
         self._agent: subprocess.Popen[bytes] | Forks | None
         self._start()
 
@@ -68,12 +71,12 @@ class WorldRun:
 
     @property
     def _is_given_up(self) -> bool:
-        return self.takes_turns and self._lost >= MOST_LOST
+        return self._is_over_nccl and self._lost >= MOST_LOST
 
     def look(self, until: float) -> list[Row]:
         """The rows of cases that have ended since. After `until` the rest are cut off."""
         found: list[Row] = []
-        while self._waiting and (ended := self._ended()) is not None:
+        while self._waiting and not self._is_given_up and (ended := self._ended()) is not None:
             result, is_lost = ended
             found.append(result)
             self._waiting.popleft()

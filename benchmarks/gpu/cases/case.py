@@ -83,8 +83,7 @@ class World:
     environment: tuple[tuple[str, str], ...] = ()
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether its ranks wait for each other on the device."""
+    def is_over_nccl(self) -> bool:
         return self.groups != "gloo"
 
 
@@ -109,3 +108,8 @@ class Case:
     alone: bool = False
     world: World | None = None
     after: str = ""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its ranks wait for each other on the device."""
+        return bool(self.after)

@@ -44,6 +44,9 @@ def cases() -> Iterator[Case]:
     for how in SAID:
         yield Case(f"falls/{how}", PART, partial(falls, how))
     yield Case("falls/the device hangs", PART, hangs)
+
+
+def cases_over_nccl() -> Iterator[Case]:
     for how in SAID:
         yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), after=nccl.GATE)
     yield Case("ranks/falls/kill under torchrun", nccl.PART, under_torchrun, after=nccl.GATE)

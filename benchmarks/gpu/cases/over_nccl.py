@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import penstock
-from cases import nccl
+from cases import falls, nccl
 from cases.case import Case, Found, Setting, World
 from cases.models import MODELS, Skips
 from cases.nccl import GATE, PART
@@ -53,6 +53,7 @@ def cases() -> Iterator[Case]:
         for schedule in rest:
             yield _proof(f"{ranks}/verify/{schedule}", world, MODEL[ranks], "float32", schedule)
         yield from {2: _of_two, 3: _of_three, 4: _of_four}[ranks](world)
+    yield from falls.cases_over_nccl()
     yield _proof("2 with NCCL only/verify/1f1b", ONLY_NCCL, "skips", "float32", "1f1b")
     for schedule in ("1f1b", "interleaved-1f1b", "zb-v"):
         yield _proof(f"2 with one connection/verify/{schedule}", ONE_CONNECTION, "skips", "float32", schedule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -50,6 +51,9 @@ def on_ranks(
     for process in processes:
         process.join(None if until is None else max(0.0, until - time.monotonic()))
     late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for rank in late:  # says where it is
+        os.kill(processes[rank].pid or 0, signal.SIGUSR1)
+    time.sleep(0.5 if late else 0.0)
     for rank in late:
         processes[rank].kill()
         processes[rank].join()
@@ -72,6 +76,7 @@ def _rank(
     import torch.distributed as dist
 
     end_with_parent(os.getppid())
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ |= {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
     setting.prepare()
     dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
