@@ -344,18 +344,22 @@ assert first.begin(here) == ""
 first.add(row)
 again = run.Results(file)
 assert again.begin(here) == ""
-assert again.rows == {"x": row}
+assert again.rows == {"x": {**row, "code": "a"}}
 for number, other in enumerate([{"cores": 8, "code": "b"}, {"cores": 4, "code": "b", "gpu": "H200"}], 1):
     later = run.Results(file)
     said = later.begin(other)
     aside = file.with_name(f"results-{number}.json")
     assert str(aside) in said, said
     assert later.rows == {}
-    assert json.loads(aside.read_text())["rows"] == [row]
+    assert json.loads(aside.read_text())["rows"] == [{**row, "code": "ab"[number - 1]}]
     later.add(row)
 assert "cores was 8, is 4" in said, said
 assert "gpu was None, is H200" in said, said
 assert "code" not in said.partition(": ")[2], said
+mixed = run.Results(file)
+assert mixed.begin({"cores": 4, "code": "c", "gpu": "H200"}, any_code=True) == ""
+mixed.add({"name": "y", "status": "ok"})
+assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
 """
 
 

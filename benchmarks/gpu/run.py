@@ -62,17 +62,22 @@ class Results:
         self.environment: dict[str, Any] = {}
         self.rows: dict[str, Row] = {}
 
-    def begin(self, environment: dict[str, Any]) -> str:
+    def begin(self, environment: dict[str, Any], *, any_code: bool = False) -> str:
         """Goes on with the rows of earlier runs if the same code and versions made them on the same machine.
 
-        Other results are moved to a file of their own. Returns what is to be said about that, or nothing.
+        Other results are moved to a file of their own. Returns what is to be said about that, or nothing. `any_code`:
+        the code may be another; each row has its own.
         """
         self.environment = environment
         if not self._path.exists():
             return ""
         before = json.loads(self._path.read_text())
         then = before["environment"]
-        differs = sorted(name for name in then.keys() | environment.keys() if then.get(name) != environment.get(name))
+        differs = sorted(
+            name
+            for name in then.keys() | environment.keys()
+            if then.get(name) != environment.get(name) and not (any_code and name == "code")
+        )
         if not differs:
             self.rows = {row["name"]: row for row in before["rows"]}
             return ""
@@ -85,7 +90,7 @@ class Results:
     def add(self, row: Row) -> None:
         if row["status"] == "not begun" and row["name"] in self.rows:
             return
-        self.rows[row["name"]] = row
+        self.rows[row["name"]] = {**row, "code": self.environment["code"]}
         text = json.dumps({"environment": self.environment, "rows": list(self.rows.values())}, indent=1)
         part = self._path.with_suffix(".part")
         part.write_text(text + "\n")
@@ -111,19 +116,21 @@ def main(given: Sequence[str] | None = None) -> int:
     parts = sorted({case.part for case in TABLE.values()})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu", "standin"), default="cuda")
-    parser.add_argument("--part", type=int, choices=parts, help="one part, in less than eight minutes; default: all")
+    parser.add_argument("--part", type=int, nargs="+", choices=parts, default=parts, help="in this order; default: all")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names match one of these")
     parser.add_argument("--missing", action="store_true", help="leave out what is ok in the file already")
+    parser.add_argument("--any-code", action="store_true", help="go on with rows that other code has made")
     parser.add_argument("--list", action="store_true", help="print the names of the cases, and run none")
     parser.add_argument("--jobs", type=int, help="cases at a time (default: as many as cores and memory allow)")
     parser.add_argument("--forks", action="store_true", help="start ranks without torchrun, which takes longer")
     parser.add_argument("--seconds", type=float, default=MOST_SECONDS, help="for each part (default: %(default)g)")
+    parser.add_argument("--total", type=float, default=float("inf"), help="seconds for all parts (default: no limit)")
     parser.add_argument("--json", type=Path, default=HERE / "results.json")
     chosen = parser.parse_args(given)
     cases = [
         case
         for name, case in TABLE.items()
-        if chosen.part in (None, case.part) and any(fnmatch.fnmatch(name, p) for p in chosen.only or ["*"])
+        if case.part in chosen.part and any(fnmatch.fnmatch(name, p) for p in chosen.only or ["*"])
     ]
     if chosen.list:
         print("\n".join(f"{case.part} {case.name}" for case in cases))
@@ -144,20 +151,21 @@ def _run(cases: Sequence[Case], chosen: argparse.Namespace) -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
-    began, first = time.monotonic(), []
+    first: list[Row] = []
+    began = begun = time.monotonic()
     running.run([TABLE[FIRST]], chosen.device, 1, began + chosen.seconds, first.append)
     if first[0]["status"] != "ok":
         print(f"{first[0]['status']}: {first[0]['says']}", file=sys.stderr)
         return 2
-    moved = results.begin(first[0]["found"])
+    moved = results.begin(first[0]["found"], any_code=chosen.any_code)
     print(moved, end="\n" if moved else "")
     ended(first[0])
     known = {name for name, row in results.rows.items() if row["status"] == "ok"} if chosen.missing else {FIRST}
     jobs = chosen.jobs or running.usual_jobs(results.environment)
     try:
-        for part in sorted({case.part for case in cases}):
+        for part in dict.fromkeys(chosen.part):
             mine = [case for case in cases if case.part == part and case.name not in known]
-            until = began + chosen.seconds
+            until = min(began + chosen.seconds, begun + chosen.total)
             go = partial(running.run, device=chosen.device, jobs=jobs, until=until, ended=ended, forks=chosen.forks)
             _run_in_turn(mine, results.rows, go)
             began = time.monotonic()
