@@ -10,7 +10,6 @@ results.json as cases end, and replace those of the same name if they come from 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import itertools
 import json
@@ -35,6 +34,7 @@ if __name__ == "__main__" and _given.parse_known_args()[0].device == "cuda":
     nccl_library.put_in_front()
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that what is imported here does not touch the device
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a process makes its first product
 
 try:  # these are found and may be imported only after what is said above
@@ -193,13 +193,11 @@ def _run_in_turn(cases: Sequence[Case], rows: Mapping[str, Row], go: partial[Non
 
 
 def _import_what_cases_need() -> None:
-    """Once, for all of them: none of this touches a device."""
+    """Once, for all of them: none of this touches a device, as a library of somebody else's might."""
     import importlib
 
     for name in ("torch", "torch.distributed", "penstock.pipe.build", "penstock.proof.verify", "penstock.checkpoint"):
         importlib.import_module(name)
-    with contextlib.suppress(ImportError):  # the cases that need it say so
-        importlib.import_module("transformers.models.llama.modeling_llama")
 
 
 if __name__ == "__main__":
