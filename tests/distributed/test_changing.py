@@ -44,6 +44,10 @@ def test_microbatches_of_lengths_of_their_own(ranks3: Ranks, transport: str) -> 
     assert ranks3.run(jobs.buckets, transport) == [[]] * 3
 
 
+def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Ranks) -> None:
+    assert ranks2.run(jobs.normed) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
+
+
 @pytest.mark.parametrize("who", [True, False, "all", 0])
 def test_the_whole_output_is_where_it_was_asked_for(ranks3: Ranks, who: Any) -> None:
     found = ranks3.run(jobs.predict, who)

@@ -611,7 +611,10 @@ def test_bad_inputs_of_a_step() -> None:
     with pipeline(mlp(), (x,), ranks=2, microbatches=3, loss_fn=squared_error) as pipe:
         with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given") as caught:
             pipe.step(x, x, target=y)  # as the model itself says
-        assert "recorded for a batch of a new kind: args[0] [4, 9], args[1] [4, 9]" in caught.value.__notes__[0]
+        assert (
+            "recorded for a batch of 11 rows in 3 microbatches; the first got args[0] [4, 9], args[1] [4, 9]"
+            in caught.value.__notes__[0]
+        )
         assert not any("target=" in note for note in caught.value.__notes__)
         with pytest.raises(TypeError) as caught:
             pipe.step(x, y)

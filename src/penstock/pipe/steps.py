@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.outline import Outline
+from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
@@ -75,6 +76,7 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
+        self._cutting = options.cutting
         with engine.control.agreed():
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
@@ -103,13 +105,13 @@ class Steps:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @cached_property
@@ -148,6 +150,11 @@ class Steps:
         cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
         try:
             cached = self.bound_schedules.next(cut, call)
+        except SingleRowError:  # on every rank
+            if self._cutting.least > 1:
+                raise
+            self._cutting = replace(self._cutting, least=2)
+            return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
@@ -219,10 +226,6 @@ class Steps:
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
         parts = zip(inputs, targets, cut.sizes, strict=True)
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
-
-    @property
-    def _cutting(self) -> Cutting:
-        return self._options.cutting
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
-
-from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.trees import flatten
@@ -53,20 +51,30 @@ class Dims:
         found = [(len(part), dim) for part, dim in self.stated if path.startswith(part)]
         return max(found, key=lambda pair: pair[0])[1] if found else 0
 
+    def states(self, path: str) -> bool | None:
+        """Whether a dimension is stated for just what is at `path`, rather than for more; None: for parts of it."""
+        path = _plain(path)
+        within = {part == path for part, _ in self.stated if part.startswith(path)}
+        return None if False in within else bool(within)
+
+    def with_stated(self, pairs: Sequence[tuple[str, Dim]]) -> Dims:
+        """These, and dimensions by path."""
+        return replace(self, stated=(*self.stated, *((_plain(path), dim) for path, dim in pairs)))
+
     def below(self, path: str, what: str) -> Dims:
         """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
         path = _plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
-    def at(self, path: str, tensor: Tensor, where: str) -> int | None:
+    def at(self, path: str, tensor: Any, where: str) -> int | None:
         """The dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
         """
         dim = self.of(path)
-        if dim is None or not tensor.dim():
+        if dim is None or not tensor.ndim:
             return None
         assert isinstance(dim, int)  # only outputs are reduced
         return checked(dim, tensor, where)
@@ -84,14 +92,14 @@ _ALL = ("", "[0]", "[1]")
 """Statements about a whole target or output, or about all args or kwargs, may match nothing."""
 
 
-def checked(dim: int, tensor: Tensor, where: str) -> int:
+def checked(dim: int, tensor: Any, where: str) -> int:
     """A dimension counted from the front. Raises ShapeError if the tensor has no such dimension."""
-    if not -tensor.dim() <= dim < tensor.dim():
+    if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
             f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
             "state another one for it, or None to give it whole to each microbatch"
         )
-    return dim % tensor.dim()
+    return dim % int(tensor.ndim)
 
 
 FIRST = Dims("input")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
@@ -50,6 +51,7 @@ class Cutting:
         inputs: the batch's dimension in the leaves of (args, kwargs).
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
+        least: the fewest rows of a microbatch that is cut along dimensions, if the batch has enough.
     """
 
     inputs: Dims
@@ -57,6 +59,7 @@ class Cutting:
     output: Dims
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
+    least: int = 1
 
     @classmethod
     def of(
@@ -72,6 +75,20 @@ class Cutting:
         """Raises ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
+
+    def following(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> Cutting:
+        """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
+        smaller batch may have as many rows as some list has entries by chance.
+        """
+        dims = self.inputs
+        flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
+        decided = [
+            (path, 0 if batches.is_column(leaf, path, rows, f"example{path}", dims) else None)
+            for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+            if type(leaf) in (list, tuple)
+            and not any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
+        ]
+        return self if rows == 1 else replace(self, inputs=dims.with_stated(decided))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
@@ -106,7 +123,10 @@ class Cutting:
     ) -> CutBatch:
         """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
         if divided is None:
-            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
+            inputs = (args, kwargs)
+            return batches.cut(
+                inputs, microbatches, what, device, pipelines=pipelines, dims=self.inputs, least=self.least
+            )
         whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)
