@@ -39,6 +39,9 @@ BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
 """The built-ins that a class may derive from. Their own methods are called, even if the class overrides them."""
 
 
+IsLeaf = Callable[[Any, str], bool]
+
+
 class Leaf:
     """A base class for objects that stay closed even if they hold tensors."""
 
@@ -85,15 +88,9 @@ LEAF = TreeSpec("leaf", None)
 NOTHING = TreeSpec("tuple", None)
 
 
-def flatten(
-    value: Any, *, empty: bool = False, closed: Container[int] = (), is_leaf: Callable[[Any, str], bool] | None = None
-) -> Flat:
-    """Flattens a value.
-
-    Args:
-        empty: also open objects that hold no tensor, except those whose id is in `closed`.
-        is_leaf: whether a container, given with its path, stays closed. It then counts as a tensor.
-    """
+def flatten(value: Any, *, empty: bool = False, closed: Container[int] = (), is_leaf: IsLeaf | None = None) -> Flat:
+    """Flattens a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`.
+    `is_leaf`: whether a container, given with its path, stays closed; it then counts as a tensor."""
     walk = _Walk(empty, closed, is_leaf)
     structure = walk.visit(value, "", 0)
     return Flat(walk.leaves, walk.paths, structure)
@@ -117,7 +114,7 @@ def map_tensors(function: Any, tree: Any) -> Any:
 class _Walk:
     """One walk through a value."""
 
-    def __init__(self, empty: bool, closed: Container[int], is_leaf: Callable[[Any, str], bool] | None = None) -> None:
+    def __init__(self, empty: bool, closed: Container[int], is_leaf: IsLeaf | None) -> None:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self._empty, self._closed, self._is_leaf = empty, closed, is_leaf

@@ -201,3 +201,31 @@ def normed(rank: int) -> list[tuple[int, ...]]:
     x = torch.randn(8, 4)
     with penstock.pipeline(model, (x,), microbatches=MICROBATCHES, loss_fn=squared_error) as pipe:
         return [pipe.step(x[:rows], target=x[:rows]).sizes for rows in (8, 7, 2)]
+
+
+class Skipping(nn.Sequential):
+    """Every layer uses the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in self:
+            hidden = layer(hidden).relu() + x
+        return hidden
+
+
+def input_gradients(rank: int, schedule: str) -> tuple[bool, Tensor | None, Tensor, bool]:
+    """Whether this rank has the inputs, their gradient after two steps and by hand, and whether verify passes."""
+    torch.manual_seed(0)
+    model = Skipping(*(nn.Linear(5, 5) for _ in range(4)))
+    reference, options = copy.deepcopy(model), {"microbatches": MICROBATCHES, "schedule": schedule}
+    x, y = torch.randn(7, 5, requires_grad=True), torch.randn(7, 5)
+    other, sizes = x.detach().requires_grad_(), sizes_by_hand(7, MICROBATCHES)
+    with penstock.pipeline(model, (x.detach(),), loss_fn=squared_error, **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+            for part, target in zip(other.split(sizes), y.split(sizes), strict=True):
+                squared_error(reference(part.clone()), target).backward(torch.tensor(len(part) / 7))
+        has = pipe.needs_inputs
+    assert other.grad is not None
+    report = penstock.verify(reference, (x,), target=y, loss_fn=squared_error, **options)
+    return has, x.grad, other.grad, report.ok and any(row.name == "input args[0]" for row in report.rows)

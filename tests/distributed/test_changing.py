@@ -48,6 +48,15 @@ def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Rank
     assert ranks2.run(jobs.normed) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
 
 
+@pytest.mark.parametrize(("schedule", "places"), [("zb-h1", [0]), ("chimera", [0, 1])])
+def test_inputs_get_their_gradients_where_they_live(ranks2: Ranks, schedule: str, places: list[int]) -> None:
+    found = ranks2.run(jobs.input_gradients, schedule)
+    assert [rank for rank, (has, *_) in enumerate(found) if has] == places
+    for has, gradient, by_hand, verified in found:
+        assert verified
+        assert torch.equal(gradient, by_hand) if has else gradient is None
+
+
 @pytest.mark.parametrize("who", [True, False, "all", 0])
 def test_the_whole_output_is_where_it_was_asked_for(ranks3: Ranks, who: Any) -> None:
     found = ranks3.run(jobs.predict, who)

@@ -619,8 +619,8 @@ def test_bad_inputs_of_a_step() -> None:
         with pytest.raises(TypeError) as caught:
             pipe.step(x, y)
         assert "target=None: pass what the loss takes as target=..." in caught.value.__notes__[-1]
-        with pytest.raises(ShapeError, match=r"requires a gradient.*detach"):
-            pipe.step(x.clone().requires_grad_(), target=y)
+        with pytest.raises(ShapeError, match=r"target requires a gradient.*detach"):
+            pipe.step(x, target=y.clone().requires_grad_())
         with pytest.raises(ShapeError, match="disagree on the number of rows"):
             pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (x, x[:4]), loss_fn=squared_error)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -88,11 +87,9 @@ class Options:
         self._check_kinds()
         self._check_together()
 
-    def following(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> Options:
-        """These options, with batches cut as this example of so many rows is."""
-        found = copy(self)
-        object.__setattr__(found, "cutting", self.cutting.following(example, rows))
-        return found
+    def follow(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> None:
+        """Has later batches cut as this example of so many rows is."""
+        object.__setattr__(self, "cutting", self.cutting.following(example, rows))
 
     def room(self, order: Schedule) -> Room:
         """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from penstock.errors import ArgumentError, ShapeError
@@ -38,32 +38,30 @@ class Dims:
     Attributes:
         what: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
+        least: the fewest rows that a microbatch has, if the batch has enough.
     """
 
     what: str
     stated: tuple[tuple[str, Dim], ...] = ()
+    least: int = 1
 
     def of(self, path: str) -> Dim:
         """The dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
-        path = _plain(path)
+        path = plain(path)
         found = [(len(part), dim) for part, dim in self.stated if path.startswith(part)]
         return max(found, key=lambda pair: pair[0])[1] if found else 0
 
     def states(self, path: str) -> bool | None:
         """Whether a dimension is stated for just what is at `path`, rather than for more; None: for parts of it."""
-        path = _plain(path)
+        path = plain(path)
         within = {part == path for part, _ in self.stated if part.startswith(path)}
         return None if False in within else bool(within)
 
-    def with_stated(self, pairs: Sequence[tuple[str, Dim]]) -> Dims:
-        """These, and dimensions by path."""
-        return replace(self, stated=(*self.stated, *((_plain(path), dim) for path, dim in pairs)))
-
     def below(self, path: str, what: str) -> Dims:
         """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
-        path = _plain(path)
+        path = plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
@@ -81,7 +79,7 @@ class Dims:
 
     def refuse_unknown(self, paths: Iterable[str]) -> None:
         """Raises ArgumentError for a statement about something that is not among the leaves at `paths`."""
-        known = [_plain(path) for path in paths]
+        known = [plain(path) for path in paths]
         for part, _ in self.stated:
             if part not in _ALL and not any(path.startswith(part) for path in known):
                 there = ", ".join(self.what + path for path in known) or "none"
@@ -152,7 +150,7 @@ def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, D
                 f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
                 f"microbatch{more}"
             )
-        found.append((_plain(prefix + path), dim))
+        found.append((plain(prefix + path), dim))
     return found
 
 
@@ -169,6 +167,6 @@ def _dim(leaf: Any) -> Dim | _Wrong:
     return _Wrong()
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
     """A path that writes a dict's keys and an object's fields alike, so that one may mirror the other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)

@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
+from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
@@ -51,7 +50,6 @@ class Cutting:
         inputs: the batch's dimension in the leaves of (args, kwargs).
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
-        least: the fewest rows of a microbatch that is cut along dimensions, if the batch has enough.
     """
 
     inputs: Dims
@@ -59,7 +57,6 @@ class Cutting:
     output: Dims
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
-    least: int = 1
 
     @classmethod
     def of(
@@ -76,19 +73,17 @@ class Cutting:
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
 
-    def following(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> Cutting:
+    def following(self, example: Any, rows: int) -> Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """
-        dims = self.inputs
+        dims, stated = self.inputs, list(self.inputs.stated)
         flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
-        decided = [
-            (path, 0 if batches.is_column(leaf, path, rows, f"example{path}", dims) else None)
-            for leaf, path in zip(flat.leaves, flat.paths, strict=True)
-            if type(leaf) in (list, tuple)
-            and not any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
-        ]
-        return self if rows == 1 else replace(self, inputs=dims.with_stated(decided))
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
+            if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
+                cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
+                stated.append((plain(path), 0 if cut else None))
+        return replace(self, inputs=replace(dims, stated=tuple(stated)))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
@@ -123,10 +118,7 @@ class Cutting:
     ) -> CutBatch:
         """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
         if divided is None:
-            inputs = (args, kwargs)
-            return batches.cut(
-                inputs, microbatches, what, device, pipelines=pipelines, dims=self.inputs, least=self.least
-            )
+            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
         whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)

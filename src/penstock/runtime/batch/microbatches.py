@@ -95,15 +95,10 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
     if len(names) == 1:
         return next(iter(names))
     flat = flatten(tree, is_leaf=lambda value, path: is_list(value, path, dims))
-    readings: list[set[int]] = []
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
-        found = {rows for rows, _ in _rows(flatten(leaf), what, dims, path)}
-        if found or not names:
-            length = _length(leaf, path, dims)
-            readings.append({*(found if len(found) == 1 else ()), *(() if length is None else (length,))})
-    common = set.intersection(*filter(None, readings)) if any(readings) else set()
-    if len(common) == 1:
-        return common.pop()
+    pairs = zip(flat.leaves, flat.paths, strict=True)
+    lengths = {_length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
+    if len(lengths) == 1:
+        return lengths.pop() or 0
     if not names:
         raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
     raise ShapeError(
@@ -125,12 +120,18 @@ def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple
 
 
 def _length(leaf: Any, path: str, dims: Dims) -> int | None:
-    """The number of entries of a list, or of an array along the batch's dimension; None for anything else."""
+    """The rows of a tensor or array, the number of entries of a list; None for anything else."""
     if type(leaf) in (list, tuple):
         return len(leaf)
     numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import
-    dim = dims.at(path, leaf, path) if numpy is not None and isinstance(leaf, numpy.ndarray) else None
+    has_shape = isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
+    dim = dims.at(path, leaf, dims.what + path) if has_shape else None
     return None if dim is None else int(leaf.shape[dim])
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether this is a tensor, or holds tensors or pieces of them."""
+    return any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
 
 
 def is_list(value: Any, path: str, dims: Dims) -> bool:
@@ -149,7 +150,11 @@ def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
     Raises:
         ShapeError: it may as well be something else: up to 3 numbers a size, dicts of tensors with the rows caches.
     """
-    if not is_list(value, path, dims) or len(value) != rows or rows == 1:
+    if not is_list(value, path, dims):
+        return False
+    if len(value) != rows or rows == 1:
+        if rows > 1 and dims.states(path) and not holds_tensors(value):
+            raise ShapeError(f"{where} has {len(value)} entries; expected {rows}, one for each row, as the example has")
         return False
     inner = flatten(value)
     found = {count for count, _ in _rows(inner, where, dims, path)}
@@ -173,12 +178,8 @@ def cut(
     *,
     pipelines: int = 1,
     dims: Dims = FIRST,
-    least: int = 1,
 ) -> CutBatch:
     """Cuts a batch into at most `microbatches` microbatches, each tensor in its own aligned allocation on `device`.
-
-    Args:
-        least: the fewest rows of a microbatch, if the batch has enough.
 
     Raises:
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
@@ -189,7 +190,7 @@ def cut(
     if given:
         sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(rows_of(tree, what, dims), microbatches, pipelines, least)
+        sizes = sizes_of(rows_of(tree, what, dims), microbatches, pipelines, dims.least)
     pieces = _split(tree, sizes, what, device, dims)
     if given or pieces[0].structure != raw.structure:  # pieces of one leaf may differ in structure
         pieces = [flatten(unflatten(piece.leaves, piece.structure)) for piece in pieces]
@@ -235,7 +236,7 @@ def _split_leaf(
         return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.of(path)))
     dim = dims.at(path, leaf, where)
     if dim is None:
-        return [_own(leaf, where, device) for _ in sizes]
+        return [_own(leaf, where, device) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
     if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
             f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
@@ -252,12 +253,7 @@ def _dense(part: Tensor) -> Tensor:
 def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
     if len(leaf) != len(sizes):
         raise ShapeError(f"{where} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
-    pieces = []
-    for piece in leaf.pieces:
-        flat = flatten(piece)
-        own = [_own(leaf, where, device) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-        pieces.append(unflatten(own, flat.structure))
-    return pieces
+    return [map_tensors(lambda tensor: _own(tensor, where, device), piece) for piece in leaf.pieces]
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
@@ -279,11 +275,15 @@ def on(tree: Any, device: torch.device | None) -> Any:
 
 
 def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
-    if tensor.requires_grad:
+    moved = tensor if device is None else tensor.to(device)
+    if not tensor.requires_grad:
+        return exact.own(moved)
+    if where.startswith("target"):
         raise ShapeError(
-            f"{where} requires a gradient, which a pipeline does not return for its inputs; pass {where}.detach()"
+            f"{where} requires a gradient, which a pipeline returns for the model's inputs alone; pass {where}.detach()"
         )
-    return exact.own(tensor if device is None else tensor.to(device))
+    own: Tensor = exact.Own.apply(moved)  # type: ignore[no-untyped-call]
+    return own
 
 
 def _sizes_given(raw: Flat, microbatches: int, what: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
@@ -325,4 +325,5 @@ def _kind_of_leaf(leaf: Any) -> Hashable:
     """A leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's device."""
     if isinstance(leaf, Microbatches):
         return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
-    return describe(leaf)[:4]
+    takes_gradient = isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    return *describe(leaf)[:4], takes_gradient

@@ -133,10 +133,13 @@ def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
 def _without_values(tensor: Tensor) -> Tensor:
     if is_integer(tensor):
         return tensor.cpu()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
+    )
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor.to(device)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return like.requires_grad_(tensor.requires_grad)
