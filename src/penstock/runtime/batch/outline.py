@@ -131,15 +131,13 @@ def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    if is_integer(tensor):
-        return tensor.cpu()
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
-    )
+    return tensor.cpu() if is_integer(tensor) else _like(tensor, torch.device("meta"))
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.to(device)
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return like.requires_grad_(tensor.requires_grad)
+    return _like(tensor, device) if tensor.is_meta else tensor.to(device)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
