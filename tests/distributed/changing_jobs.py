@@ -229,3 +229,31 @@ def input_gradients(rank: int, schedule: str) -> tuple[bool, Tensor | None, Tens
     assert other.grad is not None
     report = penstock.verify(reference, (x,), target=y, loss_fn=squared_error, **options)
     return has, x.grad, other.grad, report.ok and any(row.name == "input args[0]" for row in report.rows)
+
+
+class Weighed(nn.Module):
+    """Weighs each row by how long its text is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, texts: list[str]) -> Tensor:
+        return self.last(self.first(x) * torch.tensor([float(len(text)) for text in texts]).view(-1, 1))
+
+
+def listed(rank: int) -> list[tuple[float, float]]:
+    """The losses of steps whose texts and targets are lists, and of one device."""
+    torch.manual_seed(0)
+    model, x = Weighed(), torch.randn(8, 5)
+    texts, boxes = ["a" * n for n in (3, 1, 4, 1, 5, 9, 2, 6)], [{"box": torch.randn(n, 5)} for n in range(1, 9)]
+
+    def loss(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return squared_error(output, torch.stack([one["box"].sum(0) for one in target]))
+
+    found = []
+    with penstock.pipeline(copy.deepcopy(model), (x, texts), microbatches=MICROBATCHES, loss_fn=loss) as pipe:
+        for rows in (8, 5):
+            expected = loss(model(x[:rows], texts[:rows]), boxes[:rows])
+            found.append((float(pipe.step(x[:rows], texts[:rows], target=boxes[:rows]).loss), float(expected)))
+    return found

@@ -206,9 +206,12 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
             pipe.step(two, target=three)
         with pytest.raises(ShapeError, match=r"target has 5 rows .*expected 6"):
             pipe.step(two, target=y[:5])
-        with pytest.raises(ShapeError, match="requires a gradient"):
-            pipe.step(Microbatches([x[:2].requires_grad_(), x[2:]]), target=y)
+        with pytest.raises(ShapeError, match="target requires a gradient"):
+            pipe.step(two, target=Microbatches([y[:2].clone().requires_grad_(), y[2:]]))
         assert pipe.step(two, target=y).loss > 0
+        piece = x[:2].clone().requires_grad_()
+        pipe.step(Microbatches([piece, x[2:]]), target=y)
+        assert piece.grad is not None
 
 
 def test_a_batch_that_is_cut_already_can_be_verified() -> None:

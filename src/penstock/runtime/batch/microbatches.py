@@ -82,15 +82,15 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
+def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None) -> int:
     """The number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of lists,
-    the length of these; without tensors, that of all lists and arrays.
+    the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
     """
     names: dict[int, str] = {}
-    for rows, name in _rows(flatten(tree), what, dims):
+    for rows, name in _rows(raw or flatten(tree), what, dims):
         names.setdefault(rows, name)
     if len(names) == 1:
         return next(iter(names))
@@ -190,7 +190,7 @@ def cut(
     if given:
         sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(rows_of(tree, what, dims), microbatches, pipelines, dims.least)
+        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.least)
     pieces = _split(tree, sizes, what, device, dims)
     if given or pieces[0].structure != raw.structure:  # pieces of one leaf may differ in structure
         pieces = [flatten(unflatten(piece.leaves, piece.structure)) for piece in pieces]
