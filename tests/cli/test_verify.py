@@ -320,7 +320,6 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     [
         (["--schedule", "1f1"], "did you mean '1f1b'"),
         (["--ranks", "0"], "--ranks 0: expected a whole number of at least 1"),
-        (["--microbatches", "13"], "the example makes 12, of 12 rows"),
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),

@@ -87,6 +87,10 @@ class Options:
         self._check_kinds()
         self._check_together()
 
+    def follow(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> None:
+        """Has later batches cut as this example of so many rows is."""
+        object.__setattr__(self, "cutting", self.cutting.following(example, rows))
+
     def room(self, order: Schedule) -> Room:
         """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""
         if self.memory_limit is None and not self.choice.memory:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.outline import Outline
+from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.outline import Outline, SingleRowError
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
@@ -46,6 +50,7 @@ class _Prepared(NamedTuple):
 
     cached: Cached
     feed: Feed
+    cut: batches.CutBatch | None
 
 
 class Steps:
@@ -75,6 +80,7 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
+        self._cutting = options.cutting
         with engine.control.agreed():
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
@@ -103,13 +109,13 @@ class Steps:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @cached_property
@@ -138,6 +144,8 @@ class Steps:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
             with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
+            if training:
+                self._pass_gradients_on(prepared.cached, prepared.cut)
             return self._result(prepared, call, moments)
 
     def _prepare(
@@ -145,9 +153,15 @@ class Steps:
     ) -> _Prepared:
         """Cuts a batch, and finds its bound schedule."""
         divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
-        cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
+        with torch.set_grad_enabled(call.training):
+            cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
         try:
             cached = self.bound_schedules.next(cut, call)
+        except SingleRowError:  # on every rank
+            if self._cutting.inputs.least > 1:
+                raise
+            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, least=2))
+            return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
@@ -156,11 +170,11 @@ class Steps:
         inputs = self._inputs(cached, cut)
         changes = self._split.count_changes()
         if not self.has_outputs:
-            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes))
+            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes), cut)
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
-        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes))
+        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes), cut)
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -219,10 +233,6 @@ class Steps:
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
         parts = zip(inputs, targets, cut.sizes, strict=True)
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
-
-    @property
-    def _cutting(self) -> Cutting:
-        return self._options.cutting
 
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
@@ -287,7 +297,10 @@ class Steps:
         devices = self._devices(cached, self._order.placement.is_first)
         given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [
-            {position: batches.on(tensor, device) for position, tensor in zip(positions, tensors, strict=True)}
+            {
+                position: batches.on(tensor.detach() if tensor.requires_grad else tensor, device)
+                for position, tensor in zip(positions, tensors, strict=True)
+            }
             for positions, tensors, device in given
         ]
 
@@ -336,8 +349,22 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
+    def _pass_gradients_on(self, cached: Cached, cut: batches.CutBatch | None) -> None:
+        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
+        runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
+        found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
+        firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
+        if self._order.placement.pipelines > 1 and any(i.meta.requires_grad for meta in firsts for i in meta.inputs):
+            found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
+        if cut is None or not found:
+            return
+        every = enumerate(zip(cached.positions, self.bound_schedules.inputs(cached, cut), strict=True))
+        tensors = {(k, place): x for k, (places, xs) in every for place, x in zip(places, xs, strict=True)}
+        edges = [gradient_edge(tensors[key]) for key in found]
+        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
+
     def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
-        cached, feed = prepared
+        cached, feed, _ = prepared
         bound = cached.bound
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()

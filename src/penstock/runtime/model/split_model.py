@@ -258,7 +258,7 @@ class SplitModel:
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
         """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain, telling_rows((outline or self._example).sizes):
+        with torch.set_grad_enabled(training), plain, telling_rows(outline or self._example):
             yield
 
     def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
