@@ -246,6 +246,8 @@ def pipeline(
     by_default = microbatches is None and isinstance(schedule, str)
     pipe = build(model, example, world, order, options, by_default=by_default, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
+    for note in options.loss_notes:
+        warn(note)
     return pipe
 
 

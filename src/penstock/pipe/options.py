@@ -23,6 +23,7 @@ from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.loss.of_torch import advice
 from penstock.runtime.model.materialize import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
@@ -86,6 +87,12 @@ class Options:
         object.__setattr__(self, "recorded", RunFolder.of(self.run))
         self._check_kinds()
         self._check_together()
+
+    @property
+    def loss_notes(self) -> tuple[str, ...]:
+        """What `reduction` should be, if it does not fit a loss of torch's."""
+        note = advice(self.loss, self.reduction)
+        return () if note is None else (note,)
 
     def room(self, order: Schedule) -> Room:
         """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""

@@ -216,6 +216,7 @@ class Pipeline:
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *partition.notes,
+            *self.session.options.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
@@ -29,6 +29,7 @@ from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import Kinds, all_uses
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
+from penstock.runtime.loss.of_torch import padding
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
@@ -80,6 +81,7 @@ class Steps:
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
+        self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
@@ -300,6 +302,12 @@ class Steps:
         """The weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self._engine.replicas, self._engine
+        if targets and reduction == "mean" and not self._padding_checked:
+            on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
+            advice = padding(_given(self._options.loss), targets, cached.sizes)
+            self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
+            if advice is not None:
+                warn(advice)
         if replicas is None:
             return weights(reduction, cached.sizes, targets or ())
         watched, settings = engine.control.watchdog, self.bound_schedules.settings()

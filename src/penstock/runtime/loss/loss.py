@@ -6,12 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from inspect import unwrap
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.compat import size_of
 from penstock.errors import ArgumentError
@@ -20,6 +18,7 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
+from penstock.runtime.loss.of_torch import is_of_torch, may_draw
 from penstock.runtime.loss.order import LossState
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 
@@ -102,43 +101,6 @@ def no_gradient() -> ArgumentError:
         "the loss takes no gradient, so nothing would be trained; return a loss that is computed from the model's "
         "output, without detach() or no_grad"
     )
-
-
-def is_of_torch(loss: Callable[..., Any] | None) -> bool:
-    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
-    function = _plain_function(loss)
-    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
-
-
-def may_draw(loss: Callable[..., Any] | None) -> bool:
-    """Whether a loss may draw random numbers: torch's own losses do not."""
-    if loss is None:
-        return False
-    function = _plain_function(loss)
-    if isinstance(function, nn.Module):
-        takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
-        return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
-    return not any(function is one for one in _LOSSES)
-
-
-def _plain_function(loss: Callable[..., Any] | None) -> Any:
-    """The function or module that a loss is made of; None for a module with parts or hooks, which are the user's."""
-    function: Any = None if loss is None else unwrap(loss)
-    while isinstance(function, partial):
-        function = function.func
-    if isinstance(function, nn.Module) and (
-        function._modules or function._forward_hooks or function._forward_pre_hooks
-    ):
-        return None
-    return function
-
-
-_LOSSES = tuple(
-    function
-    for name, function in vars(F).items()
-    if name.endswith(("_loss", "cross_entropy", "_with_logits")) and "distance" not in name  # which calls the user's
-)
-"""Torch's own losses that are functions."""
 
 
 class LossHead:
