@@ -308,6 +308,7 @@ def build(
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
+                loss=options.loss,
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None

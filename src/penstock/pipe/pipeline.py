@@ -240,7 +240,8 @@ class Pipeline:
         return {runner.index: runner.splits[0] for runner in runners if runner.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, each once, by their names in the unsplit model."""
+        """The parameters of this process's stages, each once, by their names in the unsplit model; and, on the last
+        stage, what the loss trains (a learned temperature, centers of classes), by names that begin with "loss."."""
         return iter(self.session.split.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -300,13 +301,15 @@ class Pipeline:
         return {name: held[name].detach() for name in self.session.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Copies values into what this process holds. `state` may be that of the whole unsplit model.
+        """Copies values into what this process holds. `state` may be that of the whole unsplit model alone.
 
         Raises:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        load_into(self.state_dict(), state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
+        names = self.session.first_names()
+        own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
+        load_into(own, state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode on every module, as `nn.Module.train` does."""

@@ -304,7 +304,7 @@ class Steps:
         replicas, engine = self._engine.replicas, self._engine
         if targets and reduction == "mean" and not self._padding_checked:
             on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
-            advice = padding(_given(self._options.loss), targets, cached.sizes)
+            advice = padding(self._options.loss, targets, cached.sizes)
             self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
             if advice is not None:
                 warn(advice)

@@ -193,7 +193,7 @@ class Whole:
         one, are mixed with their neighbors'. False if that cannot be determined.
         """
         flat, target = flatten(output), _owned(_wide(self.batch) if wide else self.batch, self.alone.device).target
-        dims = [self.cutting.output.of(path) for path in flat.paths]
+        dims: list[Any] = [self.cutting.output.of(path) for path in flat.paths]
         some = [i for i, x in enumerate(flat.leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
         some = [i for i in some if isinstance(dims[i], int)]
 
