@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
@@ -169,12 +169,14 @@ def _copied_loss(loss: Any, memo: dict[int, Any]) -> Any:
         ) from error
 
 
-def _rebound(loss: Any, memo: Mapping[int, Any]) -> Any:
-    """A loss function that reads the copy wherever it directly names the model or a part of it."""
+def _rebound(loss: Any, memo: dict[int, Any]) -> Any:
+    """A loss function that reads the copy wherever it directly names the model or a part of it, or trains something."""
     if not isinstance(loss, FunctionType):
         return loss
 
     def other(value: Any) -> Any:
+        if (isinstance(value, nn.Module) and value.training) or (isinstance(value, Tensor) and value.requires_grad):
+            return copy.deepcopy(value, memo)
         return memo.get(id(value), value) if isinstance(value, (nn.Module, Tensor)) else value
 
     names = {name: other(loss.__globals__[name]) for name in loss.__code__.co_names if name in loss.__globals__}

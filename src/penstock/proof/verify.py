@@ -26,7 +26,6 @@ from penstock.runtime.loss.loss import (
     Loss,
     Reduction,
 )
-from penstock.runtime.loss.order import LossState
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
@@ -82,8 +81,7 @@ def verify(
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
-        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
-            found = reference(other, pipe, batch, reduction, options, whole_batch)
+        found = reference(other, pipe, batch, reduction, options, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
             exact = found.can_be_exact and not options.get("compile") and not divided

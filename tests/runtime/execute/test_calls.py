@@ -6,10 +6,10 @@ import sys
 
 import torch
 import torch.nn.functional as F
+from penstock.runtime.loss.order import LossState
 from torch import nn
 
 import penstock
-from penstock.runtime.loss.order import LossState
 
 STEADY = 8
 """After so many steps features have looked at all forwards and backwards that they look at closely."""

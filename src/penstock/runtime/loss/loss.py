@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,13 +12,11 @@ from torch import Tensor
 
 from penstock.compat import size_of
 from penstock.errors import ArgumentError
-from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
-from penstock.runtime.loss.order import LossState
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 
 Loss = Callable[[Any, Any], Tensor]
@@ -129,7 +126,6 @@ class LossHead:
     ) -> None:
         self._loss = loss
         apart = distinct(partitions)
-        self._state = LossState(loss if needed else None, pipelines, apart)
         self._partitions = partitions
         self._streams = streams
         self._needed = needed
@@ -144,6 +140,8 @@ class LossHead:
         elsewhere = {id(tensor): name for each in apart for name, tensor in each.elsewhere.items()}
         self._elsewhere = {key: name for key, name in elsewhere.items() if key not in last}
         self._watched = not self._elsewhere
+        # With several copies of the last stage, each calls the loss for a part of the batch.
+        self._fixed = {n: b for stage in lasts for n, b in stage.buffers.items() if pipelines > 1}
         self._shared = shared and needed
         self._parameters = (
             {id(p) for each in apart for stage in each.stages for p in stage.parameters.values()}
@@ -152,19 +150,6 @@ class LossHead:
         )
         self.losses: list[Tensor | None] = []
         self.outputs: list[Any] = []
-
-    @property
-    def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could store state."""
-        return self._state.may_remember
-
-    def survey(self) -> Survey:
-        """The places that the loss reaches."""
-        return self._state.survey()
-
-    def owners(self) -> Sequence[Any]:
-        """The loss, if it is an object with attributes, and the modules that make it up."""
-        return self._state.owners()
 
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
@@ -197,14 +182,15 @@ class LossHead:
             loss = None
             if self._targets is not None:
                 target = self._targets[microbatch]
-                plain = self._watched and not partition.left
-                if plain and self._state.needs_no_look(self.losses, microbatch):
+                versions = [buffer._version for buffer in self._fixed.values()]
+                if self._watched and not partition.left:
                     loss = self._loss(output, target)
                 else:
-                    run = partial(self._loss, output, target)
-                    again = partial(_apart, self._loss, build, leaves, target)
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
-                        loss = self._state.call(self.losses, microbatch, run, again)
+                        loss = self._loss(output, target)
+                for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
+                    if buffer._version != version:
+                        raise _updates(name)
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
@@ -241,9 +227,12 @@ class LossHead:
         return weighted_sum(self.losses, self._weights)
 
 
-def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
-    """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
-    return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
+def _updates(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"the loss updates its buffer {name!r} (a moving average, as in DINO), but this schedule has several copies of "
+        "the last stage, each of which calls the loss for a part of the batch only; use a schedule with one copy "
+        "(dualpipe-v for dualpipe)"
+    )
 
 
 def _alone(loss: Tensor) -> Tensor:
