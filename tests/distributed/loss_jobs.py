@@ -109,3 +109,27 @@ def verify(rank: int, make: Callable[[], Any], schedule: str, mesh: bool) -> tup
         options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
     report = penstock.verify(mlp(), (x,), target=y, loss_fn=make(), schedule=schedule, **options)
     return report.ok, report.summary(), [row.name for row in report.rows if row.name.startswith("loss.")]
+
+
+def parts(rank: int, schedule: str, mesh: bool) -> tuple[list[dict[str, float]], float]:
+    """The parts of the loss: those of a step, of evaluations, and of a step again, which has others than those."""
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        more = {} if torch.is_grad_enabled() else {"right": (output.argmax(1) == target).float().mean()}
+        return F.cross_entropy(output, target), {"mean": output.mean(), "count": 3, **more}
+
+    x, y = data()
+    options: dict[str, Any] = {"microbatches": MICROBATCHES}
+    if mesh:
+        grid = mesh_of((2, 2), ("dp", "pp"))
+        x, y = part((x, y), grid.get_local_rank("dp"), 2)
+        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    with penstock.pipeline(mlp(), (x,), loss_fn=loss, schedule=schedule, **options) as pipe:
+        pipe.predict(x, outputs="all")
+        results = [
+            pipe.evaluate(x, target=y),
+            pipe.step(x, target=y),
+            pipe.evaluate(x, target=y),
+            pipe.step(x, target=y),
+        ]
+        return [{k: float(v) for k, v in result.parts.items()} for result in results], float(results[0].loss)

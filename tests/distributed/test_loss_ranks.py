@@ -69,3 +69,14 @@ def test_verify_compares_them(make: Callable[[], Any], schedule: str, mesh: bool
     for ok, summary, names in (ranks4 if mesh else ranks2).run(jobs.verify, make, schedule, mesh):
         assert ok, summary
         assert {*names} == (OWN if make is jobs.Centers else {"loss.temperature"})
+
+
+@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", False), ("dualpipe", False), ("1f1b", True)])
+def test_parts_of_the_loss_are_on_every_rank(schedule: str, mesh: bool, ranks2: Ranks, ranks4: Ranks) -> None:
+    x, y = jobs.data()
+    output = mlp()(x).detach()
+    trained = {"mean": float(output.mean()), "count": 3.0}
+    evaluated = {**trained, "right": float((output.argmax(1) == y).float().mean())}
+    for parts, _ in (ranks4 if mesh else ranks2).run(jobs.parts, schedule, mesh):
+        for mine, expected in zip(parts, [evaluated, trained] * 2, strict=True):
+            assert mine == pytest.approx(expected)

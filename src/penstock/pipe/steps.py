@@ -81,6 +81,7 @@ class Steps:
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
+        self._parts: dict[bool, Sequence[str]] = {}
         self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -130,8 +131,13 @@ class Steps:
         outputs: Wanted,
         timeline: bool,
         loss_scale: float = 1.0,
+        evaluates: bool = True,
     ) -> StepResult:
-        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well."""
+        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+
+        Args:
+            evaluates: whether the loss is wanted, and not the outputs alone.
+        """
         if training and self._announce is not None:
             self._announce(number)
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
@@ -140,7 +146,7 @@ class Steps:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
             with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
-            return self._result(prepared, call, moments)
+            return self._result(prepared, call, moments, evaluates)
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
@@ -344,9 +350,27 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
-    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
+    def _agree_on_parts(self, bound: BoundSchedule) -> None:
+        """Lets every rank know the parts of the loss by name, from the first loss in this mode on."""
+        found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
+        if self._options.share_loss and bound.training not in self._parts:
+            has_loss = any(loss is not None for loss in bound.head.losses)
+            given = [names for names in self._engine.control.gather(found if has_loss else None) if names is not None]
+            if given:
+                self._parts[bound.training] = [*dict.fromkeys(name for names in given for name in names)]
+        bound.head.names = self._parts.get(bound.training, found if not self._options.share_loss else ())
+        new = [name for name in found if name not in bound.head.names]
+        if new and self._options.loss is not None:
+            raise ArgumentError(
+                f"loss_fn returned {new[0]!r} besides its loss, which it did not in the first step, when all ranks "
+                "learned what there is; return the same parts every time (NaN for one that has no value)"
+            )
+
+    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
         cached, feed = prepared
         bound = cached.bound
+        if call.training or evaluates:
+            self._agree_on_parts(bound)
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)

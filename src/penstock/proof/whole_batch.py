@@ -26,6 +26,7 @@ from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.loss.of_torch import advice, padding
+from penstock.runtime.loss.parts import loss_in
 from penstock.trees import flatten, unflatten
 from penstock.words import shortened
 
@@ -205,7 +206,7 @@ class Whole:
                 leaves[i] = torch.where(which, (rows + rows.roll(1, 0)) / 2, rows).movedim(0, dims[i]).requires_grad_()
             with torch.enable_grad(), self.alone.session.drawing() as streams:
                 streams.begin_loss(0)
-                value = self.loss(unflatten(leaves, flat.structure), target)  # type: ignore[misc]
+                value = loss_in(self.loss(unflatten(leaves, flat.structure), target))  # type: ignore[misc]
                 return torch.autograd.grad(value, [leaves[i] for i in some], materialize_grads=True)
 
         def differ(mixed: Callable[[Tensor], Tensor]) -> bool:
@@ -286,7 +287,7 @@ class Whole:
                 streams.begin(stream + k, {})
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
-                value = own_loss(output) if loss is None else loss(output, target)
+                value = own_loss(output) if loss is None else loss_in(loss(output, target))
                 if value is None:
                     raise no_loss(output)
                 losses.append(value.detach().reshape(()))

@@ -17,6 +17,7 @@ from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.of_torch import is_of_torch, may_draw
+from penstock.runtime.loss.parts import loss_in, parts_in
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 
 Loss = Callable[[Any, Any], Tensor]
@@ -81,6 +82,8 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
     """
     if loss is None and function is None:
         raise no_loss(output)
+    if not isinstance(loss, Tensor):
+        loss = loss_in(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
             return loss
@@ -149,6 +152,10 @@ class LossHead:
             else set[int]()
         )
         self.losses: list[Tensor | None] = []
+        self.parts: list[dict[str, Tensor]] = []
+        """What each microbatch's loss consists of, if the loss function returns that, too."""
+        self.names: Sequence[str] = ()
+        """The parts that `terms` and `totals` have."""
         self.outputs: list[Any] = []
 
     def start(
@@ -163,6 +170,7 @@ class LossHead:
         self._draws_foreign = self._draws and not is_of_torch(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
+        self.parts = [{} for _ in weights]
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
@@ -173,6 +181,7 @@ class LossHead:
         if self._keep_outputs:
             self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
         loss: Any
+        returned = output
         if self._loss is None:
             loss = own_loss(output)
         else:
@@ -184,10 +193,11 @@ class LossHead:
                 target = self._targets[microbatch]
                 versions = [buffer._version for buffer in self._fixed.values()]
                 if self._watched and not partition.left:
-                    loss = self._loss(output, target)
+                    returned = self._loss(output, target)
                 else:
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
-                        loss = self._loss(output, target)
+                        returned = self._loss(output, target)
+                loss = returned if isinstance(returned, Tensor) else loss_in(returned)
                 for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
                     if buffer._version != version:
                         raise _updates(name)
@@ -200,6 +210,8 @@ class LossHead:
             return None
         loss = checked_value(loss, output, self._loss)
         self.losses[microbatch] = _alone(loss.detach())
+        if returned is not loss:
+            self.parts[microbatch] = parts_in(returned, loss)
         return root_of(loss, self._weights[microbatch], leaves)
 
     def seed(self, microbatch: int) -> Tensor | None:
@@ -216,15 +228,19 @@ class LossHead:
         """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
-    def terms(self, microbatches: range) -> list[Tensor | None]:
-        """The terms that some microbatches add to the batch's loss, in order; None for a loss that is elsewhere."""
+    def terms(self, microbatches: range) -> Sequence[Tensor | None]:
+        """The terms that some microbatches add to the batch's loss, in order, then those of each of its parts; None for
+        a loss that is elsewhere."""
         if not self.losses:
-            return [None] * len(microbatches)
-        return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
+            return [None] * len(microbatches) * (1 + len(self.names))
+        return [weighted_sum([row[k]], [self._weights[k]]) for row in self._rows() for k in microbatches]
 
-    def total(self) -> Tensor | None:
-        """The batch's loss: the weighted sum, ascending by microbatch."""
-        return weighted_sum(self.losses, self._weights)
+    def totals(self) -> list[Tensor | None]:
+        """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
+        return [weighted_sum(row, self._weights) for row in self._rows()]
+
+    def _rows(self) -> list[Sequence[Tensor | None]]:
+        return [self.losses, *([parts.get(name) for parts in self.parts] for name in self.names)]
 
 
 def _updates(name: str) -> ArgumentError:
