@@ -107,6 +107,8 @@ def test_descending_order_is_noted_as_inexact() -> None:
         ({"loss": "mse"}, "loss_fn='mse': expected a function"),
         ({"reduction": "median"}, "reduction='median'"),
         ({"cuts": "1"}, r"cuts='1': expected a list"),
+        ({"cuts": 1}, "cuts=1: expected a list of names"),
+        ({"leaves": [1]}, r"leaves=\[1\]: expected a list of names"),
     ],
 )
 def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str) -> None:
@@ -140,6 +142,15 @@ def test_clipping_is_that_of_one_device(max_norm: float, norm_type: Any) -> None
             assert parameter.grad is not None
             assert other.grad is not None
             assert torch.equal(parameter.grad, other.grad)
+
+
+def test_the_kind_of_timeline_is_checked() -> None:
+    x, y = batch()
+    with (
+        pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe,
+        pytest.raises(ArgumentError, match="timeline='yes': expected True or False"),
+    ):
+        pipe.step(x, target=y, timeline="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

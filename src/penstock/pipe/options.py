@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -110,6 +110,8 @@ class Options:
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
             if isinstance(value, str):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
+            if value is not None and not (isinstance(value, Collection) and all(isinstance(n, str) for n in value)):
+                raise ArgumentError(f"{name}={value!r}: expected a list of names of modules, or None")
         transports = get_args(TransportName)
         if self.transport not in transports and not callable(self.transport):
             raise ArgumentError(

@@ -140,6 +140,8 @@ class Steps:
         """
         if training and self._announce is not None:
             self._announce(number)
+        if not isinstance(timeline, bool):
+            raise ArgumentError(f"timeline={timeline!r}: expected True or False")
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
