@@ -12,7 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.pipe.clipping import Limit
+from penstock.errors import ArgumentError
+from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
@@ -284,10 +285,13 @@ class Pipeline:
             ArgumentError: an argument is wrong; or the last step was within `no_sync`: replicas' gradients differ.
             RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is NaN or infinite; gradients stay.
         """
-        limit = Limit(max_norm, norm_type, error_if_nonfinite, foreach)
+        if not (foreach is None or isinstance(foreach, bool)):
+            raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
         self.session.refuse_unaveraged("clip_grad_norm_")
         held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
-        return limit.clip(held, [name for name, _ in self.session.all_parameters()], self.gather)
+        order = [name for name, _ in self.session.all_parameters()]
+        limits: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        return clip(held, order, self.gather, **limits)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""
