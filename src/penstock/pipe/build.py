@@ -245,6 +245,8 @@ def pipeline(
     order = order_of(schedule, world.ranks, microbatches, chunks)
     pipe = build(model, example, world, order, options, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
+    for note in options.loss_notes:
+        warn(note)
     return pipe
 
 
@@ -304,6 +306,7 @@ def build(
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
+                loss=options.loss,
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
