@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.compat import size_of
 from penstock.errors import ArgumentError
 from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
@@ -223,8 +222,6 @@ class LossHead:
         partition = self._partitions[microbatch]
         build = partition.build_output
         output = build(leaves)
-        if self._keep_outputs:
-            self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
         loss: Any
         if self._loss is None:
             loss = own_loss(output)
@@ -251,8 +248,14 @@ class LossHead:
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
-        self.losses[microbatch] = _alone(loss.detach())
+        self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         return root_of(loss, self._weights[microbatch], leaves)
+
+    def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
+        """Keeps a microbatch's output, if the step is to. Empties `leaves`."""
+        if self._keep_outputs:
+            kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
+            self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
 
     def seed(self, microbatch: int) -> Tensor | None:
         """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
@@ -282,11 +285,6 @@ class LossHead:
 def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
     """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
     return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
-
-
-def _alone(loss: Tensor) -> Tensor:
-    """The loss in memory of its own size: `mse_loss` leaves it in memory as large as the output."""
-    return loss.clone() if size_of(loss) > loss.nbytes else loss
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
