@@ -23,7 +23,7 @@ from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.models import GPT, squared_error, token_error
 from scaffolding.representatives import representatives
-from scaffolding.small import ONE_STAGE
+from scaffolding.small import ONE_STAGE, batch, mlp
 
 CPU = torch.device("cpu")
 
@@ -196,6 +196,24 @@ def test_a_first_step_that_raised_leaves_nothing_for_the_next_ones() -> None:
         (squared_error(model(x_k), x_k) / 4).backward()
     for gradient, parameter in zip(got, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None:
+    model, (x, y) = mlp(), batch()
+    refused = pytest.raises(ArgumentError, match=rf"under torch.{mode.__name__}\(\), but .* use pipe.evaluate")
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        expected = pipe.predict(x)
+        with mode():
+            with refused:
+                pipe.step(x, target=y)
+            with refused:
+                penstock.verify(mlp(), (x,), target=y, ranks=2, microbatches=2, loss_fn=squared_error)
+            assert torch.equal(pipe.predict(x), expected)
+            assert pipe.evaluate(x, target=y).loss is not None
+        assert pipe.step_count == 0
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(x, target=y)
 
 
 def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:

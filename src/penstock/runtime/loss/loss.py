@@ -103,6 +103,16 @@ def no_gradient() -> ArgumentError:
     )
 
 
+def check_grad_enabled(call: str) -> None:
+    """Raises ArgumentError if gradients are switched off where they are to be computed."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ArgumentError(
+            f"{call} was called under torch.{mode}(), but computes gradients; call it outside, or use pipe.evaluate or "
+            "pipe.predict, which run forwards only"
+        )
+
+
 def is_of_torch(loss: Callable[..., Any] | None) -> bool:
     """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
     function = _plain_function(loss)
