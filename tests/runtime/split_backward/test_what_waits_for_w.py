@@ -24,7 +24,7 @@ def test_trap_16_all_weights_of_linear_layers_wait_for_w() -> None:
 
 
 class Trims(nn.Module):
-    """Trims padding, so that the strides of a linear layer's input, and with them its operators, differ by microbatch."""
+    """Trims padding, so that the strides of a linear layer's input, and so its operators, differ by microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
