@@ -127,6 +127,25 @@ def test_views_share_a_storage() -> None:
         assert compat.storage_of(x) != compat.storage_of(x.clone())
 
 
+def test_who_holds_memory_is_counted_without_what_backward_saved_of_a_result() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for make in (lambda: x + 1, x.tanh, lambda: (x + 1).view(3, 1), lambda: torch.ones(3)):
+        result = make()
+        node, alone = result.grad_fn, result.data
+        assert compat.holders(alone, node) > 1
+        del result
+        assert compat.holders(alone, node) == 1
+        other = alone.detach()
+        assert compat.holders(alone, node) == 2
+        del other
+    assert compat.holders(torch.ones(3).to_sparse(), None) == 1
+
+
+def test_a_torch_that_does_not_count_who_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert compat.holders(torch.ones(3), None) == 2
+
+
 def test_the_fake_mode_can_be_left() -> None:
     with compat.fake_mode():
         with compat.unset_fake_temporarily():

@@ -38,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "WeakStorage",
     "fake_mode",
+    "holders",
     "packed_by",
     "quiet",
     "size_of",
@@ -115,6 +116,22 @@ def size_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+
+
+def holders(tensor: Tensor, node: Node | None) -> int:
+    """How many tensors hold the memory behind `tensor`, itself included, without the one that `node`, which made it,
+    saved of its own result. A number above 1 if torch does not say.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    try:
+        storage = tensor.untyped_storage()
+        held = 2 if count is None else int(count(storage._cdata)) - 1  # without `storage`
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return 1
+    if held > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
+        saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
+        held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
+    return held
 
 
 def packed_by(node: Node) -> list[object] | None:

@@ -20,7 +20,7 @@ from penstock.pipe.session import Session
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.loss.loss import checked_scale
+from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -75,10 +75,12 @@ class Pipeline:
         Raises:
             ShapeError: tensors disagree on the number of rows.
             PartitionError: the model cannot be recorded for this batch.
-            ArgumentError: a target is missing, the loss is not a scalar, or the ranks do not make the same call.
+            ArgumentError: a target is missing, the loss is not a scalar, the ranks do not make the same call, or
+                gradients are switched off (`torch.no_grad`): see `evaluate`.
             PipelineFailure: another rank failed.
         """
         self.session.refuse_closed()
+        check_grad_enabled("pipe.step")
         _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
         number, recorder = self.session.step_count, self.session.recorder

@@ -22,10 +22,7 @@ from penstock.proof.reference import Expected, forget_gradients, reference, tens
 from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.gradients.distribution import whole
-from penstock.runtime.loss.loss import (
-    Loss,
-    Reduction,
-)
+from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
@@ -74,6 +71,7 @@ def verify(
     known = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
     for name in options.keys() - known.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
+    check_grad_enabled("penstock.verify")
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
         cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))

@@ -239,9 +239,10 @@ class Recorder(Writer, TorchFunctionMode):
         """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
-        if unit is not None:
-            given |= self.sideways.held_by(unit)
-        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        held = frozenset[int]() if unit is None else self.sideways.held_by(unit)
+        passed = frozenset[int]() if unit is None else given - held
+        name = self.scope if unit is None else unit.name
+        call = Running(next(self._numbers), name, unit is not None, given | held, passed)
         with provenance.calling(call):
             yield call
 

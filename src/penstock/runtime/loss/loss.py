@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from penstock.compat import size_of
 from penstock.errors import ArgumentError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
@@ -103,6 +102,16 @@ def no_gradient() -> ArgumentError:
     )
 
 
+def check_grad_enabled(call: str) -> None:
+    """Raises ArgumentError if gradients are switched off where they are to be computed."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ArgumentError(
+            f"{call} was called under torch.{mode}(), but computes gradients; call it outside, or use pipe.evaluate or "
+            "pipe.predict, which run forwards only"
+        )
+
+
 class LossHead:
     """What follows the last stage: the model's output, its loss, and the seed of backward.
 
@@ -178,8 +187,6 @@ class LossHead:
         partition = self._partitions[microbatch]
         build = partition.build_output
         output = build(leaves)
-        if self._keep_outputs:
-            self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
         loss: Any
         returned = output
         if self._loss is None:
@@ -209,10 +216,16 @@ class LossHead:
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
-        self.losses[microbatch] = _alone(loss.detach())
+        self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
         if returned is not loss:
             self.parts[microbatch] = parts_in(returned, loss)
         return root_of(loss, self._weights[microbatch], leaves)
+
+    def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
+        """Keeps a microbatch's output, if the step is to. Empties `leaves`."""
+        if self._keep_outputs:
+            kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
+            self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
 
     def seed(self, microbatch: int) -> Tensor | None:
         """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
@@ -249,11 +262,6 @@ def _updates(name: str) -> ArgumentError:
         "the last stage, each of which calls the loss for a part of the batch only; use a schedule with one copy "
         "(dualpipe-v for dualpipe)"
     )
-
-
-def _alone(loss: Tensor) -> Tensor:
-    """The loss in memory of its own size: `mse_loss` leaves it in memory as large as the output."""
-    return loss.clone() if size_of(loss) > loss.nbytes else loss
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

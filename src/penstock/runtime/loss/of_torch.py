@@ -55,7 +55,9 @@ def padding(loss: Callable[..., Any] | None, targets: Sequence[Any], sizes: Sequ
     if not all(isinstance(target, Tensor) and not target.is_floating_point() for target in targets):
         return None
     counts = [int((target != how.ignored).sum()) for target in targets]
-    if all(count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)):
+    if counts == [target.numel() for target in targets] or all(
+        count * sizes[0] == counts[0] * size for count, size in zip(counts, sizes, strict=True)
+    ):
         return None
     return (
         f"targets of {how.ignored} are ignored, and the microbatches have {counts} others: the mean of their losses is "

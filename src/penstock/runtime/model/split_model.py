@@ -146,15 +146,21 @@ class SplitModel:
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model.
+        raises may have ended before anything was learned about the model, and leaves no gradient where none was.
 
         Args:
             signature: what `signature` returned before the step.
         """
+        held = [parameter for _, parameter in self.held_parameters()]
+        without = [parameter for parameter in held if parameter.grad is None]
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._touched.changes += 1
+            for parameter in without:
+                parameter.grad = None
+            if len(without) < len(held):
+                error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
             raise
         self._partitioner.settle(signature[-1])
         self._touched.settle()

@@ -15,7 +15,7 @@ are left out by chance, all microbatches up to the first in which the whole stag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -69,6 +69,7 @@ class SplitBackward:
         self._compiled = compiled
         self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
+        self._put: dict[int, set[int]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
     @property
@@ -94,6 +95,7 @@ class SplitBackward:
         self._unsplit.clear()
         self._learning = False
         self._waiting.clear()
+        self._put.clear()
         self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
@@ -108,7 +110,8 @@ class SplitBackward:
         if runs_again:
             return nullcontext()
         waiting = self._waiting[microbatch] = []
-        return self._uses.putting_off(waiting, self._anchor)
+        put = self._put[microbatch] = set()
+        return self._uses.putting_off(waiting, put, self._anchor)
 
     def _look(self) -> None:
         """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
@@ -131,17 +134,24 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward of a microbatch, at I."""
+        """Wraps the backward of a microbatch, at I.
+
+        A parameter of which its forward put off no gradient, unlike that of the first microbatch, gets its own from
+        autograd here, and waits for W with it: a linear layer's operators depend on its input's strides, as where
+        padding is trimmed (`x[:, : lengths.max()]`).
+        """
         early = self._early[microbatch] = []
-        if self._in_order:
+        put = self._put.pop(microbatch, None)
+        whole = set[int]() if put is None or self._compiled else self._uses.can_wait.keys() - put
+        if self._in_order and not whole:
             return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
-        return self._diverting(microbatch, early)
+        return self._diverting(microbatch, early, whole)
 
     @contextmanager
-    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]], whole: Set[int]) -> Iterator[None]:
         with self._kept_until_w(early):
             yield
-        self._refuse_found(microbatch, {id(p) for p, _ in early} & self._uses.can_wait.keys())
+        self._refuse_found(microbatch, ({id(p) for p, _ in early} & self._uses.can_wait.keys()) - whole)
 
     def _refuse_found(self, microbatch: int, found: set[int]) -> None:
         """Ends the backward at I. Raises PartitionError if it has found a gradient that was to wait.
