@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError, warn
+from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.front_end import Partition
+from penstock.runtime.kinds import distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 
@@ -89,6 +91,8 @@ class BoundSchedules:
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
         """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
+        stages = [stage for partition in distinct(partitions) for stage in partition.stages]
+        refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
