@@ -28,7 +28,7 @@ from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 
 CACHED_SCHEDULES = 32
-"""How many bound schedules a pipeline keeps; a further one replaces the least recently used."""
+"""How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
 
 _NEW = -1
 
@@ -105,7 +105,8 @@ class BoundSchedules:
         )
         self._cached[cached.bound.number] = cached
         if len(self._cached) > CACHED_SCHEDULES:
-            _, oldest = self._cached.popitem(last=False)
+            others = (n for n, one in self._cached.items() if not one.bound.training and one is not cached)
+            oldest = self._cached.pop(next(others, next(iter(self._cached))))
             self._engine.release(oldest.bound)
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
                 warn(_MANY)
@@ -207,6 +208,7 @@ _WORDS: tuple[Callable[[int], str], ...] = (
 
 _MANY = (
     f"penstock: more than {CACHED_SCHEDULES} kinds of batches. Each new kind (a shape, a dtype, a plain value that "
-    "changes) is recorded, which takes longer than a step, and the kind that was not used for longest is forgotten. "
+    "changes) is recorded unless only a length is new, which takes longer than a step, and the kind that was not used "
+    "for longest is forgotten. "
     "Pad batches to a few shapes, and pass numbers that change as 0-dimensional tensors"
 )
