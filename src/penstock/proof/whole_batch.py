@@ -85,7 +85,7 @@ class Whole:
             told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
                 told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
-            return WholeBatch(float("nan"), float("nan"), "explained", told)
+            return WholeBatch(float("nan"), float("nan"), "missing", told)
         parts = self._run(self.pieces)
         if not math.isfinite(parts.loss) and not math.isfinite(whole.loss):
             return WholeBatch(parts.loss, whole.loss, "explained", "what is not finite cannot be compared")

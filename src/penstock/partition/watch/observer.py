@@ -62,7 +62,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
-        self._kept: list[Any] = []
+        self.kept: list[Any] = []
         self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +161,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         drew, written = self._drew, frozenset(self._written)
         if keep:
-            self._kept += self._written.values()
+            self.kept += self._written.values()
         self._drew, self._written = [], {}
         return drew, written
 
