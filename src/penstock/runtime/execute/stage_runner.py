@@ -236,7 +236,7 @@ class StageRunner:
             self._run_autograd(microbatch, saved.roots, grads)
             for position in kind.given:
                 if slot := saved.slots[position]:
-                    self.batch_gradients[microbatch, position] = exact.settled(slot[0])
+                    self.batch_gradients[microbatch, position] = slot[0].detach().resolve_conj().resolve_neg().clone()
             if kind.routes.grads_out:
                 given: list[Tensor | None] = [None] * len(kind.meta.inputs)
                 for position, slot in saved.slots.items():
