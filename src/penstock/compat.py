@@ -62,11 +62,15 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy."""
+    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy.
+
+    Also keeps it from compiling: dynamo never again compiles code that it once met under a dispatch mode.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+            yield
     finally:
         logger.disabled = before
 

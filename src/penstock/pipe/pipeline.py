@@ -208,7 +208,7 @@ class Pipeline:
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(options.compile, draws=draws)
+        compiling = compiled.notes_of(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
         unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]

@@ -21,7 +21,7 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
-from penstock.runtime.features.compiled import arguments_for
+from penstock.runtime.features.compiled import arguments_for, chosen
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -245,7 +245,7 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_for(self._options.compile, self._order),
+                compile=arguments_for(chosen(self._options.compile, split.model, partitions[0].stages), self._order),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.pipe.arguments import checked_inputs
@@ -82,11 +83,13 @@ def verify(
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         batch = Microbatch(args, kwargs, target)
-        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
-            found = reference(other, pipe, batch, reduction, options, whole_batch)
+        compiles = pipe.session.compile is not False or pipe.session.has_compiled_blocks
+        # A function shares its state with its copy. Nothing is compiled, whose hooks and draws are others.
+        with LossState(mine.loss, 1, [pipe.session.partition]).undone(), torch.compiler.set_stance("force_eager"):
+            found = reference(other, pipe, batch, reduction, {**options, "compile": compiles}, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = found.can_be_exact and not options.get("compile") and not divided
+            exact = found.can_be_exact and not compiles and not divided
         compared = []
         for expected in found.steps:
             forget_gradients(pipe)
