@@ -69,7 +69,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        with torch.compiler.set_stance("force_eager"):  # type: ignore[no-untyped-call]
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         logger.disabled = before

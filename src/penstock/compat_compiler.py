@@ -42,7 +42,7 @@ def compiled(module: nn.Module) -> Compiled | None:
     No public name tells; torchtitan, accelerate and diffusers compile blocks in each of these ways.
     """
     for name in ("_compiled_call_impl", "forward"):
-        function = getattr(module, name, None)
+        function: Any = getattr(module, name, None)
         if not hasattr(function, "get_compiler_config"):
             continue
         from torch._dynamo.eval_frame import innermost_backend

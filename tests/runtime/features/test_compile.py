@@ -168,6 +168,27 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Clamped(nn.Module):
+    """Registers a hook on an activation in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            x.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return x
+
+
+def test_hooks_on_activations_of_compiled_stages() -> None:
+    x, y = batch(8)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 4, "compile": SAME_BITS}
+    penstock.verify(Clamped(), (x,), target=y, exact=True, **options).check()
+
+
 class Scaled(nn.Module):
     """A matrix that is used in no product."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from penstock.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock.errors import ArgumentError
+from penstock.partition.recording.calls import hooked
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
@@ -176,7 +177,7 @@ class Compiled(Feature):
         """The stage's module, compiled once, and again for hooks that come or go."""
         if self._arguments is not None and not compiled(stage.module):
             if isinstance(stage.module, fx.GraphModule):
-                _change_modes_outside(stage.module)
+                _keep_outside(stage.module)
             stage.module.compile(**self._arguments)
         noticing = noticing_hooks()
 
@@ -202,9 +203,9 @@ def _compile_again(block: nn.Module, schedule: Schedule) -> None:
         vars(block)[found.name] = torch.compile(found.function, **arguments)
 
 
-def _change_modes_outside(module: fx.GraphModule) -> None:
-    """Lets Python enter and leave autocast: the compiler loses the state in between."""
-    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
+def _keep_outside(module: fx.GraphModule) -> None:
+    """Lets Python enter and leave autocast, whose state the compiler loses in between, and register hooks."""
+    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast, hooked)]
     for node in nodes:
         node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
     if nodes:
