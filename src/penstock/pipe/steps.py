@@ -23,10 +23,10 @@ from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
 from penstock.runtime.features.compiled import arguments_for, chosen
 from penstock.runtime.features.context import Binding
-from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import Kinds, all_uses
+from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.model.split_model import SplitModel
@@ -85,9 +85,6 @@ class Steps:
         self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
-        if norms is not None:
-            with engine.control.agreed():
-                refuse_none(all_uses(first.partitions))
         self.schedule = first.schedule
 
     @cached_property

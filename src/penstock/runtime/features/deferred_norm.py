@@ -258,13 +258,12 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
                 _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
 
 
-def refuse_none(stages: Iterable[Stage]) -> None:
-    """Raises ArgumentError if there are no running statistics at all."""
+def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
+    """What the user should know who asks to defer running statistics: if there are none at all."""
     updated = (name for stage in stages for name in (*stage.meta.updated, *stage.may_update))
-    if not any(name.rpartition(".")[2] == "running_mean" for name in updated):
-        raise ArgumentError(
-            "deferred_batch_norm=True: no batch norm of the model updates running statistics in training; leave it out"
-        )
+    if any(name.rpartition(".")[2] == "running_mean" for name in updated):
+        return ()
+    return ("deferred_batch_norm=True does nothing: no batch norm of the model updates running statistics in training",)
 
 
 def _refuse_calls(stage: Stage) -> None:
