@@ -35,7 +35,7 @@ def current_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """`file:line: code` of the innermost frame that the error passed through: of the user's or, without any, torch.nn's."""
+    """`file:line: code` of the user's innermost frame that the error passed through; without any, of torch.nn's."""
     entries = traceback.extract_tb(error.__traceback__)[::-1]
     users = (entry for entry in entries if not is_ours(entry.filename))
     entry = next(users, next((entry for entry in entries if entry.filename.startswith(_NN)), entries[0]))
