@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -92,6 +93,12 @@ def opened(value: Any) -> Opened | None:
 
     None for any other value.
     """
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if (
+        flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten")
+    ):  # what its mask function closes over is among the children
+        children, context = value._flatten()
+        return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -103,6 +110,10 @@ def opened(value: Any) -> Opened | None:
     else:
         keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
     return Opened(children, keys, context, node.unflatten_fn)
+
+
+def _block_mask(children: Sequence[Any], context: Any) -> Any:
+    return sys.modules["torch.nn.attention.flex_attention"].BlockMask._unflatten(tuple(children), context)
 
 
 def storage_of(tensor: Tensor) -> int:
