@@ -94,10 +94,8 @@ def opened(value: Any) -> Opened | None:
     None for any other value.
     """
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    if (
-        flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten")
-    ):  # what its mask function closes over is among the children
-        children, context = value._flatten()
+    if flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten"):
+        children, context = value._flatten()  # with what its mask function closes over
         return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import penstock
-from penstock.errors import ShapeError
+from penstock.errors import PartitionError, ShapeError
 
 ROWS, LENGTH, WIDTH = 5, 32, 16
 LENGTHS = torch.tensor([32, 5, 17, 9, 25])
@@ -85,6 +85,24 @@ def test_the_mask_function_goes_on_counting_samples() -> None:
 
 def test_a_mask_made_in_a_block() -> None:
     assert_runs_as_unsplit(Net(causal))
+
+
+class Opened(Attention):
+    """Calls FlexAttention in the model's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        return self.last(super().forward(x, mask))
+
+
+def test_masks_in_the_models_own_forward_are_followed_or_refused() -> None:
+    assert_runs_as_unsplit(Opened(), causal())
+    x, model = torch.randn(ROWS, LENGTH, WIDTH), Opened().requires_grad_(False)
+    with pytest.raises(PartitionError, match="passes on a function"):
+        penstock.pipeline(model, (x, padded(LENGTHS)), ranks=2, microbatches=3, balance="layers")
 
 
 def test_plain_calls_work_afterwards() -> None:

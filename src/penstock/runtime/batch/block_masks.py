@@ -1,16 +1,14 @@
 """Cuts the block masks of FlexAttention by samples, as `torch.distributed.pipelining` does.
 
-A block mask is no plain container: its mask function is called with a sample's number in the batch, which has to go on
-counting in a microbatch.
+A block mask's function is called with a sample's number in the batch, which has to go on counting in a microbatch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,20 +16,19 @@ from torch import Tensor
 from penstock.errors import ShapeError
 
 
-@dataclass(frozen=True)
-class Hole:
-    """Stands for a block mask in a batch. `number`: its place among those taken out."""
+class Hole(NamedTuple):
+    """Stands for a block mask in a batch: its place among those taken out."""
 
     number: int
 
 
 def taken_out(tree: Any, found: list[Any]) -> Any:
     """The same batch with holes for block masks, which are added to `found`."""
-    module: Any = sys.modules.get("torch.nn.attention.flex_attention")  # if it is not loaded, there are no masks
-    if module is not None and isinstance(tree, module.BlockMask):
-        found.append(tree)
-        return Hole(len(found) - 1)
-    return _mapped(tree, lambda value: taken_out(value, found)) if module is not None else tree
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")  # if it is not loaded, there are no masks
+    if flex is None or not isinstance(tree, flex.BlockMask):
+        return tree if flex is None else _mapped(tree, lambda value: taken_out(value, found))
+    found.append(tree)
+    return Hole(len(found) - 1)
 
 
 def put_back(tree: Any, pieces: Sequence[Any]) -> Any:
@@ -46,10 +43,8 @@ def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def cut(mask: Any, sizes: Sequence[int], what: str, device: torch.device | None) -> list[Any]:
-    """The pieces of a block mask; one that holds for every sample goes whole to each microbatch.
-
-    Raises:
-        ShapeError: it is for another number of samples.
+    """The pieces of a block mask; one for every sample goes whole to each microbatch. Raises ShapeError if it is for
+    another number of samples.
     """
     mask = mask if device is None else mask.to(device)
     rows = mask.kv_num_blocks.shape[0]
@@ -57,19 +52,20 @@ def cut(mask: Any, sizes: Sequence[int], what: str, device: torch.device | None)
         return [mask] * len(sizes)
     if rows != sum(sizes):
         raise ShapeError(
-            f"{what} has a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or 1 (pass B=None to "
-            "create_block_mask) for one that holds for every row"
+            f"{what} has a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
+            "pass B=None to create_block_mask"
         )
-    starts = [0, *accumulate(sizes)]
-    parts = [None if t is None else t.split(list(sizes)) for t in map(mask.__getattribute__, _TENSORS)]
+    given = {name: getattr(mask, name) for name in _TENSORS}
+    parts = {name: tensor.split(list(sizes)) for name, tensor in given.items() if tensor is not None}
+    starts = torch.tensor([0, *accumulate(sizes)], device=mask.kv_num_blocks.device)
     return [
         type(mask).from_kv_blocks(
-            **{name: part if part is None else part[k] for name, part in zip(_TENSORS, parts, strict=True)},
+            **{name: part[k] for name, part in parts.items()},
             BLOCK_SIZE=mask.BLOCK_SIZE,
-            mask_mod=_shifted(mask.mask_mod, torch.tensor(start, device=mask.kv_num_blocks.device)),
+            mask_mod=_shifted(mask.mask_mod, starts[k].clone()),
             seq_lengths=mask.seq_lengths,
         )
-        for k, start in enumerate(starts[:-1])
+        for k in range(len(sizes))
     ]
 
 
@@ -77,7 +73,7 @@ _TENSORS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indice
 
 
 def _shifted(mask_mod: Callable[..., Tensor], start: Tensor) -> Callable[..., Tensor]:
-    """A mask function for a microbatch that begins at a sample. `start` is a tensor, so that all have one recording."""
+    """A mask function for a microbatch that begins at a sample. As a tensor that needs no recording of its own."""
 
     def shifted(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return mask_mod(b + start.to(b.dtype), h, q, kv)
