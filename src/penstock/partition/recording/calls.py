@@ -71,7 +71,7 @@ def taking_gradient(tensor: Tensor) -> Tensor:
 def hooked(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
     """The tensor itself, with a hook on its gradient if it takes one: not in a forward that runs again in backward."""
     if tensor.requires_grad:
-        tensor.register_hook(hook)
+        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return tensor
 
 
