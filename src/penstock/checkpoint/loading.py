@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.contents import (
+    LOSS,
     Rest,
     Stateful,
     empty_state,
@@ -83,7 +84,7 @@ def load(
     merge_groups(pipe.gather(own))
 
     def check() -> None:
-        _check_model(path, pipe, model_tensors(reader.metadata))
+        _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
         _check_others(path, others, rest)
         if optimizer is not None and own is not None:
             _check_optimizer(path, pipe, type(optimizer).__name__, own, rest)
@@ -103,10 +104,10 @@ def load(
     return Restored(path, rest.step, rest.extra)
 
 
-def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
-    own = pipe.state_dict()
+def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
+    own, there = pipe.state_dict(), {**model, **loss}
     missing = [name for name in own if name not in there]
-    foreign = sorted(there.keys() - set(pipe.session.all_names()))
+    foreign = sorted(model.keys() - set(pipe.session.all_names()))  # another loss may be meant
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
         what = (
