@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -226,6 +226,28 @@ def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Ca
     assert found(parameter)
     handle.remove()
     assert not found(parameter)
+
+
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit")  # by inductor, when it is imported
+def test_how_a_module_was_compiled() -> None:
+    def compiled(**arguments: Any) -> Any:
+        module = nn.Linear(3, 3)
+        module.compile(**arguments)
+        return compat_compiler.compiled(module)
+
+    eager = compat_compiler.backend_named("eager")
+    assert compat_compiler.compiled(nn.Linear(3, 3)) is None
+    assert compiled(backend="eager", dynamic=True).arguments == {"backend": eager, "dynamic": True}
+    assert compiled(mode="reduce-overhead").arguments["options"] == {"triton.cudagraphs": True}
+    assert compiled(options={"fallback_random": True}).arguments == {
+        "backend": "inductor",
+        "dynamic": None,
+        "options": {"fallback_random": True},
+    }
+    wrapped = compat_compiler.compiled(torch.compile(nn.Linear(3, 3), backend="eager"))
+    assert wrapped is not None
+    assert wrapped.name == "forward"
+    assert wrapped.function(torch.ones(3)).shape == (3,)
 
 
 def test_backends_of_the_compiler_are_known_by_name() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -63,11 +64,15 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy."""
+    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy.
+
+    Also keeps it from compiling: dynamo never again compiles code that it once met under a dispatch mode.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         logger.disabled = before
 
@@ -89,6 +94,10 @@ def opened(value: Any) -> Opened | None:
 
     None for any other value.
     """
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten"):
+        children, context = value._flatten()  # with what its mask function closes over
+        return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -100,6 +109,10 @@ def opened(value: Any) -> Opened | None:
     else:
         keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
     return Opened(children, keys, context, node.unflatten_fn)
+
+
+def _block_mask(children: Sequence[Any], context: Any) -> Any:
+    return sys.modules["torch.nn.attention.flex_attention"].BlockMask._unflatten(tuple(children), context)
 
 
 def storage_of(tensor: Tensor) -> int:

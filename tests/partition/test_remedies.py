@@ -33,7 +33,7 @@ class Reads(nn.Module):
 
 class ReadsOtherwise(Reads):
     def forward(self, x: Tensor) -> Tensor:
-        x.register_hook(print)
+        x.retain_grad()
         return self.linear(x)
 
 
@@ -88,7 +88,7 @@ def test_all_that_is_in_the_way_at_once() -> None:
     said = refusal(model)
     assert said.startswith("2 things are in the way: (1) the forward depends on the values")
     assert "(2) " in said
-    assert "registers a hook on an activation" in said
+    assert "retains the gradient of an activation" in said
     assert leaves_of(said) == ["part.m0", "part.m2"]
     assert "so that they run as wholes (tried: 'part.m0' is 40% of the work" in said
     follow(model, said)

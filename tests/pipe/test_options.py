@@ -135,6 +135,11 @@ def shows_offload() -> None:
     )
 
 
+def shows_deferred_batch_norm() -> None:
+    with made(deferred_batch_norm=True) as pipe:
+        assert any("deferred_batch_norm=True does nothing" in note for note in pipe.notes)
+
+
 def shows_compiled() -> None:
     assert any("compiled" in note for note in made(compile={"backend": "eager"}).notes)
     refused(ArgumentError, "compile=1: expected True, False, or a dict", compile=1)
@@ -292,9 +297,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "seed": shows_seed,
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
     "offload": shows_offload,
-    "deferred_batch_norm": lambda: refused(
-        ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
-    ),
+    "deferred_batch_norm": shows_deferred_batch_norm,
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,

@@ -159,15 +159,11 @@ class Options:
         if self.link is not None and not by_time:
             instead = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
             raise ArgumentError(f"link={self.link}: it is for cuts by time, but {instead}; leave one of them out")
+        arguments_of(self.compile)
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
                 "give parallelize= too, or leave it out"
-            )
-        if arguments_of(self.compile) is not None and self.check_finite:
-            raise ArgumentError(
-                "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
-                "out while you look for a NaN"
             )
 
 

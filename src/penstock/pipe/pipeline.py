@@ -18,7 +18,7 @@ from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.runtime.execute.assembly import RECOMPUTE
-from penstock.runtime.features import compiled, recompute, trips
+from penstock.runtime.features import compiled, deferred_norm, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
 from penstock.runtime.model.state_dicts import evaluating, load_into
@@ -215,8 +215,9 @@ class Pipeline:
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(options.compile, draws=draws)
+        compiling = compiled.notes_of(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
         unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
+        deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
@@ -227,6 +228,7 @@ class Pipeline:
             *order_notes,
             *compiling,
             *unsplit,
+            *deferred,
             *again,
             *moved,
             *adding,

@@ -18,6 +18,7 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.features.compiled import Compile, any_compiled, chosen
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
@@ -61,6 +62,16 @@ class Session:
     def partition(self) -> Partition:
         """What the model was recorded as and cut into, for the first microbatch."""
         return self.split.partitions(training=True)[0]
+
+    @property
+    def compile(self) -> Compile:
+        """How stages are compiled: as `compile=` says, or as the model compiled itself."""
+        return chosen(self.options.compile, self.split.model, self.partition.stages)
+
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether the model compiled blocks of its stages itself."""
+        return any(any_compiled(stage.module.modules()) for stage in self.partition.stages)
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter of the unsplit model, each once, including those that no stage uses."""

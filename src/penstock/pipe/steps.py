@@ -25,12 +25,12 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
-from penstock.runtime.features.compiled import arguments_for
+from penstock.runtime.features.compiled import arguments_for, chosen
 from penstock.runtime.features.context import Binding
-from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import Kinds, all_uses
+from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
 from penstock.runtime.loss.of_torch import padding
@@ -94,9 +94,6 @@ class Steps:
         self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
-        if norms is not None:
-            with engine.control.agreed():
-                refuse_none(all_uses(first.partitions))
         self.schedule = first.schedule
 
     @cached_property
@@ -265,7 +262,7 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_for(self._options.compile, self._order),
+                compile=arguments_for(chosen(self._options.compile, split.model, partitions[0].stages), self._order),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.pipe.arguments import checked_inputs
@@ -81,10 +82,12 @@ def verify(
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         args, kwargs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
         batch = Microbatch(tuple(args), kwargs, target)
-        found = reference(other, pipe, batch, reduction, options, whole_batch)
+        compiles = pipe.session.compile is not False or pipe.session.has_compiled_blocks
+        with torch.compiler.set_stance("force_eager"):  # hooks and draws of compiled code are others
+            found = reference(other, pipe, batch, reduction, {**options, "compile": compiles}, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = found.can_be_exact and not options.get("compile") and not divided
+            exact = found.can_be_exact and not compiles and not divided
         compared = []
         for expected in found.steps:
             forget_gradients(pipe, expected.inputs)

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
@@ -118,6 +118,9 @@ class Recorder(Writer, TorchFunctionMode):
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
+            seen = self._seen.get(id(args[0])) if function is Tensor.register_hook else None
+            if seen is not None and not seen[1].users:  # whatever uses it comes after the hook's node
+                return self._hook(seen[1], *args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
@@ -163,6 +166,14 @@ class Recorder(Writer, TorchFunctionMode):
             self._fact(node, "call", tensor)
             self._see(tensor, node)
         return result
+
+    def _hook(self, node: fx.Node, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Records that an activation has a hook on its gradient from here on."""
+        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        hooked = self.graph.call_function(calls.hooked, (node, self._argument(hook)))
+        self._fact(hooked, "call", tensor)
+        self._see(tensor, hooked)
+        return handle
 
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a module's `__call__` during the recording: a unit becomes one node."""

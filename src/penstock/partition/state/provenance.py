@@ -296,7 +296,7 @@ SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones
 @cache
 def is_seeded(operator: Any) -> bool:
     """Whether an operator draws random numbers, unless its arguments say otherwise."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
 
 
 @cache

@@ -50,7 +50,7 @@ class WeightUses:
     Args:
         parameters: the weights.
         keeper: keeps what is needed later, for autograd and for W, if not they themselves.
-        compiled: whether only compiled code may put off gradients.
+        compiled: by id, those whose gradients only compiled code may put off.
 
     Attributes:
         decided: whether it is known which weights can wait.
@@ -58,13 +58,13 @@ class WeightUses:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None, *, compiled: bool = False
+        self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None, *, compiled: Collection[int] = ()
     ) -> None:
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
         self.candidates = {id(p): p for p in parameters if _is_ordinary(p)}
-        self._watched = [p for p in self.candidates.values() if p.dim() > 1 and not compiled]
+        self._watched = [p for p in self.candidates.values() if p.dim() > 1 and id(p) not in compiled]
         self._of_parameters = self._watching(nn.Parameter)
         self._of_views = self._watching(Tensor)
         self._seen: list[tuple[Tensor, ...]] | None = None
