@@ -40,6 +40,16 @@ def test_masks_go_on_as_they_were_in_a_pipeline_of_another_seed(tmp_path: Path, 
     assert expected[0] != expected[1]
 
 
+def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with made(seed=0) as pipe:
+        path = checkpoint.save("checkpoints", pipe, wait=False)
+        monkeypatch.chdir("elsewhere")
+        checkpoint.finish(pipe)
+        assert path == checkpoint.latest(tmp_path / "checkpoints")
+
+
 def test_options_of_the_optimizers_groups_are_those_that_were_saved(tmp_path: Path) -> None:
     def optimizer_of(pipe: penstock.Pipeline, lr: float, **options: Any) -> torch.optim.Optimizer:
         named = dict(pipe.named_parameters())
