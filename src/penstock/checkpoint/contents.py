@@ -208,7 +208,7 @@ def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[s
         counts = [len(part[label]) if label in part else None for part in parts]
         for rank, count in enumerate(counts):
             if count != counts[0]:
-                one, other = ("missing" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
+                one, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
                 raise ArgumentError(
                     f"{label}: {one} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
                     "group may be empty"
