@@ -192,3 +192,68 @@ def average(rank: int, in_forward: bool) -> str:
     except penstock.ArgumentError as error:
         return str(error)
     return ""
+
+
+def normed(rank: int) -> list[tuple[int, ...]]:
+    """The microbatches of batches of a model whose norm needs two rows in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    with penstock.pipeline(model, (x,), microbatches=MICROBATCHES, loss_fn=squared_error) as pipe:
+        return [pipe.step(x[:rows], target=x[:rows]).sizes for rows in (8, 7, 2)]
+
+
+class Skipping(nn.Sequential):
+    """Every layer uses the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in self:
+            hidden = layer(hidden).relu() + x
+        return hidden
+
+
+def input_gradients(rank: int, schedule: str) -> tuple[bool, Tensor | None, Tensor, bool]:
+    """Whether this rank has the inputs, their gradient after two steps and by hand, and whether verify passes."""
+    torch.manual_seed(0)
+    model = Skipping(*(nn.Linear(5, 5) for _ in range(4)))
+    reference, options = copy.deepcopy(model), {"microbatches": MICROBATCHES, "schedule": schedule}
+    x, y = torch.randn(7, 5, requires_grad=True), torch.randn(7, 5)
+    other, sizes = x.detach().requires_grad_(), sizes_by_hand(7, MICROBATCHES)
+    with penstock.pipeline(model, (x.detach(),), loss_fn=squared_error, **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+            for part, target in zip(other.split(sizes), y.split(sizes), strict=True):
+                squared_error(reference(part.clone()), target).backward(torch.tensor(len(part) / 7))
+        has = pipe.needs_inputs
+    assert other.grad is not None
+    report = penstock.verify(reference, (x,), target=y, loss_fn=squared_error, **options)
+    return has, x.grad, other.grad, report.ok and any(row.name == "input args[0]" for row in report.rows)
+
+
+class Weighed(nn.Module):
+    """Weighs each row by how long its text is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, texts: list[str]) -> Tensor:
+        return self.last(self.first(x) * torch.tensor([float(len(text)) for text in texts]).view(-1, 1))
+
+
+def listed(rank: int) -> list[tuple[float, float]]:
+    """The losses of steps whose texts and targets are lists, and of one device."""
+    torch.manual_seed(0)
+    model, x = Weighed(), torch.randn(8, 5)
+    texts, boxes = ["a" * n for n in (3, 1, 4, 1, 5, 9, 2, 6)], [{"box": torch.randn(n, 5)} for n in range(1, 9)]
+
+    def loss(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return squared_error(output, torch.stack([one["box"].sum(0) for one in target]))
+
+    found = []
+    with penstock.pipeline(copy.deepcopy(model), (x, texts), microbatches=MICROBATCHES, loss_fn=loss) as pipe:
+        for rows in (8, 5):
+            expected = loss(model(x[:rows], texts[:rows]), boxes[:rows])
+            found.append((float(pipe.step(x[:rows], texts[:rows], target=boxes[:rows]).loss), float(expected)))
+    return found

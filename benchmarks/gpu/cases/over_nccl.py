@@ -36,6 +36,9 @@ ONLY_NCCL = World(2, "nccl")
 ONE_CONNECTION = World(2, "both", environment=(("CUDA_DEVICE_MAX_CONNECTIONS", "1"),))
 """As Megatron-LM sets it: all streams of a process share one queue of the device."""
 
+MANY_CONNECTIONS = World(4, "both", environment=(("CUDA_DEVICE_MAX_CONNECTIONS", "32"),))
+"""A queue of the device for each communicator: of eight, which is usual, a rank with two copies needs more."""
+
 MODEL = {2: "gpt", 3: "mlp", 4: "skips"}
 """Two ranks: a tie and dropout; four: values that skip two cuts, and a tie."""
 
@@ -55,8 +58,12 @@ def cases() -> Iterator[Case]:
         yield from {2: _of_two, 3: _of_three, 4: _of_four}[ranks](world)
     yield from falls.cases_over_nccl()
     yield _proof("2 with NCCL only/verify/1f1b", ONLY_NCCL, "skips", "float32", "1f1b")
+    for schedule in ("dualpipe", "chimera"):
+        yield _proof(f"4 with 32 connections/verify/{schedule}", MANY_CONNECTIONS, "skips", "float32", schedule)
     for schedule in ("1f1b", "interleaved-1f1b", "zb-v"):
-        yield _proof(f"2 with one connection/verify/{schedule}", ONE_CONNECTION, "skips", "float32", schedule)
+        yield _proof(
+            f"2 with one connection/verify/{schedule}", ONE_CONNECTION, "skips", "float32", schedule, seconds=20.0
+        )
 
 
 def _of_two(world: World) -> Iterator[Case]:
@@ -88,8 +95,10 @@ def _case(name: str, world: World, run: Any, seconds: float = SECONDS) -> Case:
     return Case(f"ranks/{name}", PART, run, seconds, world=world, after=GATE)
 
 
-def _proof(name: str, world: World, model: str, precision: str, schedule: str, **options: Any) -> Case:
-    return _case(name, world, partial(proof, model, precision, schedule, **options))
+def _proof(
+    name: str, world: World, model: str, precision: str, schedule: str, *, seconds: float = SECONDS, **options: Any
+) -> Case:
+    return _case(name, world, partial(proof, model, precision, schedule, **options), seconds)
 
 
 def _schedules(ranks: int) -> list[str]:

@@ -1,6 +1,7 @@
 """What a checkpoint contains, and under which names. Both are the same for every split.
 
 model/NAME            parameters and persistent buffers; a tied one under its first name
+loss/NAME             those of the loss
 optimizer/NAME/KEY    the optimizer's state for a parameter: a tensor, or a pickle of anything else
 LABEL/NAME/KEY        an average's tensor for a parameter or buffer: see `averages`
 rest                  a pickle of everything that does not belong to one tensor: `Rest`
@@ -24,6 +25,7 @@ from penstock.pipe.pipeline import Pipeline
 
 REST = "rest"
 _MODEL = "model/"
+LOSS = "loss/"
 _OF_RANK = ("params", "param_names")
 
 
@@ -110,16 +112,17 @@ def _labelled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
-    """The tensors of this process's stages: the live ones, not copies."""
-    return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
+    """The tensors of this process's stages and of the loss: the live ones, not copies."""
+    own = set(pipe.session.first_names().values())
+    return {model_key(name) if name in own else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 
-def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
-    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model."""
+def model_tensors(metadata: Metadata, kind: str = _MODEL) -> dict[str, Tensor]:
+    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model; or of the loss's."""
     return {
-        key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        key.removeprefix(kind): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
-        if key.startswith(_MODEL) and isinstance(stored, TensorStorageMetadata)
+        if key.startswith(kind) and isinstance(stored, TensorStorageMetadata)
     }
 
 

@@ -66,7 +66,8 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    own = pipe.state_dict()
+    model = set(pipe.session.first_names().values())  # and nothing of the loss
+    own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
     held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.all_names())
     ties = {name: first for name, first in pipe.session.first_names().items() if name != first and first in own}

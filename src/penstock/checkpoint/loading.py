@@ -14,6 +14,7 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
 from penstock.checkpoint.averages import Divided
 from penstock.checkpoint.contents import (
+    LOSS,
     Optimizers,
     Rest,
     empty_entries,
@@ -87,7 +88,7 @@ def load(
     merge_groups(pipe.gather(own))
 
     def check() -> tuple[dict[str, Divided], dict[str, Any]]:
-        _check_model(path, pipe, model_tensors(reader.metadata))
+        _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
         if missing := [label for label in items if label not in rest.others]:
             raise ArgumentError(f"{missing[0]} is not in {path}, which has {', '.join(rest.others) or 'none'}")
         state = model_state(pipe)
@@ -118,10 +119,10 @@ def load(
     return Restored(path, rest.step, rest.extra)
 
 
-def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
-    own = pipe.state_dict()
+def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
+    own, there = pipe.state_dict(), {**model, **loss}
     missing = [name for name in own if name not in there]
-    foreign = sorted(there.keys() - set(pipe.session.all_names()))
+    foreign = sorted(model.keys() - set(pipe.session.all_names()))  # another loss may be meant
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
         what = (

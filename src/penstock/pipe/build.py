@@ -243,9 +243,10 @@ def pipeline(
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    by_default = microbatches is None and isinstance(schedule, str)
-    pipe = build(model, example, world, order, options, by_default=by_default, plan=followed.plan)
+    pipe = build(model, example, world, order, options, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
+    for note in options.loss_notes:
+        warn(note)
     return pipe
 
 
@@ -256,7 +257,6 @@ def build(
     order: Schedule,
     options: Options,
     *,
-    by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
     plan: Plan | None = None,
@@ -265,12 +265,11 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
-        by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
-    given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
+    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = device_of_run(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -293,7 +292,8 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting, by_default)
+        given = given or _cut(whole, order, options.cutting)
+        options.follow(whole, sum(given.sizes))
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
@@ -306,6 +306,7 @@ def build(
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
+                loss=options.loss,
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
@@ -348,15 +349,11 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
-def _cut(
-    example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting, by_default: bool
-) -> batches.CutBatch:
+def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
-    cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
-    batches.check_enough(cut, order.microbatches, by_default)
-    return cut
+    return cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
+from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
@@ -72,6 +72,18 @@ class Cutting:
         """Raises ArgumentError if dimensions are stated for inputs that the example does not have."""
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
+
+    def following(self, example: Any, rows: int) -> Cutting:
+        """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
+        smaller batch may have as many rows as some list has entries by chance.
+        """
+        dims, stated = self.inputs, list(self.inputs.stated)
+        flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
+            if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
+                cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
+                stated.append((plain(path), 0 if cut else None))
+        return replace(self, inputs=replace(dims, stated=tuple(stated)))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int

@@ -109,6 +109,18 @@ def own(tensor: Tensor) -> Tensor:
     return copy_as(Layout.of(tensor)._replace(misalignment=0), tensor)
 
 
+class Own(torch.autograd.Function):
+    """`own`, through which a gradient goes back to where the caller's tensor came from."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return own(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
 class Layout(NamedTuple):
     """How a tensor is laid out in memory: all that a kernel's choice of path, and so its bits, may depend on.
 

@@ -24,7 +24,7 @@ from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
-from penstock.stages import StageMeta, needs_backward
+from penstock.stages import MODEL_INPUT, StageMeta, needs_backward
 
 
 class _Saved(NamedTuple):
@@ -37,7 +37,7 @@ class _Kind:
 
     Attributes:
         meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient.
+        tracked: the positions of the inputs that take a gradient; `given`: of those, the model's own inputs.
         untracked_outputs: the positions of the outputs that take none.
         root_outputs, root_inputs: the positions of those to which gradients come in.
     """
@@ -46,6 +46,7 @@ class _Kind:
         self.meta = meta
         self.routes = builder.routes(meta.index, number)
         self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        self.given = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
         self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
         roots = builder.roots(meta.index, number).values()
         self.root_outputs = [root.position for root in roots if root.is_output]
@@ -105,10 +106,13 @@ class StageRunner:
         self._grads: Mail = {}
         self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by position among the stage's inputs."""
+        self.batch_gradients: dict[tuple[int, int], Tensor] = {}
+        """The gradients of the model's inputs, by microbatch and position."""
 
     def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
         """Takes a step's inputs, and drops anything left by a step that raised."""
         self.batch = list(batch)
+        self.batch_gradients.clear()
         self._saved.clear()
         self._kept.clear()
         self._values.clear()
@@ -225,6 +229,9 @@ class StageRunner:
             if self._streams is not None:
                 self._streams.begin(microbatch, self._draw_offsets[microbatch], again=True)
             self._run_autograd(microbatch, saved.roots, grads)
+            for position in kind.given:
+                if slot := saved.slots[position]:
+                    self.batch_gradients[microbatch, position] = exact.settled(slot[0])
             if kind.routes.grads_out:
                 given: list[Tensor | None] = [None] * len(kind.meta.inputs)
                 for position, slot in saved.slots.items():

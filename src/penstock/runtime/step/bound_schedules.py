@@ -126,11 +126,7 @@ class BoundSchedules:
             mine = Outline.of(cut) if cut is not None and self._announces else None
             outline = self._engine.control.give(mine, self._source)
             assert outline is not None
-            try:
-                return self.add(cut, outline, training=call.training)
-            except Exception as error:
-                error.add_note(f"penstock: while the model was recorded for a batch of a new kind: {outline.text}")
-                raise
+            return self.add(cut, outline, training=call.training)
         cached = self._cached[number]
         if cached.mode != mode:
             raise ArgumentError(
