@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.gradients.distribution import parallelized_by
 from penstock.runtime.step.example import tensors_of
 from penstock.words import a
 
@@ -32,6 +33,13 @@ def check_model(model: object) -> None:
     layers = [model] if isinstance(model, nn.Module) else model
     if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
         raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
+    for layer in layers:
+        if by := parallelized_by(layer, "torch.distributed.fsdp", "torch.distributed._composable"):
+            raise ArgumentError(
+                f"model: fully_shard or replicate was applied before the pipeline was made ({by}); pass the plain "
+                "model, and shard its stages with parallelize=lambda stage: fully_shard(stage, mesh=mesh['dp']); "
+                "replicas need neither, as the pipeline averages gradients over mesh['dp']"
+            )
 
 
 def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -21,6 +21,7 @@ from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, deferred_norm, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
+from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -366,6 +367,14 @@ class Pipeline:
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
             lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")
         return "\n".join(lines)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Names what to copy or save instead: Lightning's WeightAveraging copies the module that holds the pipeline."""
+        raise ArgumentError(
+            "a pipeline cannot be copied or pickled, nor can an object that holds one: its threads and process groups "
+            "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
+            f"copy the model, copy.deepcopy(pipe.model); to write it, {WRITE_ALL}"
+        )
 
     def __enter__(self) -> Self:
         return self
