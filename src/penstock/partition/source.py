@@ -11,11 +11,11 @@ from types import FrameType
 
 import torch
 
-from penstock import compat, trees
+from penstock import compat, marks, trees
 
 OURS = (
     *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)),
-    *(compat.__file__, trees.__file__),
+    *(compat.__file__, marks.__file__, trees.__file__),
 )
 """Each ends with a separator: other packages whose names begin with "torch" are the user's."""
 

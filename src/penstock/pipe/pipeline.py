@@ -186,7 +186,7 @@ class Pipeline:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The module that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
+        """The call that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
         return self.session.split.cuts
 
     @property
