@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
-from penstock.pipe.arguments import check_model, check_numbers, checked_inputs, device_of_run
+from penstock.partition.units.chain import as_module
+from penstock.pipe.arguments import check_numbers, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -205,7 +206,7 @@ def pipeline(
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
     check_numbers(microbatches=microbatches, chunks=chunks)
-    check_model(model)
+    model = as_module(model)
     example = checked_inputs(args, kwargs)
     options = Options(
         loss_fn=loss_fn,
