@@ -190,7 +190,7 @@ def _collect(
                 seed=pipe.seed,
                 extra=extra,
                 others={key: other.state_dict() for key, other in others.items()},
-                ties={name: first for name, first in pipe.session.first_names().items() if name != first},
+                ties=pipe.session.ties(),
                 optimizer=None if optimizer is None else type(optimizer).__name__,
                 groups=tuple(Group(*pair) for pair in zip(groups or (), options, strict=True)),
             )

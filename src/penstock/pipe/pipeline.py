@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.partition.units.chain import unwrapped
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
@@ -305,7 +306,8 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        load_into(self.state_dict(), state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
+        known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
+        load_into(self.state_dict(), {unwrapped(name): state[name] for name in state}, known, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode on every module, as `nn.Module.train` does."""

@@ -14,6 +14,7 @@ from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import HELD, CutRecording
+from penstock.partition.units.chain import unwrapped
 from penstock.words import counted
 
 Weighed = Literal["flops", "parameters", "layers"]
@@ -86,8 +87,8 @@ def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: 
         offers = (fact.kind == "unit" or fact.scope in bare) and (not blocks_only or fact.scope in recording.blocks)
         if is_mark(name):
             found = {**(found or first), name: begin}
-        elif offers and fact.scope not in found:
-            found[fact.scope] = begin
+        elif offers and unwrapped(fact.scope) not in found:
+            found[unwrapped(fact.scope)] = begin
         elif finer and (fact.kind == "unit" or ("parameter" in kinds and not alone)):
             found[name] = begin
         alone = bool(kinds) and kinds <= {*HELD}

@@ -15,6 +15,7 @@ from penstock.partition.cut.balance import Weighed, candidates, linear_partition
 from penstock.partition.cut.joint_cuts import modules_in
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
+from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
 
@@ -67,7 +68,8 @@ def more_to_open(
 ) -> Opening:
     """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
     opening = recording.opening
-    units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
+    found_units = find_units(model, leaves, recording.grain, opening.names).values()
+    units = {unwrapped(unit.name): unit for unit in found_units}
     found = candidates(recording, model, balance)
     if sum(is_mark(one.name) for one in found) >= stages - 1:
         return opening

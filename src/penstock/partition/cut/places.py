@@ -20,8 +20,8 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.marks import cut
 from penstock.partition.recording.recording import Recording
-from penstock.partition.units.chain import Chain
-from penstock.partition.units.units import canonical_names, resolve
+from penstock.partition.units.chain import Chain, unwrapped
+from penstock.partition.units.units import canonical_names, real_name, resolve
 
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
 
@@ -45,7 +45,7 @@ def place_of(model: nn.Module, name: str) -> Place:
     path, sign, number = later.groups() if later else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
     module = resolve(model, owner, "cuts") if owner else model
-    earlier = 0 if function else _slots(model, path).index(path)
+    earlier = 0 if function else _slots(model, real_name(model, path)).index(real_name(model, path))
     return Place(canonical_names(model)[id(module)], function, int(number) + earlier)
 
 
@@ -66,10 +66,10 @@ def named_calls(recording: Recording, model: nn.Module) -> Iterator[tuple[fx.Nod
         counts.update(fact.units)
         if fact.kind == "unit":
             number, slots = counts[fact.scope], _slots(model, fact.scope)
-            yield node, slots[number - 1] if number <= len(slots) else f"{fact.scope}:{number}"
+            yield node, unwrapped(slots[number - 1] if number <= len(slots) else f"{fact.scope}:{number}")
         elif fact.kind == "call":
             function = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "call")
-            path = f"{fact.scope}.{function}#".lstrip(".")
+            path = f"{unwrapped(fact.scope)}.{function}#".lstrip(".")
             counts[path] += 1
             yield node, f"{path}{counts[path]}"
 
@@ -82,9 +82,8 @@ def position_of(recording: Recording, model: nn.Module, name: str) -> int:
     if whole:
         raise PartitionError(f"cuts: {name!r} is inside {whole!r}, which runs as a whole. Cut at {whole!r} instead")
     if place.function:
-        found = (
-            facts[node].index for node, own in named_calls(recording, model) if own == f"{place.path}#{place.number}"
-        )
+        path = f"{unwrapped(place.path)}#{place.number}"
+        found = (facts[node].index for node, own in named_calls(recording, model) if own == path)
     else:
         entered = (0, *recording.entered.get(place.module, ())[1:])[place.number - 1 : place.number]
         found = (

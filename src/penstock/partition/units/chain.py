@@ -62,8 +62,19 @@ def _accepts(layer: nn.Module, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What `torch.compile` and torch's `checkpoint_wrapper` add to the names in a module."""
+
+
+def unwrapped(name: str) -> str:
+    """The name of a module, parameter or buffer as if nothing around it were wrapped."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
 def as_module(model: Any) -> nn.Module:
     """The model itself, or its layers as a `Chain`. Raises ArgumentError for anything else."""
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         return model
     layers = list(model) if isinstance(model, (Sequence, nn.ModuleList)) and not isinstance(model, str) else [model]
@@ -81,18 +92,21 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     These are the model's own names; for a `Chain`, the layers' own names, prefixed with the layer's index only if two
     layers would share one.
     """
+    plain = {name: unwrapped(name) for name in names}
     if not isinstance(model, Chain):
-        return {name: name for name in names}
-    bare = {name: name.partition(".")[2] for name in names}
-    counts = Counter([*bare.values(), *names])
-    return {name: short if counts[short] == 1 else name for name, short in bare.items()}
+        return plain
+    bare = {name: plain[name].partition(".")[2] for name in names}
+    counts = Counter([*bare.values(), *plain.values()])
+    return {name: short if counts[short] == 1 else plain[name] for name, short in bare.items()}
 
 
 def known_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer in the model to the first, by which users know it."""
+    """Maps every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
+    know it.
+    """
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, tensor in every:
         first.setdefault(id(tensor), name)
     public = public_names(model, list(first.values()))
-    return {name: public[first[id(tensor)]] for name, tensor in every}
+    return {each: public[first[id(tensor)]] for name, tensor in every for each in (name, unwrapped(name))}
