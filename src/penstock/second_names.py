@@ -31,22 +31,18 @@ OF_PEERS = {
     "losses": "read result.losses, the microbatches' own",
     "mb_args": "pass args=, a whole batch",
     "mb_kwargs": "pass kwargs=, a whole batch",
-    "num_chunks": "pass microbatches=, or chunks= if stages per rank are meant",
     "num_model_chunks": "pass chunks=",
     "num_stages": "pass ranks=, and chunks= for several stages per rank",
     "output_merge_spec": "pass batch_dims={'output': ...}, or merge=",
     "partition_method": "pass balance='parameters', 'layers' or 'type:Block'",
     "scale_grads": "omit it: gradients are those of the whole batch's loss",
-    "split_policy": "pass balance=, or omit it",
     "split_spec": "pass cuts=['blocks.5'], the modules at which stages begin",
     "stages": "pass ranks=, and chunks= for several stages per rank",
-    "topology": "pass mesh=",
 }
 """Options of other libraries, and what to do here, for messages."""
 
 SCHEDULES_OF_PEERS = {
     "1f1b": "'1f1b'",
-    "allforwardallbackwardpipelineengine": "'gpipe'",
     "dualpipev": "'dualpipe-v'",
     "gpipe": "'gpipe'",
     "interleaved": "'interleaved-1f1b'",
@@ -54,7 +50,6 @@ SCHEDULES_OF_PEERS = {
     "interleavedzerobubble": "penstock.schedule.read_csv('order.csv')",
     "loopedbfs": "'looped-bfs'",
     "oneforwardonebackward": "'1f1b'",
-    "oneforwardonebackwardpipelineengine": "'1f1b'",
     "train": "'1f1b'",
     "zbvzerobubble": "'zb-v'",
     "zerobubblevpipescheduler": "'zb-v'",

@@ -21,7 +21,7 @@ Weighed = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
 
 
-UNEVEN = 0.8
+EVENER = 0.8
 """More places for cuts are taken if these make the largest stage smaller than this fraction of its size."""
 
 
@@ -51,7 +51,7 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
         return _weighed(recording, model, balance, {one.name: one.position for one in (found[0], *marks)})
     if stages > 1:
         more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
-        is_even = stages <= len(found) and _largest(more, stages) >= UNEVEN * _largest(found, stages)
+        is_even = stages <= len(found) and _largest(more, stages) >= EVENER * _largest(found, stages)
         found = found if is_even or stages > len(more) else more
     return found
 

@@ -211,9 +211,9 @@ class Recorder(Writer, TorchFunctionMode):
     def mark(self) -> None:
         """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened."""
         unit, _ = self.observer.provenance.place
-        if unit:
-            raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
         if threading.get_ident() == self._thread:
+            if unit:
+                raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, fact: Fact, unit: Unit) -> None:
