@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.checkpoint.contents import REST, Rest
 from penstock.errors import ArgumentError
@@ -51,9 +52,11 @@ class _Writer(FileSystemWriter):
         with self._alone():
             return super().write_data(*args, **kwargs)
 
-    def finish(self, *args: Any, **kwargs: Any) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._alone():
-            super().finish(*args, **kwargs)
+            super().finish(metadata, results)
+        # torch 2.11 fills in a copy of the metadata that it then writes.
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
 
 
 class Reader:
