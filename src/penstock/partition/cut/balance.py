@@ -84,12 +84,12 @@ def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: 
         fact, begin = recording.facts[node], _begin(recording, node)
         kinds = {recording.facts[given].kind for given in node.all_input_nodes}
         first = first or {name: begin}
-        offers = (fact.kind == "unit" or fact.scope in bare) and (not blocks_only or fact.scope in recording.blocks)
+        counts = not blocks_only or fact.scope in recording.blocks
         if is_mark(name):
             found = {**(found or first), name: begin}
-        elif offers and unwrapped(fact.scope) not in found:
+        elif counts and (fact.kind == "unit" or fact.scope in bare) and unwrapped(fact.scope) not in found:
             found[unwrapped(fact.scope)] = begin
-        elif finer and (fact.kind == "unit" or ("parameter" in kinds and not alone)):
+        elif counts and finer and (fact.kind == "unit" or ("parameter" in kinds and not alone)):
             found[name] = begin
         alone = bool(kinds) and kinds <= {*HELD}
     return found
