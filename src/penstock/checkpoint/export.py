@@ -70,7 +70,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
     held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.all_names())
-    ties = {name: first for name, first in pipe.session.first_names().items() if name != first and first in own}
+    ties = {name: first for name, first in pipe.session.ties().items() if first in own}
     notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
     fails = f"cannot write {path}"
     together(pipe, lambda: _check(entries, notes), fails)

@@ -196,7 +196,7 @@ def _collect(
                 seed=pipe.seed,
                 extra=extra,
                 others={label: part.rest for label, part in divided.items()},
-                ties={name: first for name, first in pipe.session.first_names().items() if name != first},
+                ties=pipe.session.ties(),
                 optimizers={
                     label: (type(one).__name__, list(zip(groups[label], group_options(one), strict=True)))
                     for label, one in optimizers.items()

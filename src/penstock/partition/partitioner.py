@@ -60,7 +60,8 @@ class Partitioner:
         model: a module, unedited; or a list of modules, each of which gets what the one before it returned (layers, or
             ready-made stages if there are as many as `stages`).
         stages: how many.
-        cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
+        cuts: names of the modules or lines at which stages 1.. begin (see `places`), in program order; chosen by
+            `balance` if not given.
             Several modules joined by "+" say that what needs none of them runs before; see `joint_cuts`.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
@@ -363,7 +364,7 @@ class Partitioner:
         try:
             return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room))
         except PartitionError as error:
-            every = candidates(recording, self.model, self._choice.by)
+            every = candidates(recording, self.model, self._choice.by, self.stages)
             kept = spans(recording, self.model)
             units = joined(every, kept)
             if len(units) == len(every):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.partition.units.chain import unwrapped
 from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
@@ -194,7 +195,7 @@ class Pipeline:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The module that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
+        """The call that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
         return self.session.split.cuts
 
     @property
@@ -319,9 +320,10 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names = self.session.first_names()
+        names, state = self.session.first_names(), {unwrapped(name): state[name] for name in state}
         own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
-        load_into(own, state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
+        known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
+        load_into(own, state, known, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode on every module, as `nn.Module.train` does."""

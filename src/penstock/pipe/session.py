@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
+from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
@@ -84,6 +85,11 @@ class Session:
     def first_names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the unsplit model, including tied ones, its first name."""
         return self.split.names()
+
+    def ties(self) -> dict[str, str]:
+        """For each further name of a tied parameter or buffer, or of a list's, its first name."""
+        every = ((unwrapped(name), first) for name, first in self.first_names().items())
+        return {name: first for name, first in every if name != first}
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""

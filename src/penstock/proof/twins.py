@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
+from penstock.partition.units.chain import Chain, as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
 from penstock.words import a, in_a_line
@@ -77,10 +78,11 @@ def _made(make: Callable[[], Any], loss: Any) -> Made:
 
 
 def _modules(model: Any) -> list[nn.Module]:
-    layers = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+    try:
+        module = as_module(model)
+    except ArgumentError:
         return []
-    return list(layers)
+    return [each for each in module._modules.values() if each] if isinstance(module, Chain) else [module]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
 from penstock.errors import PartitionError
+from penstock.marks import heard
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
@@ -233,7 +234,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                with observer.saved.watching():
+                with observer.saved.watching(), heard(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
@@ -316,18 +317,18 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
 
 
 def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
-    """The positions of the calls of each module that draws, by name."""
-    called: dict[int, list[int]] = {id(module): [] for module in recorder.drawing.values()}
+    """The positions of the calls of each of the model's modules, by name."""
+    called: dict[str, list[int]] = {}
     for module, position in recorder.observer.calls:
-        if id(module) in called:
-            called[id(module)].append(position)
-    return {name: tuple(called[id(module)]) for name, module in recorder.drawing.items()}
+        if id(module) in recorder.module_names:
+            called.setdefault(recorder.module_names[id(module)], []).append(position)
+    return {name: tuple(positions) for name, positions in called.items()}
 
 
 def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
-    leaves = tuple(_result_leaves(recorder, flat, outputs))
+    leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
     recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
@@ -348,7 +349,8 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.provenance.held),
         drawing=dict(sorted(recorder.drawing.items())),
-        calls=_calls(recorder),
+        calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
+        entered=entered,
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=recorder.all_notes,

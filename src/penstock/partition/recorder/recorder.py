@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
+from penstock.marks import cut
 from penstock.partition import source
 from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
@@ -217,6 +218,14 @@ class Recorder(Writer, TorchFunctionMode):
             if fact.depends_on_values:
                 self._take_out(fact, unit)
             return result
+
+    def mark(self) -> None:
+        """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened."""
+        unit, _ = self.observer.provenance.place
+        if threading.get_ident() == self._thread:
+            if unit:
+                raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+            self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, fact: Fact, unit: Unit) -> None:
         """Writes a node that reads what a unit that cannot be opened left in attributes."""

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import FakeTensor, storage_of
+from penstock.marks import cut
 from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
 from penstock.partition.watch.seeds import Seeds
 from penstock.partition.watch.unseen import Saved
@@ -67,6 +68,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "pippy":  # torch's pipe_split()
+            cut()
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         writing: list[Tensor] = []

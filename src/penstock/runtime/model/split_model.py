@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
+from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
@@ -188,10 +189,9 @@ class SplitModel:
     def all_names(self) -> list[str]:
         """Every parameter and persistent buffer of the unsplit model, each once."""
         names = self._partitioner.names()
-        saved = self.model.state_dict(keep_vars=True)
-        own = [
-            names[name] for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()) if name in saved
-        ]
+        saved = {*map(unwrapped, self.model.state_dict(keep_vars=True))}
+        every = (*self.model.named_parameters(), *self.model.named_buffers())
+        own = [names[name] for name, _ in every if unwrapped(name) in saved]
         return [*dict.fromkeys((*own, *(self._of_loss or ())))]
 
     def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
