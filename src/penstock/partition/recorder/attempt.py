@@ -44,7 +44,7 @@ from penstock.partition.units.opening import Opening, StayWhole
 from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
 from penstock.partition.values.leaves import leaves_of
 from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path
-from penstock.partition.watch.unseen import Watch, may_overwrite
+from penstock.partition.watch.unseen import Watch, overwrites_unseen
 from penstock.trees import Flat, flatten, unflatten
 from penstock.words import shortened
 
@@ -130,7 +130,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                         return other
 
                     _check_stateless(recorder, again, partial(numbers, reach, names_of_units), changed)
-                if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
+                if not watches and overwrites_unseen(recording):
                     raise Watch
                 return recording
     finally:

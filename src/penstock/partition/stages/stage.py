@@ -61,8 +61,6 @@ class Stage:
         may_update: the buffers that the forward may update for some values, besides those in `meta`.
         reads: the buffers that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
-        overwritten: the parameters and buffers that the forward updates in place although its backward uses them.
-        overwritten_strays: other tensors that its forward remembers and updates in the same way, as users know them.
         borrowed: the memory of the model's parameters and buffers that blocks here take through other tensors (detached
             views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
@@ -82,8 +80,6 @@ class Stage:
     traces: tuple[Trace, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     borrowed: Mapping[int, str] = field(default_factory=dict)
-    overwritten: tuple[str, ...] = ()
-    overwritten_strays: tuple[str, ...] = ()
 
     @property
     def draws_outside_modules(self) -> bool:
@@ -205,8 +201,6 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
         remembered=remembered,
         traces=recording.traces,
         borrowed=split.borrowed(plan.run),
-        overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
-        overwritten_strays=split.overwritten_strays(plan.run),
     )
 
 

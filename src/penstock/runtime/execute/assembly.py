@@ -13,7 +13,6 @@ from functools import partial
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
-from penstock.runtime.features.backward_counts import BackwardCounts
 from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.compiled import Compiled, OwnGradients
@@ -22,7 +21,6 @@ from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward,
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_order import ForwardOrder
 from penstock.runtime.features.forward_state import ForwardState
-from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
@@ -64,7 +62,6 @@ FEATURES: tuple[MakeFeature, ...] = (
     Offload.of,
     _recomputed,
     Compiled.of,
-    Overwritten.of,
     OwnGradients.of,
     FiniteStage.of,
     ForwardOrder.of,  # may run the code again, after all that notes what a forward leaves
@@ -75,7 +72,6 @@ FEATURES: tuple[MakeFeature, ...] = (
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
     TensorState.of,
-    BackwardCounts.of,
     BackwardDraws.of,
 )
 """All features of Penstock, the outermost first."""
