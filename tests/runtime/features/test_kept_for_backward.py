@@ -99,18 +99,10 @@ class FromBuffer(Scales):
         return self.linear(x)
 
 
-class FromTensor(Scales):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.noted.copy_(x.detach().mean())
-        return self.linear(x)
-
-
 @pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("kind", [FromBuffer, FromTensor])
-def test_hooks_in_w_that_read_what_later_forwards_wrote_are_refused(kind: type[Scales], recompute: str) -> None:
+def test_hooks_in_w_that_read_what_later_forwards_wrote_are_refused(recompute: str) -> None:
     with pytest.raises(PartitionError, match=r"reads|carries"):
-        as_one_device(lambda: around(kind()), schedule="zb-h1", recompute=recompute)
+        as_one_device(lambda: around(FromBuffer()), schedule="zb-h1", recompute=recompute)
 
 
 # -- buffers beside deferred batch norms ------------------------------------------------------------------------------
@@ -210,22 +202,6 @@ def test_a_layer_that_would_run_again_behind_its_hook_is_refused() -> None:
     with pytest.raises(PartitionError, match="a layer runs again"):
         as_one_device(lambda: around(Layer()), schedule="naive", recompute=1)
     as_one_device(lambda: around(Layer()), schedule="naive", recompute="always")
-
-
-def test_the_last_microbatch_finds_what_others_wrote_when_they_ran_again() -> None:
-    class Sets(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = torch.ones(WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean.data = x.detach().mean(0)
-            y = x * 1.0
-            y.register_hook(lambda gradient: gradient * self.mean)
-            return y
-
-    with pytest.raises(PartitionError, match="reads 'mean'"):
-        as_one_device(lambda: around(Sets()), schedule="gpipe", recompute="except_last")
 
 
 # -- counts, and hooks that come with each forward --------------------------------------------------------------------

@@ -7,7 +7,6 @@ writing a reading back restores the place.
 
 from __future__ import annotations
 
-import dis
 import operator
 import threading
 from abc import ABC, abstractmethod
@@ -370,16 +369,3 @@ def _names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
-
-
-def stored_globals(roots: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """The global variables that the code of classes and functions sets, directly or through functions that it names."""
-    level = [*roots]
-    for value in [*level, *named_by_code(level)]:
-        functions = [value] if isinstance(value, FunctionType) else []
-        if isinstance(value, type):
-            functions = [held for held in vars(value).values() if isinstance(held, FunctionType)]
-        for function in functions:
-            for step in dis.get_instructions(function.__code__):
-                if step.opname == "STORE_GLOBAL":
-                    yield function.__globals__, str(step.argval)
