@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings, Trace
+from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings
 from penstock.stages import StageMeta
 from penstock.trees import Flat
 
@@ -46,8 +46,6 @@ class Stage(Protocol):
     def may_update(self) -> tuple[str, ...]: ...
     @property
     def reads(self) -> tuple[str, ...]: ...
-    @property
-    def traces(self) -> tuple[Trace, ...]: ...
     @property
     def remembered(self) -> tuple[Remembered, ...]: ...
     @property

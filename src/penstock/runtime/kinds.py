@@ -86,7 +86,7 @@ def any_use(stages: Sequence[Stage]) -> Stage:
 
 
 _MAPPINGS = ("parameters", "buffers", "borrowed")
-_TUPLES = ("may_update", "reads", "traces", "remembered")
+_TUPLES = ("may_update", "reads", "remembered")
 
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:

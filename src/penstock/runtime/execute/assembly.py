@@ -19,8 +19,8 @@ from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
 from penstock.runtime.features.finite import FiniteStage
+from penstock.runtime.features.forward_attributes import ForwardAttributes
 from penstock.runtime.features.forward_order import check_forward_order
-from penstock.runtime.features.forward_state import ForwardState
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
@@ -67,7 +67,7 @@ FEATURES: tuple[MakeFeature, ...] = (
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,
-    ForwardState.of,
+    ForwardAttributes.of,
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
     BackwardDraws.of,
