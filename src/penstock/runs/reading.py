@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.json_files import read_json
+from penstock.files import read_json
 from penstock.runs.about import FORMAT, About
 from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.json_files import read_json
+from penstock.files import read_json
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT

@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.explain.reading import SUFFIXES
-from penstock.json_files import read_json
+from penstock.files import read_json
 from penstock.plan import Plan
 from penstock.runs import read_run
 from penstock.runs.folder import ABOUT
