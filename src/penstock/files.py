@@ -8,18 +8,21 @@ older file as it was. Every error is an `ArgumentError` of one line: which file,
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
+import re
 import reprlib
 import stat
 import zlib
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, is_typeddict
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, PenstockError
 from penstock.words import printable
 
 T = TypeVar("T")
@@ -27,8 +30,8 @@ FilePath = str | os.PathLike[str]
 
 MAX_BYTES = 512 << 20
 """Of a file, once unpacked."""
-MAX_VALUES = 5_000_000
-"""Of a file of JSON: lists, objects and their entries. A value takes about 100 bytes in memory."""
+MAX_VALUES = 4_000_000
+"""Of a file of JSON or CSV: lists, objects and their entries, which take about 100 bytes each in memory."""
 MAX_QUOTED = 80
 """Characters that an error quotes of a value."""
 
@@ -41,6 +44,8 @@ _KINDS = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISSOCK: "a socket",
 }
+_NEW = re.compile(r"\.\d+-\d+\.new\.")
+_MAX_NAME = 255
 _numbers = itertools.count()
 
 
@@ -56,7 +61,8 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int = MAX_BYT
     what = os.fspath(path) if what is None else what
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            check_regular(what, os.fstat(file.fileno()).st_mode)
+            if kind := _kind(os.fstat(file.fileno()).st_mode):
+                raise ArgumentError(f"{what} is {kind}; expected a regular file")
             data = bytearray()
             unpack = None
             while chunk := file.read(_CHUNK_BYTES):
@@ -107,13 +113,13 @@ def parse_json(data: str | bytes, what: str) -> Any:
 
 
 def check_number_of_values(data: str | bytes, what: str) -> None:
-    """Raise ArgumentError if JSON would have more than `MAX_VALUES` values, before they are made."""
-    marks: tuple[Any, ...] = ("[", "{", ",") if isinstance(data, str) else (b"[", b"{", b",")
-    if sum(map(data.count, marks)) > MAX_VALUES:
-        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for a file of JSON")
+    """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
+    marks: tuple[Any, ...] = ("[", "{", ",", "\n") if isinstance(data, str) else (b"[", b"{", b",", b"\n")
+    if sum(map(data.count, marks)) > 2 * MAX_VALUES:  # files with indentation have a line for each value, too
+        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
 
 
-STRICT = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+STRICT: Any = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
 """`__pydantic_config__` of every dataclass that `validate` makes: pydantic asks each dataclass for its own."""
 
 
@@ -133,7 +139,7 @@ def validate(kind: type[T], given: Any, what: str) -> T:
     from pydantic_core import to_json
 
     try:
-        return _adapter(kind).validate_json(to_json(given))  # type: ignore[no-any-return]
+        return _adapter(kind).validate_json(to_json(given))  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
@@ -154,7 +160,18 @@ def _in_words(error: Any, where: str) -> str:
 def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(kind, config=None if is_dataclass(kind) or is_typeddict(kind) else STRICT)
+
+
+@contextlib.contextmanager
+def reported_as_damage(what: str) -> Iterator[None]:
+    """Raise what goes wrong with the deeper values of a file, whose types no annotation gives, as an ArgumentError."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{what} is damaged: {type(error).__name__}: {quoted(str(error))}") from error
 
 
 def quoted(value: Any) -> str:
@@ -163,11 +180,9 @@ def quoted(value: Any) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
 
 
-def check_regular(what: str, mode: int) -> None:
-    """Raise ArgumentError if the mode of a file is not that of a regular one."""
-    kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), None)
-    if kind is not None:
-        raise ArgumentError(f"{what} is {kind}; expected a regular file")
+def _kind(mode: int) -> str:
+    """What a file is, by its mode, if it is no regular one; otherwise nothing."""
+    return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -188,7 +203,7 @@ def write_json(path: FilePath, value: Any, what: str | None = None) -> None:
 
 @contextlib.contextmanager
 def replacing(path: FilePath, what: str | None = None) -> Iterator[Path]:
-    """Yield a new file's path beside `path`; the new file takes the place of the old one when the block ends.
+    """Yield the path of a new file, which takes the place of the one at `path` when the block ends.
 
     If the block raises, what it wrote is removed, and the old file is as it was.
 
@@ -199,17 +214,35 @@ def replacing(path: FilePath, what: str | None = None) -> Iterator[Path]:
         ArgumentError: the file cannot be written, or what is there is no regular file.
     """
     what = os.fspath(path) if what is None else what
-    target = Path(os.path.realpath(path))
-    new = target.with_name(f".{target.stem}.{os.getpid()}-{next(_numbers)}{target.suffix}")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            mode = target.stat().st_mode
-            check_regular(what, mode)
-            new.touch(mode=stat.S_IMODE(mode))
-        yield new
-        new.replace(target)
+        with atomic(path) as new:
+            yield new
     except OSError as error:
         raise ArgumentError(f"{what} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def atomic(path: FilePath) -> Iterator[Path]:
+    """As `replacing`, but raise OSError."""
+    target = Path(os.path.realpath(path))
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        mode = target.stat().st_mode
+        if kind := _kind(mode):
+            raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", str(path))
+    new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new.{target.name}"[-_MAX_NAME:])
+    try:
+        yield new
+        if mode is not None:
+            new.chmod(stat.S_IMODE(mode))
+        new.replace(target)
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: FilePath) -> None:
+    """Remove the new files of writers in a folder that were killed before they could."""
+    for name in os.listdir(folder):
+        if _NEW.match(name):
+            Path(folder, name).unlink(missing_ok=True)

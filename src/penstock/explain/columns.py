@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
+from penstock.files import check_number_of_values
 from penstock.schedule import Action, Op
 
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
@@ -31,6 +32,7 @@ def read_columns(text: str, file: str) -> Recording:
     Raises:
         ArgumentError: a column is missing, or a row is no event.
     """
+    check_number_of_values(text, file)
     reader = csv.DictReader(io.StringIO(text))
     if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
         raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
