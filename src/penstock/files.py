@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, is_typeddict
+from typing import Any, TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.words import printable
@@ -160,7 +160,7 @@ def _in_words(error: Any, where: str) -> str:
 def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind, config=None if is_dataclass(kind) or is_typeddict(kind) else STRICT)
+    return TypeAdapter(kind, config=None if is_dataclass(kind) else STRICT)
 
 
 @contextlib.contextmanager

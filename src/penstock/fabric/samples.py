@@ -16,7 +16,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Required, Self, TypedDict
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,36 +32,35 @@ MAX_HOSTS = 65_536
 """Of a run whose folder is read: more than any network that was ever emulated."""
 
 
-class _RecordFile(TypedDict, total=False):
-    """run.json: what ran (as in `Spec`), where, and how it ended. Entries of versions to come are kept."""
+@dataclass(frozen=True, slots=True)
+class _RecordFile:
+    """The types of run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are kept."""
 
-    workload: Required[dict[str, Any]]
-    hosts: Required[int]
-    algorithm: Required[str]
-    algorithms: list[str]
-    trials: Required[int]
-    warmup: int | None
-    iterations: int
-    overlap: bool
-    meets: bool
-    backend: Required[str]
-    seed: int
-    link: str | None
-    links: list[dict[str, Any]]
-    network: dict[str, Any] | None
-    switch: dict[str, Any] | None
-    happened: list[dict[str, Any]]
-    environment: list[dict[str, Any]]
-    machine_cores: int | None
-    shared_machine: bool
-    cpu: list[dict[str, Any]]
-    clock: list[dict[str, Any]]
-    steady: bool
-    complete: bool
-    missing: str
-
-
-_RecordFile.__pydantic_config__ = {**STRICT, "extra": "allow"}  # type: ignore[attr-defined]
+    __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
+    workload: dict[str, Any]
+    hosts: int
+    algorithm: str = ""
+    trials: int = 0
+    backend: str = ""
+    algorithms: tuple[str, ...] = ()
+    warmup: int | None = None
+    iterations: int = 1
+    overlap: bool = False
+    meets: bool = False
+    seed: int = 0
+    link: str | None = None
+    links: tuple[dict[str, Any], ...] = ()
+    network: dict[str, Any] | None = None
+    switch: dict[str, Any] | None = None
+    happened: tuple[dict[str, Any], ...] = ()
+    environment: tuple[dict[str, Any], ...] = ()
+    machine_cores: int | None = None
+    shared_machine: bool = False
+    cpu: tuple[dict[str, Any], ...] = ()
+    clock: tuple[dict[str, Any], ...] = ()
+    steady: bool | None = None
+    complete: bool = False
+    missing: str = ""
 
 
 class SampleFile:
@@ -115,9 +114,8 @@ class Run:
                 f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
                 "runs/fabric-1"
             )
-        record: dict[str, Any] = validate(
-            _RecordFile, read_json(folder / RUN), f"{folder} holds no run of penstock fabric: {RUN}"
-        )
+        record = read_json(folder / RUN)
+        validate(_RecordFile, record, f"{folder} holds no run of penstock fabric: {RUN}")
         try:
             table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
         except (ValueError, OverflowError) as error:
