@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.launch.agent import TAG
+from penstock.schedule import names
 from scaffolding.warm_scripts import WarmScript, lines_of_script
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
@@ -26,14 +29,14 @@ pytestmark = pytest.mark.distributed
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != TAG}
 
 
-def rows(tmp_path: Path, device: str, *patterns: str, fails: bool = False) -> dict[str, dict[str, Any]]:
+def rows(tmp_path: Path, device: str, *patterns: str, more: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """The rows of a run, by name; in an interpreter of its own."""
     file = tmp_path / "results.json"
-    command = [sys.executable, str(FOLDER / "run.py"), "--device", device, "--jobs", "2", "--json", str(file)]
+    command = [sys.executable, str(FOLDER / "run.py"), "--device", device, "--jobs", "2", "--json", str(file), *more]
     done = subprocess.run(
         [*command, "--only", *patterns], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS, check=False
     )
-    assert done.returncode == fails, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     found = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
     assert found.pop("environment")["status"] == "ok"
     return found
@@ -78,6 +81,171 @@ def test_what_the_stand_in_has_no_kernels_for_is_not_here(tmp_path: Path) -> Non
     for row in rows(tmp_path, "standin", *ABSENT).values():
         assert row["status"] == "not here", row
         assert row["says"] == "the stand-in has no kernels of its own in half precision"
+
+
+def test_every_case_is_collected() -> None:
+    listed = [line.partition(" ")[::2] for line in lines_of_script(FOLDER / "run.py", "--list")]
+    parts = {name: int(part) for part, name in listed}
+    assert len(parts) == len(listed), "two of one name"
+    assert set(parts.values()) == {1, 2, 3, 4, 5}
+    for ranks in (2, 3, 4):
+        first = next(name for name in parts if name.startswith(f"ranks/{ranks}/"))
+        assert first == f"ranks/{ranks}/nccl by itself"
+    for schedule in set(names()) - {"seq1f1b"}:
+        assert parts[f"verify/one process/gpt/float32/{schedule}"] == 2
+        assert parts[f"verify/2 processes/gpt/float32/{schedule}"] == 3
+        assert parts[f"ranks/2/verify/{schedule}"] == parts[f"ranks/4/verify/{schedule}"] == 5
+
+
+RANKS = ["ranks/4/verify/zb-v", "ranks/4/replicas, 2 x 2/1f1b", "ranks/falls/kill"]
+RANKS_LONG = [
+    "ranks/2/*",
+    "ranks/3/verify/interleaved-1f1b",
+    "ranks/4/a checkpoint*",
+    "ranks/falls/kill under torchrun",
+]
+
+
+def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
+    found = rows(tmp_path, "cpu", *RANKS, more=["--forks"])
+    assert_ok(found, len(RANKS) + 1)
+    each = found["ranks/4/verify/zb-v"]["found"]["each"]
+    assert [rank["messages"] > 0 for rank in each] == [True] * 4
+
+
+@pytest.mark.long  # as above, of the other kinds, by torchrun
+def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
+    for name, row in rows(tmp_path, "cpu", *RANKS_LONG).items():
+        assert row["status"] == "ok", (name, row)
+
+
+WORLD = """
+import json, os, signal, sys, time
+sys.path[:0] = sys.argv[1:2]
+import rank, running, worlds
+from cases import TABLE
+from cases.case import Case, World
+from cases.ranks import Forks
+
+worlds.REHEARSING_TAKES, worlds.GRACE_SECONDS = 1.0, 0.5
+
+
+def here():
+    return int(os.environ["RANK"])
+
+def fine(setting):
+    return {"ok": True, "says": "fine", "each": os.getpid()}
+
+def wrong(setting):
+    return {"ok": here() == 0, "says": "as it should be" if here() == 0 else "5 of 6 are equal"}
+
+def hangs(setting):
+    return fine(setting) if here() == 0 else time.sleep(600)
+
+def raises(setting):
+    return time.sleep(600) if here() == 0 else 1 / 0
+
+def dies(setting):
+    return time.sleep(600) if here() == 0 else os.kill(os.getpid(), signal.SIGSEGV)
+
+def run(world, *kinds):
+    cases = [Case(f"{number} {kind.__name__}", 5, kind, 2.0, world=world) for number, kind in enumerate(kinds)]
+    TABLE.update({case.name: case for case in cases})
+    running.run(cases, "cpu", 3, time.monotonic() + 60, lambda row: print(json.dumps(row), flush=True), forks=True)
+
+run(World(2), fine, fine, wrong, fine, hangs, fine, raises, dies, dies, dies, fine)
+run(World(2, "own"), dies, dies, dies, fine)
+"""
+
+
+def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
+    lines = lines_of_script(WORLD, FOLDER, environment=ENVIRONMENT)
+    found = [json.loads(line) for line in lines]
+    assert [f"{row['name']}: {row['status']}" for row in found[:11]] == [
+        "0 fine: ok",
+        "1 fine: ok",
+        "2 wrong: wrong",
+        "3 fine: ok",
+        "4 hangs: timed out",
+        "5 fine: ok",
+        "6 raises: raised",
+        "7 dies: crashed",
+        "8 dies: crashed",
+        "9 dies: crashed",
+        "10 fine: ok",
+    ]
+    world = found[0]["found"]["each"]
+    assert len(set(world)) == 2, "on each rank, in a process of its own"
+    assert world == found[1]["found"]["each"] == found[3]["found"]["each"]
+    assert not {*world} & {*found[5]["found"]["each"]}
+    assert found[2]["says"] == "rank 1: 5 of 6 are equal"
+    assert found[4]["says"] == "ranks [1] still ran after 2 s"
+    assert "in hangs" in found[4]["log"]["log.1"]
+    assert found[6]["says"] == "rank 1: ZeroDivisionError: division by zero"
+    assert found[7]["says"] == "a rank was killed by SIGSEGV"
+    assert [row["status"] for row in found[11:]] == ["crashed"] * 3 + ["not begun"]
+    assert found[-1]["says"] == "3 worlds in a row were lost before it"
+
+
+GATED = """
+import json, sys
+sys.path[:0] = sys.argv[1:2]
+from functools import partial
+import run
+from cases import TABLE
+from rows import row
+
+def go(cases, ended, status, environment=None):
+    for case in cases:
+        ended(row(case, status, "so", 0.0, found={"environment": {"A": "1"}, "given": environment}))
+
+for status in ("ok", "timed out"):
+    rows = {}
+    ended = lambda found: rows.update({found["name"]: found})
+    cases = [TABLE["ranks/falls/kill"], TABLE["ranks/2/verify/1f1b"]]
+    run._run_in_turn(cases, rows, partial(go, ended=ended, status=status))
+    given = {name: row.get("found", {}).get("given") for name, row in rows.items()}
+    print(json.dumps({name: [row["status"], row["says"], given[name]] for name, row in rows.items()}))
+"""
+
+
+def test_ranks_are_not_tried_where_nccl_by_itself_fails() -> None:
+    fine, failed = map(json.loads, lines_of_script(GATED, FOLDER))
+    gate, *others = "ranks/nccl by itself", "ranks/falls/kill", "ranks/2/verify/1f1b"
+    assert fine == {gate: ["ok", "so", None], **{name: ["ok", "so", {"A": "1"}] for name in others}}
+    absent = ["not here", f"{gate}: timed out: so", None]
+    assert failed == {gate: ["timed out", "so", None], **dict.fromkeys(others, absent)}
+
+
+IN_FRONT = """
+import os, sys
+sys.path[:0] = sys.argv[1:2]
+from pathlib import Path
+import nccl_library
+
+nccl_library.put_in_front(Path(sys.argv[2]))
+assert nccl_library.found_in(Path(sys.argv[2])) == Path(os.environ["LD_PRELOAD"])
+assert os.environ["LD_PRELOAD"] in Path("/proc/self/maps").read_text()
+print("in front", *sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_library_is_put_in_front(tmp_path: Path, packed: bool) -> None:
+    """Any will do."""
+    maps = Path("/proc/self/maps").read_text()
+    library = next(line.split()[-1] for line in maps.splitlines() if re.search(r"/libz\.so|/libm\.so|/libm-", line))
+    content = Path(library).read_bytes()
+    folder = tmp_path / "nccl"
+    folder.mkdir()
+    name = "libnccl-2.30.7-sm90.so.2.xz" if packed else "libnccl.so.2"
+    (folder / name).write_bytes(lzma.compress(content, preset=0) if packed else content)
+    environment = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}
+    script = tmp_path / "script.py"
+    script.write_text(IN_FRONT)
+    command = [sys.executable, str(script), str(FOLDER), str(folder), "a", "b c"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "in front a b c\n"), done.stderr
 
 
 NO_TRANSFORMERS = """
@@ -176,18 +344,22 @@ assert first.begin(here) == ""
 first.add(row)
 again = run.Results(file)
 assert again.begin(here) == ""
-assert again.rows == {"x": row}
+assert again.rows == {"x": {**row, "code": "a"}}
 for number, other in enumerate([{"cores": 8, "code": "b"}, {"cores": 4, "code": "b", "gpu": "H200"}], 1):
     later = run.Results(file)
     said = later.begin(other)
     aside = file.with_name(f"results-{number}.json")
     assert str(aside) in said, said
     assert later.rows == {}
-    assert json.loads(aside.read_text())["rows"] == [row]
+    assert json.loads(aside.read_text())["rows"] == [{**row, "code": "ab"[number - 1]}]
     later.add(row)
 assert "cores was 8, is 4" in said, said
 assert "gpu was None, is H200" in said, said
 assert "code" not in said.partition(": ")[2], said
+mixed = run.Results(file)
+assert mixed.begin({"cores": 4, "code": "c", "gpu": "H200"}, any_code=True) == ""
+mixed.add({"name": "y", "status": "ok"})
+assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
 """
 
 

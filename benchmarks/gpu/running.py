@@ -7,6 +7,7 @@ what is in there, or bears the case's mark in its environment, is killed when th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -15,69 +16,122 @@ import signal
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from cases.case import Case, DeviceType, NotHereError, Setting
+from cases.case import Case, DeviceType, Setting, World
+from rows import BAD, Row, outcome, row
+from worlds import WorldRun
 
 from penstock.launch.agent import TAG, end_with_parent, how_it_ended, kill_left
-
-Row = dict[str, Any]
-"""What became of a case: its name, part, status, what it says, seconds, and what it found.
-
-Status: "ok"; "wrong": it is not as it should be; "raised"; "crashed": its process ended without a result; "timed out";
-"not here": this machine cannot show it; "not begun", or cut off: the time for all of them was up.
-"""
-
-BAD = ("wrong", "raised", "crashed", "timed out")
 
 GIB_PER_CASE = 4.0
 """Of the device's memory and of the host's: two processes, each with a context, libraries and a small model."""
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.02
-_MOST_CHARACTERS = 500
+_LOG_CHARACTERS = 3000
+
+MOST_TURNS = 2
+"""Jobs at a time whose ranks wait on the device: they take turns there, and one that waits takes its turn too."""
 
 
-@dataclass(slots=True)
-class _Running:
-    case: Case
-    pid: int
-    mark: str
-    folder: Path
-    began: float = field(default_factory=time.monotonic)
+class _Process:
+    """A case under way in a process of its own."""
+
+    is_over = False
+
+    def __init__(self, case: Case, device: DeviceType, environment: Mapping[str, str]) -> None:
+        self.alone, self.takes_turns = case.alone, case.takes_turns
+        self._case = case
+        self._folder, self._mark = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8)
+        self._began = time.monotonic()
+        self._pid = _begin(case, Setting(device, self._folder), {**environment, TAG: self._mark})
+
+    def look(self, until: float) -> list[Row]:
+        """The case's row once it has ended, or its time is up."""
+        seconds = time.monotonic() - self._began
+        has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        if not has_ended and seconds <= self._case.seconds and time.monotonic() <= until:
+            return []
+        result, log = self._folder / "result", self._folder / "log"
+        read = json.loads(result.read_text()) if result.exists() else None
+        said = log.read_text(errors="replace").strip()[-_LOG_CHARACTERS:] if log.exists() else ""
+        exitcode = self.end()
+        self.is_over = True
+        if read is not None:
+            return [row(self._case, **read, seconds=seconds, **({"log": said} if read["status"] in BAD else {}))]
+        if not has_ended and seconds <= self._case.seconds:
+            return [row(self._case, "not begun", "cut off: the time for this part was up", seconds)]
+        status = "crashed" if has_ended else "timed out"
+        words = f"its process {how_it_ended(exitcode)}" if has_ended else f"ended after {seconds:.0f} s"
+        return [row(self._case, status, words, seconds, log=said)]
+
+    def end(self) -> int:
+        """Kills what the case has left, and its own process if that still runs. Returns its exit status."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)  # not yet waited for, so that the id is still its own
+        os.kill(self._pid, signal.SIGKILL)  # it may not lead its session yet
+        _, status = os.waitpid(self._pid, 0)
+        kill_left(self._mark)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return os.waitstatus_to_exitcode(status)
 
 
-def run(cases: Sequence[Case], device: DeviceType, jobs: int, until: float, ended: Callable[[Row], None]) -> None:
-    """Runs cases, `jobs` at a time, those that measure one by one.
+def run(
+    cases: Sequence[Case],
+    device: DeviceType,
+    jobs: int,
+    until: float,
+    ended: Callable[[Row], None],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    forks: bool = False,
+) -> None:
+    """Runs cases, `jobs` at a time, those that measure one by one. Those of one world are one job.
 
     Args:
         until: a time of the monotonic clock. Those that have not begun by then do not, others are ended.
         ended: called with each row, as it comes.
+        environment: variables that each case gets.
+        forks: all ranks are forks of this process, and torchrun starts none.
     """
-    waiting = deque(sorted(cases, key=lambda case: case.alone))
-    running: list[_Running] = []
+    waiting = _in_jobs(cases)
+    running: list[_Process | WorldRun] = []
     try:
         while waiting or running:
-            while waiting and time.monotonic() < until and _may_begin(waiting[0], running, jobs):
+            while time.monotonic() < until:
+                mine = next((job for job in waiting if _may_begin(job[0], running, jobs)), None)
+                if mine is None:
+                    break
+                waiting.remove(mine)
                 with _uninterrupted():
-                    running.append(_begin(waiting.popleft(), device))
+                    if mine[0].world:
+                        running.append(WorldRun(mine, device, environment, forks))
+                    else:
+                        running.append(_Process(mine[0], device, environment))
             if time.monotonic() >= until:
-                for case in waiting:
-                    ended(_row(case, "not begun", "the time for this part was up", 0.0))
+                for case in itertools.chain.from_iterable(waiting):
+                    ended(row(case, "not begun", "the time for this part was up", 0.0))
                 waiting.clear()
             for one in list(running):
-                row = _look(one, until)
-                if row is not None:
+                for found in one.look(until):
+                    ended(found)
+                if one.is_over:
                     running.remove(one)
-                    ended(row)
             time.sleep(_POLL_SECONDS)
     finally:
         for one in running:
-            _end(one)
+            one.end()
+
+
+def _in_jobs(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases in order, those of a world with its first one, and those that measure last."""
+    jobs: dict[World | str, list[Case]] = {}
+    for case in sorted(cases, key=lambda case: case.alone):
+        jobs.setdefault(case.world or case.name, []).append(case)
+    return list(jobs.values())
 
 
 def usual_jobs(environment: Mapping[str, Any]) -> int:
@@ -86,10 +140,12 @@ def usual_jobs(environment: Mapping[str, Any]) -> int:
     return max(1, min(environment["cores"] // 2, int(memory / GIB_PER_CASE)))
 
 
-def _may_begin(case: Case, running: Sequence[_Running], jobs: int) -> bool:
+def _may_begin(case: Case, running: Sequence[_Process | WorldRun], jobs: int) -> bool:
     if not running:
         return True
-    return len(running) < jobs and not case.alone and not running[0].case.alone
+    if case.takes_turns and sum(one.takes_turns for one in running) >= MOST_TURNS:
+        return False
+    return len(running) < jobs and not case.alone and not running[0].alone
 
 
 @contextlib.contextmanager
@@ -102,23 +158,24 @@ def _uninterrupted() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(case: Case, device: DeviceType) -> _Running:
-    folder, mark, parent = Path(tempfile.mkdtemp(prefix="penstock-gpu-")), secrets.token_hex(8), os.getpid()
+def _begin(case: Case, setting: Setting, environment: Mapping[str, str]) -> int:
+    """Forks the case's process, and returns its id."""
+    parent = os.getpid()
     sys.stdout.flush()
     pid = os.fork()
     if pid:
-        return _Running(case, pid, mark, folder)
+        return pid
     try:
         os.setsid()
         end_with_parent(parent)
         for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
-        os.environ[TAG] = mark
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+        os.environ |= environment
+        log = os.open(setting.folder / "log", os.O_WRONLY | os.O_CREAT)
         for stream in (1, 2):
             os.dup2(log, stream)
-        _work(case, Setting(device, folder))
+        _work(case, setting)
         os._exit(0)
     finally:
         os._exit(1)
@@ -126,55 +183,9 @@ def _begin(case: Case, device: DeviceType) -> _Running:
 
 def _work(case: Case, setting: Setting) -> None:
     """In the case's process: leaves what it found."""
-    try:
-        found = case.run(setting)
-        result = {"status": "ok" if found["ok"] else "wrong", "says": found["says"], "found": found}
-    except NotHereError as reason:
-        result = {"status": "not here", "says": str(reason), "found": {}}
-    except Exception as error:
-        import traceback
-
-        traceback.print_exc()
-        result = {"status": "raised", "says": f"{type(error).__name__}: {error}", "found": {}}
+    result = outcome(case, setting)
     part = setting.folder / "result.part"
     part.write_text(json.dumps(result))
     part.rename(setting.folder / "result")
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-def _look(one: _Running, until: float) -> Row | None:
-    """What became of a case that has ended, or whose time is up; None while it runs."""
-    seconds = time.monotonic() - one.began
-    is_over = os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    late = seconds > one.case.seconds or time.monotonic() > until
-    if not is_over and not late:
-        return None
-    result, log = one.folder / "result", one.folder / "log"
-    read = json.loads(result.read_text()) if result.exists() else None
-    said = log.read_text(errors="replace").strip()[-_MOST_CHARACTERS:] if log.exists() else ""
-    exitcode = _end(one)
-    if read is None and not is_over and seconds <= one.case.seconds:
-        return _row(one.case, "not begun", "cut off: the time for this part was up", seconds)
-    if read is None:
-        status = "crashed" if is_over else "timed out"
-        words = f"its process {how_it_ended(exitcode)}" if is_over else f"ended after {seconds:.0f} s"
-        return _row(one.case, status, words, seconds, log=said)
-    about = {"log": said} if read["status"] in BAD else {}
-    says = " ".join(read["says"].split())[:_MOST_CHARACTERS]
-    return _row(one.case, read["status"], says, seconds, found=read["found"], **about)
-
-
-def _end(one: _Running) -> int:
-    """Kills what a case has left, and its own process if that still runs. Returns its exit status."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(one.pid, signal.SIGKILL)  # not yet waited for, so that the id is still its own
-    os.kill(one.pid, signal.SIGKILL)  # it may not lead its session yet
-    _, status = os.waitpid(one.pid, 0)
-    kill_left(one.mark)
-    shutil.rmtree(one.folder, ignore_errors=True)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _row(case: Case, status: str, says: str, seconds: float, **more: Any) -> Row:
-    return {"name": case.name, "part": case.part, "status": status, "says": says, "seconds": round(seconds, 1), **more}

@@ -114,7 +114,7 @@ def parse_json(data: str | bytes, what: str) -> Any:
 
 def check_number_of_values(data: str | bytes, what: str) -> None:
     """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
-    marks: tuple[Any, ...] = ("[", "{", ",", "\n") if isinstance(data, str) else (b"[", b"{", b",", b"\n")
+    marks: Any = "[{,;\t\n" if isinstance(data, str) else [b"[", b"{", b",", b";", b"\t", b"\n"]
     if sum(map(data.count, marks)) > 2 * MAX_VALUES:  # files with indentation have a line for each value, too
         raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
 

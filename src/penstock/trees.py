@@ -39,6 +39,9 @@ BASES = (object, types.SimpleNamespace, tuple, list, dict, OrderedDict)
 """The built-ins that a class may derive from. Their own methods are called, even if the class overrides them."""
 
 
+IsLeaf = Callable[[Any, str], bool]
+
+
 class Leaf:
     """A base class for objects that stay closed even if they hold tensors."""
 
@@ -85,9 +88,10 @@ LEAF = TreeSpec("leaf", None)
 NOTHING = TreeSpec("tuple", None)
 
 
-def flatten(value: Any, *, empty: bool = False, closed: Container[int] = ()) -> Flat:
-    """Flattens a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`."""
-    walk = _Walk(empty, closed)
+def flatten(value: Any, *, empty: bool = False, closed: Container[int] = (), is_leaf: IsLeaf | None = None) -> Flat:
+    """Flattens a value. `empty`: also open objects that hold no tensor, except those whose id is in `closed`.
+    `is_leaf`: whether a container, given with its path, stays closed; it then counts as a tensor."""
+    walk = _Walk(empty, closed, is_leaf)
     structure = walk.visit(value, "", 0)
     return Flat(walk.leaves, walk.paths, structure)
 
@@ -110,10 +114,10 @@ def map_tensors(function: Any, tree: Any) -> Any:
 class _Walk:
     """One walk through a value."""
 
-    def __init__(self, empty: bool, closed: Container[int]) -> None:
+    def __init__(self, empty: bool, closed: Container[int], is_leaf: IsLeaf | None) -> None:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
-        self._empty, self._closed = empty, closed
+        self._empty, self._closed, self._is_leaf = empty, closed, is_leaf
         self._numbers: dict[int, int] = {}  # id of an object, or of a list or dict inside one -> its number
         self._bare: dict[int, Any] = {}  # objects that hold no tensor, kept so that their ids are not reused
         self._held = 0  # tensors, and references to values met before
@@ -131,6 +135,9 @@ class _Walk:
         if self._left <= 0:
             return self._leaf_unseen(value, path)
         self._left -= 1
+        if self._is_leaf is not None and self._is_leaf(value, path):
+            self._held += 1
+            return self._leaf(value, path)
         if kind is tuple:
             return TreeSpec("tuple", None, self._items(value, path, depth))
         if kind is list or kind is dict:

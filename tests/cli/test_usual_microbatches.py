@@ -11,7 +11,6 @@ from command_line import output
 from torch import nn
 
 import penstock
-from penstock.errors import ArgumentError
 from penstock.runtime.batch.microbatches import Microbatches
 from penstock.schedule import MICROBATCHES
 
@@ -77,7 +76,9 @@ def test_verify_and_inspect_take_pieces_that_a_batch_is_cut_into_already() -> No
     assert (report.ok, report.microbatches) == (True, 3)
 
 
-def test_a_pipeline_asks_instead_since_larger_batches_are_to_come() -> None:
+def test_a_pipeline_has_its_own_number_since_larger_batches_are_to_come() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(ArgumentError, match=r"microbatches=8 \(the default\), but the example makes 5, of 5 rows"):
-        penstock.pipeline(model, (torch.randn(5, 4),), ranks=2, loss=nn.functional.mse_loss)
+    x = torch.randn(16, 4)
+    with penstock.pipeline(model, (x[:5],), ranks=2, loss=nn.functional.mse_loss) as pipe:
+        assert pipe.step(x[:5], target=x[:5]).sizes == (1,) * 5
+        assert pipe.step(x, target=x).sizes == (2,) * 8

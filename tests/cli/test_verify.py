@@ -243,6 +243,7 @@ def test_chunks_and_cuts_reach_the_pipeline() -> None:
     assert stage_of["4.weight"] == [3]
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn sums over its microbatch:UserWarning")
 def test_reduction_reaches_the_pipeline() -> None:
     """The loss of a batch is then the sum of its microbatches' losses, not their mean."""
     losses = []
@@ -320,7 +321,6 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     [
         (["--schedule", "1f1"], "did you mean '1f1b'"),
         (["--ranks", "0"], "--ranks 0: expected a whole number of at least 1"),
-        (["--microbatches", "13"], "the example makes 12, of 12 rows"),
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.partition import partitioner
 from penstock.runtime.step import bound_schedules
 from scaffolding.by_hand import sizes_by_hand, step_by_hand
 from scaffolding.models import Block, squared_error, token_error
@@ -19,6 +21,9 @@ MICROBATCHES = 4
 BATCHES = ((11, 6), (5, 6), (11, 4), (3, 6), (2, 9), (11, 6), (5, 6), (3, 6), (5, 6), (1, 3))
 """Rows and length of each step's batch. Fewer rows than microbatches, fewer microbatches than stages; and kinds that
 come a second time (which over shared memory is another way) and a third."""
+
+
+LENGTHS = tuple((8, length) for length in (6, 7, 8, 9, 12, 6, 16, 14, 9))
 
 
 class Words(nn.Module):
@@ -55,16 +60,22 @@ def weights_by_hand(target: Tensor, microbatches: int) -> list[float]:
     return [one / sum(counts) for one in counts]
 
 
-def train(rank: int, layers: int, options: dict[str, Any]) -> list[str]:
+def lengths(rank: int, options: dict[str, Any]) -> tuple[list[str], int]:
+    """What differs, in words, in batches that differ in length alone, and how often the model was recorded."""
+    with mock.patch.object(partitioner, "record", wraps=partitioner.record) as recorded:
+        return train(rank, 4, options, LENGTHS), recorded.call_count
+
+
+def train(rank: int, layers: int, options: dict[str, Any], batches: Sequence[tuple[int, int]] = BATCHES) -> list[str]:
     """What differs, in words."""
     torch.manual_seed(0)
     model, wrong = Words(layers), []
     reference = copy.deepcopy(model)
-    ids, _ = words(*BATCHES[0])
+    ids, _ = words(*batches[0])
     with penstock.pipeline(
         model, (ids,), loss=token_error, reduction=count, microbatches=MICROBATCHES, **options
     ) as pipe:
-        for number, (rows, length) in enumerate(BATCHES):
+        for number, (rows, length) in enumerate(batches):
             ids, target = words(rows, length)
             microbatches = min(MICROBATCHES, rows)
             reference.zero_grad()
@@ -192,3 +203,68 @@ def average(rank: int, in_forward: bool) -> str:
     except penstock.ArgumentError as error:
         return str(error)
     return ""
+
+
+def normed(rank: int) -> list[tuple[int, ...]]:
+    """The microbatches of batches of a model whose norm needs two rows in each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x = torch.randn(8, 4)
+    with penstock.pipeline(model, (x,), microbatches=MICROBATCHES, loss_fn=squared_error) as pipe:
+        return [pipe.step(x[:rows], target=x[:rows]).sizes for rows in (8, 7, 2)]
+
+
+class Skipping(nn.Sequential):
+    """Every layer uses the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for layer in self:
+            hidden = layer(hidden).relu() + x
+        return hidden
+
+
+def input_gradients(rank: int, schedule: str) -> tuple[bool, Tensor | None, Tensor, bool]:
+    """Whether this rank has the inputs, their gradient after two steps and by hand, and whether verify passes."""
+    torch.manual_seed(0)
+    model = Skipping(*(nn.Linear(5, 5) for _ in range(4)))
+    reference, options = copy.deepcopy(model), {"microbatches": MICROBATCHES, "schedule": schedule}
+    x, y = torch.randn(7, 5, requires_grad=True), torch.randn(7, 5)
+    other, sizes = x.detach().requires_grad_(), sizes_by_hand(7, MICROBATCHES)
+    with penstock.pipeline(model, (x.detach(),), loss_fn=squared_error, **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+            for part, target in zip(other.split(sizes), y.split(sizes), strict=True):
+                squared_error(reference(part.clone()), target).backward(torch.tensor(len(part) / 7))
+        has = pipe.needs_inputs
+    assert other.grad is not None
+    report = penstock.verify(reference, (x,), target=y, loss_fn=squared_error, **options)
+    return has, x.grad, other.grad, report.ok and any(row.name == "input args[0]" for row in report.rows)
+
+
+class Weighed(nn.Module):
+    """Weighs each row by how long its text is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, texts: list[str]) -> Tensor:
+        return self.last(self.first(x) * torch.tensor([float(len(text)) for text in texts]).view(-1, 1))
+
+
+def listed(rank: int) -> list[tuple[float, float]]:
+    """The losses of steps whose texts and targets are lists, and of one device."""
+    torch.manual_seed(0)
+    model, x = Weighed(), torch.randn(8, 5)
+    texts, boxes = ["a" * n for n in (3, 1, 4, 1, 5, 9, 2, 6)], [{"box": torch.randn(n, 5)} for n in range(1, 9)]
+
+    def loss(output: Tensor, target: list[dict[str, Tensor]]) -> Tensor:
+        return squared_error(output, torch.stack([one["box"].sum(0) for one in target]))
+
+    found = []
+    with penstock.pipeline(copy.deepcopy(model), (x, texts), microbatches=MICROBATCHES, loss_fn=loss) as pipe:
+        for rows in (8, 5):
+            expected = loss(model(x[:rows], texts[:rows]), boxes[:rows])
+            found.append((float(pipe.step(x[:rows], texts[:rows], target=boxes[:rows]).loss), float(expected)))
+    return found

@@ -44,6 +44,25 @@ def test_microbatches_of_lengths_of_their_own(ranks3: Ranks, transport: str) -> 
     assert ranks3.run(jobs.buckets, transport) == [[]] * 3
 
 
+def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Ranks) -> None:
+    assert ranks2.run(jobs.normed) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
+
+
+def test_lists_with_one_entry_per_row_are_cut_on_both_ends(ranks2: Ranks) -> None:
+    for losses in ranks2.run(jobs.listed):
+        for loss, expected in losses:
+            assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("schedule", "places"), [("zb-h1", [0]), ("chimera", [0, 1])])
+def test_inputs_get_their_gradients_where_they_live(ranks2: Ranks, schedule: str, places: list[int]) -> None:
+    found = ranks2.run(jobs.input_gradients, schedule)
+    assert [rank for rank, (has, *_) in enumerate(found) if has] == places
+    for has, gradient, by_hand, verified in found:
+        assert verified
+        assert torch.equal(gradient, by_hand) if has else gradient is None
+
+
 @pytest.mark.parametrize("who", [True, False, "all", 0])
 def test_the_whole_output_is_where_it_was_asked_for(ranks3: Ranks, who: Any) -> None:
     found = ranks3.run(jobs.predict, who)
@@ -85,6 +104,13 @@ def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
     for jobs_kept, lanes in ranks2.run(jobs.many_kinds, kept, kept + 5):
         assert jobs_kept == kept
         assert lanes == 2 * kept  # one there and one back
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lengths_between_those_recorded_have_the_bits_of_one_device(ranks2: Ranks, transport: str) -> None:
+    options = {"schedule": "1f1b", "transport": transport, "balance": "parameters"}
+    found = ranks2.run(jobs.lengths, options)
+    assert found == [([], 11)] * 2  # first for the weights, then 6, 7, 8, 13 and 16 in training and in evaluation
 
 
 def test_an_average_over_parameters_of_two_ranks_is_refused_in_the_script_and_kept_in_the_forward(

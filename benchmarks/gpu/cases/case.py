@@ -65,14 +65,40 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class World:
+    """Ranks that are started once for many cases, each of which runs on all of them.
+
+    Attributes:
+        ranks: how many there are.
+        groups: what `torch.distributed` is initialised with before: "gloo", and then ranks are forks; where torchrun
+            starts them, "both" gloo and NCCL, "nccl" only that, "device_id" both and a device; "own" is nothing, so
+            that Penstock does it.
+        name: tells it from others of that kind.
+        environment: variables besides, as names and values.
+    """
+
+    ranks: int
+    groups: Literal["gloo", "own", "both", "nccl", "device_id"] = "gloo"
+    name: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_over_nccl(self) -> bool:
+        return self.groups != "gloo"
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """Something that one GPU can show.
 
     Attributes:
         part: of the run, from 1.
-        run: shows it, in a process of its own, and says what it found. It may raise NotHereError.
+        run: shows it, in a process of its own or in each rank of a world, and says what it found. It may raise
+            NotHereError.
         seconds: after which it is ended.
         alone: it measures, so that nothing else may run meanwhile.
+        world: the ranks that run it, one case after another.
+        after: the case that has to be ok before; the variables that it found, `environment`, are set for this one.
     """
 
     name: str
@@ -80,3 +106,10 @@ class Case:
     run: Callable[[Setting], Found]
     seconds: float = 120.0
     alone: bool = False
+    world: World | None = None
+    after: str = ""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its ranks wait for each other on the device."""
+        return bool(self.after)

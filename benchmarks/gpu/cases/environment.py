@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import nccl_library
+
 from cases.case import Case, Found, Setting
 
 FIRST = "environment"
@@ -58,7 +60,7 @@ def _cuda() -> Found:
         "driver": driver.strip() or "not known",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "nccl": ".".join(map(str, nccl_library.version_in_use() or torch.cuda.nccl.version())),
     }
 
 

@@ -8,22 +8,28 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from cases import nccl
 from cases.case import Case, Found, Setting
+from cases.ranks import torchrun
 from penstock.launch.agent import end_with_parent
 
 PART = 1
 RANKS, VICTIM = 3, 2
+Over = Literal["staged", "nccl"]
 MOST_SECONDS = 20.0
 """From the fall to the end of all others."""
+MOST_UNNAMED_SECONDS = {"stop": 10.0}
+"""From the fall until each of the others has named who fell; 5 if not said here. Five pass without a sign of life."""
 
 SAID = {
     "kill": r"rank 2 was lost.*its process is gone",
@@ -40,6 +46,12 @@ def cases() -> Iterator[Case]:
     yield Case("falls/the device hangs", PART, hangs)
 
 
+def cases_over_nccl() -> Iterator[Case]:
+    for how in SAID:
+        yield Case(f"ranks/falls/{how}", nccl.PART, partial(falls, how, over="nccl"), after=nccl.GATE)
+    yield Case("ranks/falls/kill under torchrun", nccl.PART, under_torchrun, after=nccl.GATE)
+
+
 class Planted(torch.autograd.Function):
     """Raises in backward."""
 
@@ -52,47 +64,74 @@ class Planted(torch.autograd.Function):
         raise ValueError("planted")
 
 
-def falls(how: str, setting: Setting) -> Found:
-    """Seconds until all others have ended, and what they say."""
-    said, statuses = _run(setting, how)
+def falls(how: str, setting: Setting, over: Over = "staged") -> Found:
+    """Seconds until all others have named who fell, and until they have ended."""
+    said, statuses, named_at = _run(setting, how, over)
     mark = setting.folder / "fell"
     others = [rank for rank in range(RANKS) if rank != VICTIM]
-    seconds = max(statuses[rank][1] for rank in others) - float(mark.read_text()) if mark.exists() else float("inf")
-    named = all(re.search(SAID[how], said[rank]) for rank in others)
+    fell = float(mark.read_text()) if mark.exists() else float("-inf")
+    seconds = max(statuses[rank][1] for rank in others) - fell
+    named = max(named_at.get(rank, float("inf")) for rank in others) - fell
     ended = all(statuses[rank][0] not in (0, None) for rank in others)
     last = next((line for line in said[0].splitlines()[::-1] if "rank 2" in line), "nothing")
-    says = f"all others ended after {seconds:.1f} s; rank 0 says: {last[-200:]}"
-    return {"ok": named and ended and seconds < MOST_SECONDS, "says": says, "seconds": seconds, "said": said}
+    says = f"named after {named:.1f} s, all others ended after {seconds:.1f} s; rank 0 says: {last[-200:]}"
+    ok = ended and seconds < MOST_SECONDS and named < MOST_UNNAMED_SECONDS.get(how, 5.0)
+    statuses_ = [status for status, _ in statuses]
+    return {"ok": ok, "says": says, "seconds": seconds, "named": named, "statuses": statuses_, "said": said}
+
+
+def under_torchrun(setting: Setting) -> Found:
+    """The same with ranks that torchrun started, which ends the others itself as soon as it sees that one is gone."""
+    script = Path(__file__).parents[1] / "fall.py"
+    agent = torchrun(RANKS, script, [setting.device, str(setting.folder)], setting.folder / "said", {})
+    status = agent.wait()
+    ended = time.time()
+    mark = setting.folder / "fell"
+    seconds = ended - float(mark.read_text()) if mark.exists() else float("inf")
+    said = (setting.folder / "said").read_text()
+    lines = [line for line in said.splitlines() if re.search(r"rank 2 was|rank\s*: 2 |SIGKILL", line)]
+    says = f"torchrun ended after {seconds:.1f} s with {status}: {'; '.join(lines[-2:])}"
+    named = bool(lines)
+    return {
+        "ok": named and status != 0 and seconds < MOST_SECONDS,
+        "says": says,
+        "seconds": seconds,
+        "said": said[-6000:],
+    }
 
 
 def hangs(setting: Setting) -> Found:
     """A kernel that takes seconds: those who wait say whose device it is, and where that is."""
     setting.need_cuda("a kernel that takes seconds")
-    said, statuses = _run(setting, "sleep")
+    said, statuses, _ = _run(setting, "sleep", "staged")
     named = any("the device of rank 2" in text for text in said)
     ended = all(status == 0 for status, _ in statuses)
     line = next((line for text in said for line in text.splitlines() if "the device of rank 2" in line), "nothing")
     return {"ok": named and ended, "says": line[-250:], "said": said}
 
 
-def _run(setting: Setting, how: str) -> tuple[list[str], list[tuple[int | None, float]]]:
-    """What each rank wrote, its exit status (None: it was still there), and when it ended."""
+def _run(setting: Setting, how: str, over: Over) -> tuple[list[str], list[tuple[int | None, float]], dict[int, float]]:
+    """What each rank wrote; its exit status (None: it was still there) and when it ended; when it named who fell."""
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(setting, how, rank)) for rank in range(RANKS)]
+    processes = [context.Process(target=_rank, args=(setting, how, over, rank)) for rank in range(RANKS)]
     for process in processes:
         process.start()
+    files = [setting.folder / f"said.{rank}" for rank in range(RANKS)]
     ends: dict[int, tuple[int | None, float]] = {}
+    named: dict[int, float] = {}
     while not set(range(RANKS)) - {VICTIM} <= set(ends) or (how == "sleep" and VICTIM not in ends):
         for rank, process in enumerate(processes):
-            if rank not in ends and process.exitcode is not None:
+            has_ended = process.exitcode is not None  # before reading what it said last
+            if rank not in named and files[rank].exists() and re.search(SAID.get(how, "$^"), files[rank].read_text()):
+                named[rank] = time.time()
+            if rank not in ends and has_ended:
                 ends[rank] = process.exitcode, time.time()
         time.sleep(0.02)
     processes[VICTIM].kill()
-    said = [(setting.folder / f"said.{rank}").read_text() for rank in range(RANKS)]
-    return said, [ends.get(rank, (None, 0.0)) for rank in range(RANKS)]
+    return [file.read_text() for file in files], [ends.get(rank, (None, 0.0)) for rank in range(RANKS)], named
 
 
-def _rank(setting: Setting, how: str, rank: int) -> None:
+def _rank(setting: Setting, how: str, over: Over, rank: int) -> None:
     import torch.distributed as dist
 
     end_with_parent(os.getppid())
@@ -104,17 +143,25 @@ def _rank(setting: Setting, how: str, rank: int) -> None:
         _warn_soon()
     setting.prepare()
     store = dist.FileStore(str(setting.folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    backend = nccl.backend(setting) if over == "nccl" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS)
+    transport = "distributed" if over == "nccl" else "auto" if setting.device == "cpu" else "staged"
+    with nccl.rules(setting) if over == "nccl" else nullcontext():
+        train(setting, how, transport)
+
+
+def train(setting: Setting, how: str, transport: str) -> None:
+    """Four steps; in the second one the last rank falls."""
     torch.manual_seed(0)
     layers, x = nn.Sequential(*(nn.Linear(16, 16) for _ in range(RANKS))), torch.randn(8, 16)
     calls = iter(range(1000))
-    staged = {} if setting.device == "cpu" else {"transport": "staged"}
+    options = {"microbatches": 4, "devices": setting.device, "transport": transport}
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         value = F.mse_loss(output, target)
         return _fall(how, value, setting.folder / "fell") if next(calls) == 6 else value
 
-    with penstock.pipeline(layers, (x,), microbatches=4, loss=loss, devices=setting.device, **staged) as pipe:
+    with penstock.pipeline(layers, (x,), loss=loss, **options) as pipe:
         for _ in range(4):
             float(pipe.step(x, target=x).loss)
 

@@ -19,13 +19,13 @@ from penstock import checkpoint
 PART = 1
 
 FEATURES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "compile, split backward": ("gpt", "autocast", "zb-h1", {"compile": True}),
+    "compile": ("mlp", "float32", "1f1b", {"compile": True}),
     "recompute": ("gpt", "float32", "1f1b", {"recompute": "always"}),
     "recompute every layer": ("gpt", "autocast", "zb-h1", {"recompute": 1}),
     "offload": ("gpt", "float32", "gpipe", {"offload": True}),
     "offload, split backward": ("gpt", "float32", "zb-h1", {"offload": True}),
     "offload and recompute": ("gpt", "autocast", "gpipe", {"offload": True, "recompute": "always"}),
-    "compile": ("mlp", "float32", "1f1b", {"compile": True}),
-    "compile, split backward": ("gpt", "autocast", "zb-h1", {"compile": True}),
     "deferred batch norm": ("convnet", "float32", "1f1b", {"deferred_batch_norm": True}),
     "gradients in float32": ("gpt", "bf16", "zb-h1", {"gradient_dtype": torch.float32}),
     "check_finite": ("gpt", "float32", "1f1b", {"check_finite": True}),

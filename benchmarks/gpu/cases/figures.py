@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import penstock
-from cases.case import Case, Found, Setting
+from cases.case import Case, Found, NotHereError, Setting
 from cases.models import gpt
 from cases.ranks import on_ranks
 from penstock.schedule import generate
@@ -29,6 +32,8 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1")
 def cases() -> Iterator[Case]:
     for schedule in SCHEDULES:
         yield Case(f"figures/microseconds per action/{schedule}", PART, partial(per_action, schedule), alone=True)
+    yield Case("figures/microseconds per action/beside torch's", PART, beside_torch, alone=True)
+    yield Case("figures/copies beside computing", PART, overlap, alone=True)
     yield Case("figures/a step with a timeline", PART, timelines, alone=True)
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -86,6 +91,70 @@ def per_action(schedule: str, setting: Setting) -> Found:
     says = f"{each:.1f} microseconds for each of {count} actions beyond the bare call (aim: {MOST_MICROSECONDS:.0f})"
     figures = {"microseconds": each, "actions": count, "step_seconds": whole, "bare_seconds": bare_seconds}
     return {"ok": True, "says": says, "reached": each <= MOST_MICROSECONDS, **figures}
+
+
+def beside_torch(setting: Setting) -> Found:
+    """A step of one stage, by Penstock and by `torch.distributed.pipelining`, in turns in this process."""
+    setting.prepare()
+    store = dist.FileStore(str(setting.folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    device = torch.device(setting.device, 0) if setting.device != "cpu" else torch.device("cpu")
+    torchs, x = _small()[0].to(device), _small()[1].to(device)
+    stage = PipelineStage(torchs, 0, 1, device)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": F.mse_loss, "devices": setting.device}
+    found: dict[str, list[float]] = {"penstock": [], "torch": []}
+    with penstock.pipeline(_small()[0], (x,), ranks=1, **options) as pipe:
+        for _ in range(3):
+            found["penstock"].append(_seconds(setting, lambda: pipe.step(x, target=x), 20))
+            found["torch"].append(_seconds(setting, lambda: schedule.step(x, target=x), 20))
+    dist.destroy_process_group()
+    each = {name: 1e6 * min(seconds) / (2 * MICROBATCHES) for name, seconds in found.items()}
+    says = ", ".join(f"{name} {microseconds:.1f}" for name, microseconds in each.items())
+    return {"ok": True, "says": f"microseconds of a step for each action, the stage's own included: {says}", **each}
+
+
+def overlap(setting: Setting) -> Found:
+    """How much of the time of offload's copies kernels run as well, as torch's profiler sees it."""
+    setting.need_cuda("a copy beside computing")
+    setting.prepare()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(LAYERS)]
+    x = torch.randn(4 * 8192, 2048, device=setting.device)
+    options: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "devices": setting.device, "schedule": "gpipe"}
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with penstock.pipeline(nn.Sequential(*layers), (x,), ranks=2, offload=True, **options) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=x)
+        setting.synchronize()
+        with torch.profiler.profile(activities=activities) as profiler:
+            pipe.step(x, target=x)
+            setting.synchronize()
+    on_device = [event for event in profiler.events() or [] if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in on_device
+        if not event.is_user_annotation
+    ]
+    copies = [(a, b) for name, a, b in spans if name.startswith(("Memcpy DtoH", "Memcpy HtoD"))]
+    kernels = merged((a, b) for name, a, b in spans if not name.startswith(("Memcpy", "Memset")))
+    whole = sum(b - a for a, b in merged(copies))
+    beside = sum(max(0.0, min(b, d) - max(a, c)) for a, b in merged(copies) for c, d in kernels)
+    if not whole or not kernels:
+        raise NotHereError(f"the profiler saw {len(copies)} copies and {len(kernels)} kernels")
+    says = f"kernels run during {beside / whole:.0%} of the {whole / 1e3:.1f} ms of {len(copies)} copies"
+    return {"ok": beside > 0.1 * whole, "says": says, "share": beside / whole, "copies": len(copies)}
+
+
+def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that any of these cover, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
 
 
 def timelines(setting: Setting) -> Found:

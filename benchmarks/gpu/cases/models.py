@@ -72,6 +72,43 @@ def convnet(small: bool, rows: int = 16) -> Model:
     )
 
 
+class Skip(nn.Module):
+    """Gives a value to the next block, and one to a later block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x).tanh(), self.side(x)
+
+
+class Skips(nn.Module):
+    """Values that pass by several blocks before they are used, and a weight that the first and the last block share."""
+
+    REACH = 5
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        blocks = [Skip(width) for _ in range(LAYERS)]
+        blocks[-1].main.weight = blocks[0].main.weight
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            x, side = block(x)
+            sides.append(side)
+            if index >= self.REACH:
+                x = x * sides[index - self.REACH]
+        return x
+
+
+def skips(small: bool, rows: int = 16) -> Model:
+    width = 9 if small else 509
+    return Model(Skips(width), (torch.randn(rows, width),), {}, torch.randn(rows, width), F.mse_loss)
+
+
 class Block(nn.Module):
     """Causal attention and an MLP, each behind a layer norm, with dropout."""
 
@@ -134,4 +171,6 @@ def llama(small: bool, rows: int = 16) -> Model:
     return Model(LlamaForCausalLM(config), (), kwargs, None, lambda output, _: output.loss)
 
 
-MODELS: dict[str, Callable[[bool], Model]] = {"mlp": mlp, "convnet": convnet, "gpt": gpt, "llama": llama}
+MODELS: dict[str, Callable[..., Model]] = {
+    "mlp": mlp, "convnet": convnet, "gpt": gpt, "llama": llama, "skips": skips,
+}  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from cases.case import Case, Found, NotHereError, Setting
+from cases.case import Case, Found, NotHereError, Setting, World
 from cases.models import MODELS
 from cases.ranks import on_ranks
 from penstock.schedule import names
@@ -32,22 +31,30 @@ SCALE = 2.0**10
 TWO_COPIES = ("chimera", "dualpipe")
 """These refuse batch norm, of which each copy would see half of the batch."""
 
+PROVEN = ("mlp", "convnet", "gpt", "llama")
+
 SLICED = "seq1f1b"
 """No model can be run by this one: see `penstock schedules`."""
 
 
 def cases() -> Iterator[Case]:
     schedules = [name for name in names() if name != SLICED]
-    for precision, name, schedule in product(PRECISIONS, MODELS, schedules):
-        cell = f"{name}/{precision}/{schedule}"
-        yield Case(f"verify/one process/{cell}", 2, partial(in_one_process, name, precision, schedule))
-        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, partial(in_several, name, precision, schedule))
+    for precision, name, schedule in product(PRECISIONS, PROVEN, schedules):
+        cell, world = f"{name}/{precision}/{schedule}", f"{name}, {precision}"
+        alone = partial(in_one_process, name, precision, schedule)
+        yield Case(f"verify/one process/{cell}", 2, alone, world=World(1, name=world))
+        among = partial(in_a_world, name, precision, schedule)
+        yield Case(f"verify/{PROCESSES} processes/{cell}", 3, among, world=World(PROCESSES, name=world))
 
 
 def in_one_process(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
     setting.prepare()
-    _make_repeatable(setting)
+    make_repeatable(setting)
     return _or_refused(name, schedule, partial(prove, setting, name, precision, schedule, ranks=ONE_PROCESS, **options))
+
+
+def in_a_world(name: str, precision: str, schedule: str, setting: Setting) -> Found:
+    return _or_refused(name, schedule, partial(_on_one_rank, setting, 0, name, precision, schedule, {}))
 
 
 def in_several(name: str, precision: str, schedule: str, setting: Setting, **options: Any) -> Found:
@@ -56,7 +63,7 @@ def in_several(name: str, precision: str, schedule: str, setting: Setting, **opt
 
 
 def _on_one_rank(setting: Setting, rank: int, name: str, precision: str, schedule: str, options: Any) -> Found:
-    _make_repeatable(setting)
+    make_repeatable(setting)
     if setting.device != "cpu":
         options = {"transport": "staged", **options}
     return prove(setting, name, precision, schedule, **options)
@@ -74,12 +81,17 @@ def _or_refused(name: str, schedule: str, run: Any) -> Found:
     return run()
 
 
-def prove(setting: Setting, name: str, precision: str, schedule: str, **options: Any) -> Found:
-    """One proof: how many values are equal, how many to the bit, and the furthest from equal."""
+def prove(
+    setting: Setting, name: str, precision: str, schedule: str, *, small: bool | None = None, **options: Any
+) -> Found:
+    """One proof: how many values are equal, how many to the bit, and the furthest from equal.
+
+    `small`: with a model as small as for a stand-in; None: only there.
+    """
     if setting.device == "standin" and precision != "float32":
         raise NotHereError("the stand-in has no kernels of its own in half precision")
     torch.manual_seed(0)
-    made = MODELS[name](not setting.is_real)
+    made = MODELS[name](not setting.is_real if small is None else small)
     made = made.to(torch.bfloat16) if precision == "bf16" else made
     with context(setting, precision):
         report = penstock.verify(
@@ -121,9 +133,8 @@ def _scaled(loss: Any) -> Any:
     return scaled
 
 
-def _make_repeatable(setting: Setting) -> None:
+def make_repeatable(setting: Setting) -> None:
     """The same kernels in the pipeline and in what judges it, without sums in the order in which threads come."""
     if setting.is_real:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the first product is made
         torch.backends.cudnn.allow_tf32 = False
         torch.use_deterministic_algorithms(True, warn_only=True)

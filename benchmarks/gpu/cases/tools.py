@@ -1,23 +1,15 @@
-"""What NCCL and NVIDIA's compute-sanitizer say."""
+"""What NVIDIA's compute-sanitizer says."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
-import torch
-
 from cases.case import Case, Found, NotHereError, Setting
-from cases.proofs import prove
-from cases.ranks import on_ranks
 
 PART = 4
-
-SHARES_A_GPU = (2, 30)
-"""From this version on NCCL allows several ranks on one GPU, if it is asked to."""
 
 TINY = """
 import sys
@@ -34,23 +26,7 @@ sys.exit(0 if found["ok"] else 3)
 
 
 def cases() -> Iterator[Case]:
-    yield Case("nccl/two ranks on one GPU", PART, two_ranks)
     yield Case("compute-sanitizer/memcheck", PART, sanitizer, seconds=400.0)
-
-
-def two_ranks(setting: Setting) -> Found:
-    """A proof over NCCL itself, where that lets ranks share a GPU."""
-    setting.need_cuda("NCCL")
-    version = torch.cuda.nccl.version()
-    if version < SHARES_A_GPU:
-        said = ".".join(map(str, version))
-        raise NotHereError(f"NCCL {said} refuses two ranks on one GPU; 2.30 and later allow it")
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    return on_ranks(setting, 2, _over_nccl, backend="cpu:gloo,cuda:nccl")[0]
-
-
-def _over_nccl(setting: Setting, rank: int) -> Found:
-    return prove(setting, "gpt", "float32", "1f1b", transport="distributed")
 
 
 def sanitizer(setting: Setting) -> Found:

@@ -40,7 +40,7 @@ def source_of(path: str | Path) -> Source:
     Raises:
         ArgumentError: the path is none of these.
     """
-    path = Path(path)
+    path = Path(path).absolute()  # it is read later, maybe after a chdir
     if path.is_file():
         return SafetensorsFiles([path])
     if (path / _SINGLE).is_file():

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
-from penstock.pipe.arguments import check_model, check_numbers, checked_inputs, device_of_run
+from penstock.partition.units.chain import as_module
+from penstock.pipe.arguments import check_numbers, check_plain, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -125,8 +126,9 @@ def pipeline(
         split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
             dimension describes: graphs, packed sequences, lists of images of different sizes.
         merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
-        cuts: the name of each module that begins a new stage; None: balanced. "left.3+right.2" begins at both, and
-            what needs neither runs before, in whatever order the forward has them.
+        cuts: the name of each module that begins a new stage; None: at marks (`penstock.cut()`), or balanced.
+            "left.3+right.2" begins at both, and what needs neither runs before, in whatever order the forward has them.
+            "layer:2" is a second call, "relu#3" a line: see docs/guides/cuts.md.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,
@@ -204,7 +206,8 @@ def pipeline(
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
     check_numbers(microbatches=microbatches, chunks=chunks)
-    check_model(model)
+    model = as_module(model)
+    check_plain(model)
     example = checked_inputs(args, kwargs)
     options = Options(
         loss_fn=loss_fn,
@@ -243,9 +246,10 @@ def pipeline(
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
-    by_default = microbatches is None and isinstance(schedule, str)
-    pipe = build(model, example, world, order, options, by_default=by_default, plan=followed.plan)
+    pipe = build(model, example, world, order, options, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
+    for note in options.loss_notes:
+        warn(note)
     return pipe
 
 
@@ -256,7 +260,6 @@ def build(
     order: Schedule,
     options: Options,
     *,
-    by_default: bool = False,
     sees_saved: bool = False,
     front_end: MakeFrontEnd | None = None,
     plan: Plan | None = None,
@@ -265,12 +268,11 @@ def build(
 
     Args:
         example: one batch: positional and keyword inputs.
-        by_default: whether the number of microbatches is the default.
         sees_saved: look at what forwards save for backward; see `Partition.saved`.
         front_end: makes the stages; None: the model is recorded, according to `options`.
         plan: what the pipeline follows, which a recorded run is compared with.
     """
-    given = _cut(example, order, options.cutting, by_default) if is_whole(example) or world.is_local else None
+    given = _cut(example, order, options.cutting) if is_whole(example) or world.is_local else None
     current = device_of_run(model, example)
     if world.data_parallel > 1 and not options.share_loss:
         raise ArgumentError(
@@ -293,7 +295,8 @@ def build(
         engine.control.watchdog.position = Position("the building of the pipeline")
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
-        given = given or _cut(whole, order, options.cutting, by_default)
+        given = given or _cut(whole, order, options.cutting)
+        options.follow(whole, sum(given.sizes))
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():
@@ -306,6 +309,7 @@ def build(
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
+                loss=options.loss,
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None
@@ -348,15 +352,11 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
     return PartitionError(f"{error} ({order.placement.depth} stages: {layout})")
 
 
-def _cut(
-    example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting, by_default: bool
-) -> batches.CutBatch:
+def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(*example)
     pipelines = order.placement.pipelines
     divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
-    cut = cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
-    batches.check_enough(cut, order.microbatches, by_default)
-    return cut
+    return cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:

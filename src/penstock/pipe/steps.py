@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
+from penstock.compat import gradient_edge
+from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.batch.outline import Outline
+from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.outline import Outline, SingleRowError
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
-from penstock.runtime.features.compiled import arguments_for
+from penstock.runtime.features.compiled import arguments_for, chosen
 from penstock.runtime.features.context import Binding
-from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import Kinds, all_uses
+from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
+from penstock.runtime.loss.of_torch import padding
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
@@ -46,6 +51,7 @@ class _Prepared(NamedTuple):
 
     cached: Cached
     feed: Feed
+    cut: batches.CutBatch | None
 
 
 class Steps:
@@ -75,19 +81,19 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
+        self._cutting = options.cutting
         with engine.control.agreed():
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
+        self._parts: dict[bool, Sequence[str]] = {}
+        self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
-        if norms is not None:
-            with engine.control.agreed():
-                refuse_none(all_uses(first.partitions))
         self.schedule = first.schedule
 
     @cached_property
@@ -103,13 +109,13 @@ class Steps:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
-        by_function = self._options.cutting.split is not None
+        by_function = self._cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @cached_property
@@ -128,26 +134,41 @@ class Steps:
         outputs: Wanted,
         timeline: bool,
         loss_scale: float = 1.0,
+        evaluates: bool = True,
     ) -> StepResult:
-        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well."""
+        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+
+        Args:
+            evaluates: whether the loss is wanted, and not the outputs alone.
+        """
         if training and self._announce is not None:
             self._announce(number)
+        if not isinstance(timeline, bool):
+            raise ArgumentError(f"timeline={timeline!r}: expected True or False")
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
             with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
-            return self._result(prepared, call, moments)
+            if training:
+                self._pass_gradients_on(prepared.cached, prepared.cut)
+            return self._result(prepared, call, moments, evaluates)
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
     ) -> _Prepared:
         """Cuts a batch, and finds its bound schedule."""
         divided = self._divide(args, kwargs, target) if self.has_inputs or self.has_outputs else None
-        cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
+        with torch.set_grad_enabled(call.training):
+            cut = self.cut(args, kwargs, divided, "input", None) if self.has_inputs else None
         try:
             cached = self.bound_schedules.next(cut, call)
+        except SingleRowError:  # on every rank
+            if self._cutting.inputs.least > 1:
+                raise
+            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, least=2))
+            return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
                 error.add_note("penstock: target=None: pass what the loss takes as target=...")
@@ -156,11 +177,11 @@ class Steps:
         inputs = self._inputs(cached, cut)
         changes = self._split.count_changes()
         if not self.has_outputs:
-            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes))
+            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes), cut)
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
-        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes))
+        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes), cut)
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:
@@ -220,10 +241,6 @@ class Steps:
         parts = zip(inputs, targets, cut.sizes, strict=True)
         return [Microbatch(args, kwargs, one, rows) for (args, kwargs), one, rows in parts]
 
-    @property
-    def _cutting(self) -> Cutting:
-        return self._options.cutting
-
     def _bind(self, partitions: Sequence[Partition], training: bool) -> BoundSchedule:
         order, split = first_microbatches(self._order, len(partitions)), self._split
         kinds = Kinds.among(partitions).metas
@@ -245,7 +262,7 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_for(self._options.compile, self._order),
+                compile=arguments_for(chosen(self._options.compile, split.model, partitions[0].stages), self._order),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )
@@ -287,7 +304,10 @@ class Steps:
         devices = self._devices(cached, self._order.placement.is_first)
         given = zip(cached.positions, self.bound_schedules.inputs(cached, cut), devices, strict=True)
         return [
-            {position: batches.on(tensor, device) for position, tensor in zip(positions, tensors, strict=True)}
+            {
+                position: batches.on(tensor.detach() if tensor.requires_grad else tensor, device)
+                for position, tensor in zip(positions, tensors, strict=True)
+            }
             for positions, tensors, device in given
         ]
 
@@ -300,6 +320,12 @@ class Steps:
         """The weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self._engine.replicas, self._engine
+        if targets and reduction == "mean" and not self._padding_checked:
+            on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
+            advice = padding(self._options.loss, targets, cached.sizes)
+            self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
+            if advice is not None:
+                warn(advice)
         if replicas is None:
             return weights(reduction, cached.sizes, targets or ())
         watched, settings = engine.control.watchdog, self.bound_schedules.settings()
@@ -336,9 +362,41 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
-    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
-        cached, feed = prepared
+    def _pass_gradients_on(self, cached: Cached, cut: batches.CutBatch | None) -> None:
+        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
+        runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
+        found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
+        firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
+        if self._order.placement.pipelines > 1 and any(i.meta.requires_grad for meta in firsts for i in meta.inputs):
+            found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
+        if cut is None or not found:
+            return
+        every = enumerate(zip(cached.positions, self.bound_schedules.inputs(cached, cut), strict=True))
+        tensors = {(k, place): x for k, (places, xs) in every for place, x in zip(places, xs, strict=True)}
+        edges = [gradient_edge(tensors[key]) for key in found]
+        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
+
+    def _agree_on_parts(self, bound: BoundSchedule) -> None:
+        """Lets every rank know the parts of the loss by name, from the first loss in this mode on."""
+        found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
+        if self._options.share_loss and bound.training not in self._parts:
+            has_loss = any(loss is not None for loss in bound.head.losses)
+            given = [names for names in self._engine.control.gather(found if has_loss else None) if names is not None]
+            if given:
+                self._parts[bound.training] = [*dict.fromkeys(name for names in given for name in names)]
+        bound.head.names = self._parts.get(bound.training, found if not self._options.share_loss else ())
+        new = [name for name in found if name not in bound.head.names]
+        if new and self._options.loss is not None:
+            raise ArgumentError(
+                f"loss_fn returned {new[0]!r} besides its loss, which it did not in the first step, when all ranks "
+                "learned what there is; return the same parts every time (NaN for one that has no value)"
+            )
+
+    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
+        cached, feed, _ = prepared
         bound = cached.bound
+        if call.training or evaluates:
+            self._agree_on_parts(bound)
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.gradients import gradient_dtype
+from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -47,10 +48,11 @@ STEPS = 2
 @dataclass(frozen=True, slots=True)
 class Expected:
     """One step of the unsplit model. `outputs`: the tensor leaves of each microbatch's output, of all replicas;
-    `gradients`: those of parameters, and of buffers that require one; `buffers`: what the first replica's part leaves,
-    as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in another
-    order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round first;
-    `lowered`: autocast's dtype if stages are compiled under it; `noise`: how far each value then is from one without.
+    `gradients`: those of parameters, and of buffers and inputs that require one; `buffers`: what the first replica's
+    part leaves, as in DistributedDataParallel; `terms`: how large the terms are of gradients that a pipeline adds up in
+    another order; `rounded`: what adding up rounds, of those to which a pipeline adds terms that it does not round
+    first; `lowered`: autocast's dtype if stages are compiled under it; `noise`: how far each value then is from one
+    without; `inputs`: the inputs that require a gradient.
     """
 
     outputs: list[list[Tensor]]
@@ -61,6 +63,7 @@ class Expected:
     rounded: Mapping[str, Tensor] = field(default_factory=dict)
     lowered: torch.dtype | None = None
     noise: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     def values(self) -> dict[tuple[str, str], Tensor | None]:
         """All that is compared, by kind and name."""
@@ -111,7 +114,10 @@ def reference(
     )
     with alone:
         sizes, fused = _term_sizes(alone, pipe), _added_in_place(alone, pipe)
-        run = partial(_step, alone, loss, reduction, replicas, sizes, fused)
+        flat = flatten((batch.args, dict(batch.kwargs)) if replicas == 1 else ())
+        leaves = zip(flat.paths, flat.leaves, strict=True)
+        inputs = {f"input {input_path(p)}": x for p, x in leaves if isinstance(x, Tensor) and x.requires_grad}
+        run = partial(_step, alone, loss, reduction, replicas, sizes, fused, inputs)
         before = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
         steps = [run() for _ in range(STEPS)]
         parameters = alone.session.all_parameters()
@@ -169,17 +175,19 @@ def _step(
     replicas: int,
     sizes: TermSizes,
     fused: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
 ) -> Expected:
-    forget_gradients(alone)
+    forget_gradients(alone, inputs)
     with sizes.measuring() as terms, measuring_roundings(fused) as rounded:
         outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
     return Expected(
         [[tensor.detach() for tensor in tensors_in(output)] for output in outputs],
         total,
-        {name: _kept(tensor.grad) for name, tensor in trained(alone.session.all_parameters(), alone)},
+        {n: _kept(t.grad) for n, t in (*trained(alone.session.all_parameters(), alone), *inputs.items())},
         {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
         terms,
         rounded,
+        inputs=inputs,
     )
 
 
@@ -209,8 +217,8 @@ def trained(parameters: Iterable[tuple[str, Tensor]], pipe: Pipeline) -> list[tu
     return [*parameters, *((name, buffer) for name, buffer in pipe.named_buffers() if buffer.requires_grad)]
 
 
-def forget_gradients(pipe: Pipeline) -> None:
-    for _, tensor in trained(pipe.session.all_parameters(), pipe):
+def forget_gradients(pipe: Pipeline, inputs: Mapping[str, Tensor]) -> None:
+    for _, tensor in (*trained(pipe.session.all_parameters(), pipe), *inputs.items()):
         tensor.grad = None
 
 
@@ -241,7 +249,7 @@ def _run_unsplit(
             elif any(map(needs_backward, alone.stages)):
                 raise no_gradient()
             losses.append(value.detach())
-            outputs.append(output)
+            outputs.append([tensor.detach().clone() for tensor in tensors_in(output)])
             if (k + 1) * replicas == len(pieces):
                 first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
         with torch.no_grad():

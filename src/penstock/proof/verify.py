@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.pipe.arguments import checked_inputs
@@ -22,15 +23,12 @@ from penstock.proof.reference import Expected, forget_gradients, reference, tens
 from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.gradients.distribution import whole
-from penstock.runtime.loss.loss import (
-    Loss,
-    Reduction,
-)
-from penstock.runtime.loss.order import LossState
+from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
 from penstock.stages import ties
+from penstock.trees import map_tensors
 
 
 @also(**OF_PIPELINE)
@@ -74,6 +72,7 @@ def verify(
     known = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
     for name in options.keys() - known.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
+    check_grad_enabled("penstock.verify")
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
         cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
@@ -81,15 +80,17 @@ def verify(
     mine, other = twins(model, loss_fn)
     options |= {"schedule": schedule, "loss_fn": mine.loss, "reduction": reduction}
     with pipeline(mine.model, args, kwargs, **options) as pipe:
-        batch = Microbatch(args, kwargs, target)
-        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
-            found = reference(other, pipe, batch, reduction, options, whole_batch)
+        args, kwargs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
+        batch = Microbatch(tuple(args), kwargs, target)
+        compiles = pipe.session.compile is not False or pipe.session.has_compiled_blocks
+        with torch.compiler.set_stance("force_eager"):  # hooks and draws of compiled code are others
+            found = reference(other, pipe, batch, reduction, {**options, "compile": compiles}, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = found.can_be_exact and not options.get("compile") and not divided
+            exact = found.can_be_exact and not compiles and not divided
         compared = []
         for expected in found.steps:
-            forget_gradients(pipe)
+            forget_gradients(pipe, expected.inputs)
             result = pipe.step(*args, target=target, outputs=True, **kwargs)
             total = result.loss
             outputs = result.outputs if pipe.has_outputs else None
@@ -151,6 +152,8 @@ def _compare(
                 rounded=expected.rounded.get(name),
             )
         )
+    for name, tensor in expected.inputs.items() if pipe.needs_inputs else ():
+        rows.append(judge("gradient", name, (0,), tensor.grad, expected.gradients[name]))
     for name, buffer in pipe.named_buffers():
         rows.append(judge("buffer", name, holders[name], whole(buffer), expected.buffers[name]))
     return rows

@@ -160,7 +160,8 @@ class RunRead:
                 if not isinstance(given, dict) or given.get("run") != self.about.id:
                     continue  # of another run in this folder
                 own = RankState.from_dict(given.get("state"), given.get("at"), what)
-                others = [RankState.from_dict(one, given.get("at"), what) for one in given.get("heard") or ()]
+                heard = validate(tuple[dict[str, Any], ...], given.get("heard", ()), f"{what}: heard")
+                others = [RankState.from_dict(one, given.get("at"), what) for one in heard]
             except ArgumentError as error:
                 damaged.append(str(error))
                 continue

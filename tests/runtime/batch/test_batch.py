@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ShapeError
+from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.microbatches import Microbatches, kind_of, rows_of, sizes_of, split
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 from penstock.trees import flatten
@@ -84,12 +85,16 @@ def test_an_update_of_a_microbatch_leaves_the_batch_alone() -> None:
     [
         (torch.zeros(4, 2), r"input has 4 rows \(shape \[4, 2\]\); expected 5"),
         ({"a": (torch.zeros(6),)}, r"input\['a'\]\[0\] has 6 rows"),
-        ([torch.zeros(5, requires_grad=True)], r"input\[0\] requires a gradient.*pass input\[0\].detach\(\)"),
     ],
 )
 def test_wrong_batches_are_refused_by_name(tree: Any, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         split(tree, (3, 2), "input")
+
+
+def test_a_target_that_requires_a_gradient_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"target\[0\] requires a gradient.*pass target\[0\].detach\(\)"):
+        split([torch.zeros(5, requires_grad=True)], (3, 2), "target", dims=Dims("target"))
 
 
 def test_rows() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 import penstock.runtime.step.bound_schedules
-from penstock import ArgumentError, Microbatches, ShapeError, pipeline, verify
+from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pipeline, verify
 from penstock.runtime.step.outputs import code_of, words
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
@@ -48,12 +48,39 @@ def test_trap_12_a_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
                 pipe.step(x[:1], target=y[:1])
 
 
-def test_an_example_that_does_not_fill_the_schedule_is_refused() -> None:
-    x, _ = batch(3)
-    with pytest.raises(ArgumentError, match="microbatches=4, but the example makes 3, of 3 rows"):
-        pipeline(mlp(), (x,), microbatches=4, loss=squared_error)
-    with pytest.raises(ArgumentError, match="microbatches=4, but the example makes 2, of 3 rows"):
-        pipeline(mlp(), (Microbatches([x[:1], x[1:]]),), microbatches=4, loss=squared_error)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_first_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
+    model = mlp(8)
+    reference = copy.deepcopy(model)
+    for_two = Microbatches([batch(3)[0][:1], batch(3)[0][1:]])
+    for example, first in ((batch(3)[0], 3), (for_two, 2)):
+        with pipeline(model, (example,), ranks=2, microbatches=4, loss=squared_error, schedule=schedule) as pipe:
+            assert pipe.schedule.microbatches == first
+            for rows in (3, 11, 2):
+                x, y = batch(rows)
+                model.zero_grad()
+                reference.zero_grad()
+                expected = step_by_hand(reference, (x,), y, squared_error, min(4, rows))
+                assert torch.equal(pipe.step(x, target=y).loss, expected.total)
+                assert_same_gradients(model, reference)
+
+
+def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    with pipeline(model, (torch.randn(8, 4),), ranks=2, microbatches=4, loss=squared_error) as pipe:
+        for rows, microbatches in ((8, 4), (7, 3), (2, 1), (5, 2), (8, 4)):
+            x, y = torch.randn(rows, 4), torch.randn(rows, 4)
+            expected = step_by_hand(reference, (x,), y, squared_error, microbatches)
+            assert torch.equal(pipe.step(x, target=y).loss, expected.total)
+            for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
+                assert torch.equal(a, b), name
+        assert_same_gradients(model, reference)
+        with pytest.raises(
+            PartitionError, match=r"more than one row of a batch in training, and 1 row in 1 microbatch"
+        ):
+            pipe.step(x[:1], target=y[:1])
 
 
 def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
@@ -179,9 +206,12 @@ def test_microbatches_that_do_not_fit_are_refused() -> None:
             pipe.step(two, target=three)
         with pytest.raises(ShapeError, match=r"target has 5 rows .*expected 6"):
             pipe.step(two, target=y[:5])
-        with pytest.raises(ShapeError, match="requires a gradient"):
-            pipe.step(Microbatches([x[:2].requires_grad_(), x[2:]]), target=y)
+        with pytest.raises(ShapeError, match="target requires a gradient"):
+            pipe.step(two, target=Microbatches([y[:2].clone().requires_grad_(), y[2:]]))
         assert pipe.step(two, target=y).loss > 0
+        piece = x[:2].clone().requires_grad_()
+        pipe.step(Microbatches([piece, x[2:]]), target=y)
+        assert piece.grad is not None
 
 
 def test_a_batch_that_is_cut_already_can_be_verified() -> None:
@@ -300,7 +330,8 @@ def test_kinds_are_known_again_and_the_oldest_is_forgotten(monkeypatch: pytest.M
         for _ in range(3):
             for rows in (1, 2, 3):
                 pipe.step(batch(rows)[0], target=batch(rows)[1])
-        assert len(recorded) == len(list(pipe.session.steps.bound_schedules)) == 3
+        assert len(list(pipe.session.steps.bound_schedules)) == 3
+        assert len(recorded) == 3 + 2  # with 4 and 5 rows, to find what follows the number
         with pytest.warns(UserWarning, match="kinds of batches.*Pad batches to a few shapes") as warned:
             pipe.step(batch(4)[0], target=batch(4)[1])
         assert warned[0].filename == __file__

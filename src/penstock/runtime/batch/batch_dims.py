@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from torch import Tensor
-
 from penstock.errors import ArgumentError, ShapeError
 from penstock.trees import flatten
 
@@ -40,40 +38,48 @@ class Dims:
     Attributes:
         what: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
+        least: the fewest rows that a microbatch has, if the batch has enough.
     """
 
     what: str
     stated: tuple[tuple[str, Dim], ...] = ()
+    least: int = 1
 
     def of(self, path: str) -> Dim:
         """The dimension stated for the leaf at `path`. The most specific statement applies."""
         if not self.stated:
             return 0
-        path = _plain(path)
+        path = plain(path)
         found = [(len(part), dim) for part, dim in self.stated if path.startswith(part)]
         return max(found, key=lambda pair: pair[0])[1] if found else 0
 
+    def states(self, path: str) -> bool | None:
+        """Whether a dimension is stated for just what is at `path`, rather than for more; None: for parts of it."""
+        path = plain(path)
+        within = {part == path for part, _ in self.stated if part.startswith(path)}
+        return None if False in within else bool(within)
+
     def below(self, path: str, what: str) -> Dims:
         """The dimensions stated within the part of the structure at `path`, which is called `what` itself."""
-        path = _plain(path)
+        path = plain(path)
         inner = [(part.removeprefix(path), dim) for part, dim in self.stated if part.startswith(path)]
         return Dims(what, (("", self.of(path)), *inner))
 
-    def at(self, path: str, tensor: Tensor, where: str) -> int | None:
+    def at(self, path: str, tensor: Any, where: str) -> int | None:
         """The dimension of `tensor` to cut along, counted from the front; None if it is not cut.
 
         Raises:
             ShapeError: the tensor has no such dimension.
         """
         dim = self.of(path)
-        if dim is None or not tensor.dim():
+        if dim is None or not tensor.ndim:
             return None
         assert isinstance(dim, int)  # only outputs are reduced
         return checked(dim, tensor, where)
 
     def refuse_unknown(self, paths: Iterable[str]) -> None:
         """Raises ArgumentError for a statement about something that is not among the leaves at `paths`."""
-        known = [_plain(path) for path in paths]
+        known = [plain(path) for path in paths]
         for part, _ in self.stated:
             if part not in _ALL and not any(path.startswith(part) for path in known):
                 there = ", ".join(self.what + path for path in known) or "none"
@@ -84,14 +90,14 @@ _ALL = ("", "[0]", "[1]")
 """Statements about a whole target or output, or about all args or kwargs, may match nothing."""
 
 
-def checked(dim: int, tensor: Tensor, where: str) -> int:
+def checked(dim: int, tensor: Any, where: str) -> int:
     """A dimension counted from the front. Raises ShapeError if the tensor has no such dimension."""
-    if not -tensor.dim() <= dim < tensor.dim():
+    if not -tensor.ndim <= dim < tensor.ndim:
         raise ShapeError(
             f"{where} has shape {list(tensor.shape)}, but batch_dims says that the batch is in its dimension {dim}; "
             "state another one for it, or None to give it whole to each microbatch"
         )
-    return dim % tensor.dim()
+    return dim % int(tensor.ndim)
 
 
 FIRST = Dims("input")
@@ -144,7 +150,7 @@ def _stated(tree: Any, prefix: str, names: tuple[str, ...]) -> list[tuple[str, D
                 f"batch_dims[{name!r}]{path} is {leaf!r}; expected a dimension, or None for what goes whole to each "
                 f"microbatch{more}"
             )
-        found.append((_plain(prefix + path), dim))
+        found.append((plain(prefix + path), dim))
     return found
 
 
@@ -161,6 +167,6 @@ def _dim(leaf: Any) -> Dim | _Wrong:
     return _Wrong()
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
     """A path that writes a dict's keys and an object's fields alike, so that one may mirror the other."""
     return re.sub(r"\.([^\W\d]\w*)", r"['\1']", path)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from penstock.errors import ArgumentError, ShapeError
+from penstock.runtime.batch import block_masks
 from penstock.runtime.batch import microbatches as batches
-from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse
+from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
-from penstock.trees import flatten
+from penstock.trees import flatten, unflatten
 from penstock.words import counted
 
 
@@ -73,6 +74,18 @@ class Cutting:
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
 
+    def following(self, example: Any, rows: int) -> Cutting:
+        """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
+        smaller batch may have as many rows as some list has entries by chance.
+        """
+        dims, stated = self.inputs, list(self.inputs.stated)
+        flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
+            if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
+                cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
+                stated.append((plain(path), 0 if cut else None))
+        return replace(self, inputs=replace(dims, stated=tuple(stated)))
+
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
     ) -> tuple[Microbatch, ...] | None:
@@ -106,7 +119,15 @@ class Cutting:
     ) -> CutBatch:
         """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
         if divided is None:
-            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
+            masks: list[Any] = []
+            rest = block_masks.taken_out((args, kwargs), masks)
+            cut = batches.cut(rest, microbatches, what, device, pipelines=pipelines, dims=self.inputs)
+            if not masks:
+                return cut
+            columns = zip(*(block_masks.cut(mask, cut.sizes, what, device) for mask in masks), strict=True)
+            whole = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
+            pieces = tuple(flatten(block_masks.put_back(*each)) for each in zip(whole, columns, strict=True))
+            return CutBatch(pieces, cut.sizes, (cut.kind, tuple(map(batches.kind_of, pieces))))
         whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)

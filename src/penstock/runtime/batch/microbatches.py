@@ -1,15 +1,17 @@
 """A batch, cut into microbatches along its first dimension or other stated ones, or already cut by the user.
 
 Every tensor of a batch (in any nesting that torch can flatten) has the batch's rows in its first dimension, unless
-`Dims` say otherwise; scalars and plain values go to each microbatch unchanged. A batch that does not divide evenly
-gives microbatches whose sizes differ by one; one with fewer rows than microbatches gives fewer of them.
+`Dims` say otherwise. A list or array with one entry per row is cut too (`is_column`); scalars and other plain values go
+to each microbatch unchanged. A batch that does not divide evenly gives microbatches whose sizes differ by one; one with
+fewer rows than microbatches gives fewer of them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -60,22 +62,10 @@ class CutBatch:
     kind: Hashable
 
 
-def check_enough(cut: CutBatch, microbatches: int, by_default: bool = False) -> None:
-    """Raises ArgumentError if an example makes fewer microbatches than a schedule has. `by_default`: the user did not
-    say how many.
-    """
-    if len(cut.sizes) < microbatches:
-        raise ArgumentError(
-            f"microbatches={microbatches}{' (the default)' * by_default}, but the example makes {len(cut.sizes)}, of "
-            f"{counted(sum(cut.sizes), 'row')}: a later batch may be smaller, but the example must be a whole one; "
-            f"give a larger one or fewer microbatches, such as microbatches={len(cut.sizes)}"
-        )
-
-
-def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...]:
+def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
-    With fewer rows than microbatches there are as many microbatches as rows.
+    With too few rows for `least` in each of the microbatches there are fewer of these.
 
     Raises:
         ArgumentError: there are fewer rows than pipelines (copies of the model), each of which needs one.
@@ -87,18 +77,37 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1) -> tuple[int, ...
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
-    microbatches = min(rows, microbatches)
+    microbatches = max(min(rows // least, microbatches), pipelines)
     small, extra = divmod(rows, microbatches)
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def rows_of(tree: Any, what: str, dims: Dims = FIRST) -> int:
-    """The number of rows of a batch.
+def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None) -> int:
+    """The number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of lists,
+    the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
     Raises:
-        ShapeError: there is no tensor with rows, or two of them disagree.
+        ShapeError: there is nothing with rows, or two of them disagree.
     """
-    return _agreed(_rows(flatten(tree), what, dims), what)
+    names: dict[int, str] = {}
+    for rows, name in _rows(raw or flatten(tree), what, dims):
+        names.setdefault(rows, name)
+    if len(names) == 1:
+        return next(iter(names))
+    flat = flatten(tree, is_leaf=lambda value, path: is_list(value, path, dims))
+    pairs = zip(flat.leaves, flat.paths, strict=True)
+    lengths = {_length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
+    if len(lengths) == 1:
+        return lengths.pop() or 0
+    if not names:
+        raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
+    raise ShapeError(
+        f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
+        "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
+        "batch_dims= (None: whole to each microbatch); where one has several rows for each of another, pass both as "
+        "penstock.Microbatches(x.chunk(microbatches)); what no dimension describes (graphs, packed sequences), cut "
+        "with a function: split="
+    )
 
 
 def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
@@ -110,20 +119,55 @@ def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple
                 yield leaf.shape[dim], f"{what}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
 
 
-def _agreed(counted: Iterable[tuple[int, str]], what: str) -> int:
-    found: dict[int, str] = {}
-    for rows, name in counted:
-        found.setdefault(rows, name)
-    if not found:
-        raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
-    if len(found) > 1:
+def _length(leaf: Any, path: str, dims: Dims) -> int | None:
+    """The rows of a tensor or array, the number of entries of a list; None for anything else."""
+    if type(leaf) in (list, tuple):
+        return len(leaf)
+    numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import
+    has_shape = isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
+    dim = dims.at(path, leaf, dims.what + path) if has_shape else None
+    return None if dim is None else int(leaf.shape[dim])
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether this is a tensor, or holds tensors or pieces of them."""
+    return any(isinstance(one, (Tensor, Microbatches)) for one in flatten(leaf).leaves)
+
+
+def is_list(value: Any, path: str, dims: Dims) -> bool:
+    """Whether this is a list or tuple that may have one entry per row. The model's arguments are none, nor is one whose
+    entries have dimensions of their own in `batch_dims`."""
+    if type(value) not in (list, tuple) or not value or (dims.what == "input" and path in ("", "[0]")):
+        return False
+    return dims.of(path) is not None and dims.states(path) is not None
+
+
+def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
+    """Whether this is a list with one entry per row, to be cut between them: it has as many entries, and no tensors, or
+    tensors that do not all have the rows. DataLoader makes such lists of texts; torchvision's detection models take
+    lists of pictures and of dicts.
+
+    Raises:
+        ShapeError: it may as well be something else: up to 3 numbers a size, dicts of tensors with the rows caches.
+    """
+    if not is_list(value, path, dims):
+        return False
+    if len(value) != rows or rows == 1:
+        if rows > 1 and dims.states(path) and not holds_tensors(value):
+            raise ShapeError(f"{where} has {len(value)} entries; expected {rows}, one for each row, as the example has")
+        return False
+    inner = flatten(value)
+    found = {count for count, _ in _rows(inner, where, dims, path)}
+    numbers = not found and rows <= 3 and dims.what == "input" and all(type(one) in (int, float) for one in value)
+    dicts = found == {rows} and all(isinstance(one, dict) for one in value)
+    if (numbers or dicts) and not dims.states(path):
         raise ShapeError(
-            f"{what}: tensors disagree on the number of rows: {', '.join(found.values())}; "
-            "each tensor must have the batch in its first dimension (scalars and plain values are repeated). Where it "
-            "lies elsewhere, say so with batch_dims=; what no dimension describes (graphs, packed sequences), cut with "
-            "a function: split="
+            f"{where} is a {type(value).__name__} of {rows} {'numbers' if numbers else 'dicts'}, and the batch has "
+            f"{rows} rows: is each one row? Pass batch_dims= with 0 for it to cut it between them, or None to give it "
+            "whole to each microbatch; or cut the batch with a function: split="
         )
-    return next(iter(found))
+    alike = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
+    return dicts or (found != {rows} and alike and not any(isinstance(leaf, Microbatches) for leaf in inner.leaves))
 
 
 def cut(
@@ -141,15 +185,16 @@ def cut(
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
         ShapeError: tensors disagree on the number of rows, or one requires a gradient.
     """
-    flat = flatten(tree)
-    given = [pair for pair in zip(flat.leaves, flat.paths, strict=True) if isinstance(pair[0], Microbatches)]
+    raw = flatten(tree)
+    given = any(isinstance(leaf, Microbatches) for leaf in raw.leaves)
     if given:
-        sizes = _sizes_given(given, microbatches, what, pipelines, dims)
-        pieces = tuple(map(flatten, split(tree, sizes, what, device, dims)))
+        sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(_agreed(_rows(flat, what, dims), what), microbatches, pipelines)
-        pieces = tuple(Flat(list(p), flat.paths, flat.structure) for p in split_leaves(flat, sizes, what, device, dims))
-    return CutBatch(pieces, sizes, kind_of(flat))
+        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.least)
+    pieces = _split(tree, sizes, what, device, dims)
+    if given or pieces[0].structure != raw.structure:  # pieces of one leaf may differ in structure
+        pieces = [flatten(unflatten(piece.leaves, piece.structure)) for piece in pieces]
+    return CutBatch(tuple(pieces), sizes, kind_of(raw))
 
 
 def split(
@@ -161,34 +206,41 @@ def split(
         ShapeError: a tensor's rows are not the sum of `sizes`, a tensor requires a gradient, or something already cut
             has another number of pieces.
     """
-    flat = flatten(tree)
-    return [unflatten(leaves, flat.structure) for leaves in split_leaves(flat, sizes, what, device, dims)]
+    return [unflatten(piece.leaves, piece.structure) for piece in _split(tree, sizes, what, device, dims)]
 
 
-def split_leaves(
-    flat: Flat, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims
-) -> list[tuple[Any, ...]]:
-    """Like `split`, for a batch that is already flattened: the leaves of each microbatch."""
-    if not flat.leaves:
-        return [() for _ in sizes]
-    columns = []
-    for leaf, path in zip(flat.leaves, flat.paths, strict=True):
-        dim = dims.at(path, leaf, f"{what}{path}") if isinstance(leaf, Tensor) else None
-        columns.append(_split_leaf(leaf, sizes, f"{what}{path}", device, dim))
-    return list(zip(*columns, strict=True))
+def _split(tree: Any, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims) -> list[Flat]:
+    """Like `split`. Each piece is flattened, but what `Microbatches` and columns become in it is not."""
+    rows = sum(sizes)
+    flat = flatten(tree, is_leaf=lambda value, path: is_column(value, path, rows, what + path, dims))
+    columns = [
+        _split_leaf(leaf, path, sizes, f"{what}{path}", device, dims)
+        for leaf, path in zip(flat.leaves, flat.paths, strict=True)
+    ]
+    pieces = zip(*columns, strict=True) if columns else ((),) * len(sizes)
+    return [Flat(list(leaves), flat.paths, flat.structure) for leaves in pieces]
 
 
-def _split_leaf(leaf: Any, sizes: Sequence[int], where: str, device: torch.device | None, dim: int | None) -> list[Any]:
+def _split_leaf(
+    leaf: Any, path: str, sizes: Sequence[int], where: str, device: torch.device | None, dims: Dims
+) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
         return _given(leaf, sizes, where, device)
+    ends = list(accumulate(sizes))
+    if type(leaf) in (list, tuple):  # a column: others are not leaves
+        pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return _given(Microbatches(pieces), sizes, where, device)
     if not isinstance(leaf, Tensor):
-        return [leaf] * len(sizes)
+        if _length(leaf, path, dims) != ends[-1]:
+            return [leaf] * len(sizes)
+        return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.of(path)))
+    dim = dims.at(path, leaf, where)
     if dim is None:
-        return [_own(leaf, where, device) for _ in sizes]
-    if leaf.shape[dim] != sum(sizes):
+        return [_own(leaf, where, device) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
+    if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
             f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
-            f"expected {sum(sizes)}, as the inputs have"
+            f"expected {ends[-1]}, as the inputs have"
         )
     return [_own(_dense(part) if dim else part, where, device) for part in torch.split(leaf, list(sizes), dim)]
 
@@ -201,12 +253,7 @@ def _dense(part: Tensor) -> Tensor:
 def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
     if len(leaf) != len(sizes):
         raise ShapeError(f"{where} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
-    pieces = []
-    for piece in leaf.pieces:
-        flat = flatten(piece)
-        own = [_own(leaf, where, device) if isinstance(leaf, Tensor) else leaf for leaf in flat.leaves]
-        pieces.append(unflatten(own, flat.structure))
-    return pieces
+    return [map_tensors(lambda tensor: _own(tensor, where, device), piece) for piece in leaf.pieces]
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
@@ -228,29 +275,35 @@ def on(tree: Any, device: torch.device | None) -> Any:
 
 
 def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
-    if tensor.requires_grad:
+    moved = tensor if device is None else tensor.to(device)
+    if not tensor.requires_grad:
+        return exact.own(moved)
+    if where.startswith("target"):
         raise ShapeError(
-            f"{where} requires a gradient, which a pipeline does not return for its inputs; pass {where}.detach()"
+            f"{where} requires a gradient, which a pipeline returns for the model's inputs alone; pass {where}.detach()"
         )
-    return exact.own(tensor if device is None else tensor.to(device))
+    own: Tensor = exact.Own.apply(moved)  # type: ignore[no-untyped-call]
+    return own
 
 
-def _sizes_given(
-    given: Sequence[tuple[Microbatches, str]], microbatches: int, what: str, pipelines: int, dims: Dims
-) -> tuple[int, ...]:
-    """The rows of each microbatch of a batch that is already cut. Each of `given` comes with its path."""
+def _sizes_given(raw: Flat, microbatches: int, what: str, pipelines: int, dims: Dims) -> tuple[int, ...]:
+    """The rows of each microbatch of a batch that is already cut: those of the first tensor in its piece, unless
+    tensors beside it have another number, and are cut evenly."""
+    given = [pair for pair in zip(raw.leaves, raw.paths, strict=True) if isinstance(pair[0], Microbatches)]
     counts = sorted({len(one) for one, _ in given})
     if len(counts) > 1:
         raise ShapeError(
             f"{what}: one Microbatches has {counts[0]} pieces, another {counts[-1]}; give all the same number"
         )
     check_count(counts[0], microbatches, what, pipelines)
-    sizes = []
-    for k in range(counts[0]):
-        name = f"{what}, microbatch {k}"
-        rows = (_rows(flatten(one.pieces[k]), name + path, dims, path) for one, path in given)
-        sizes.append(_agreed(chain.from_iterable(rows), name))
-    return tuple(sizes)
+    pieces = [[flatten(one.pieces[k]) for one, _ in given] for k in range(counts[0])]
+    rows = [
+        [n for flat, (_, path) in zip(flats, given, strict=True) for n, _ in _rows(flat, what, dims, path)]
+        for flats in pieces
+    ]
+    sizes = tuple(found[0] if found else 1 for found in rows)
+    beside = {n for n, _ in _rows(raw, what, dims)}
+    return sizes if beside <= {sum(sizes)} else sizes_of(min(beside), counts[0])
 
 
 def check_count(count: int, microbatches: int, what: str, pipelines: int) -> None:
@@ -272,4 +325,5 @@ def _kind_of_leaf(leaf: Any) -> Hashable:
     """A leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's device."""
     if isinstance(leaf, Microbatches):
         return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
-    return describe(leaf)[:4]
+    takes_gradient = isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+    return *describe(leaf)[:4], takes_gradient

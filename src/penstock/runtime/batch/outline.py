@@ -7,7 +7,7 @@ For floating-point tensors only shape, strides and dtype are.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, PenstockError
 from penstock.partition.recording.guards import is_integer
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
@@ -89,24 +89,38 @@ class Outline:
             object.__setattr__(self, field.name, value)
 
 
+class SingleRowError(PartitionError):
+    """A norm got a single row in training, which has no variance."""
+
+
 @contextmanager
-def telling_rows(sizes: Sequence[int]) -> Iterator[None]:
-    """Wraps a recording of microbatches of these sizes: if batch norm gets a single row, explains how that came about.
+def telling_rows(outline: Outline) -> Iterator[None]:
+    """Wraps a recording of microbatches: an error of the model's own tells how the batch was cut.
 
     Raises:
-        PartitionError: batch norm gets a single row.
+        SingleRowError: batch norm gets a single row.
     """
+    sizes = outline.sizes
+    rows, pieces = sum(sizes), counted(len(sizes), "microbatch")
     try:
         yield
-    except (PartitionError, ValueError) as error:  # from inside a block, or from the model's own forward
-        if ONE_VALUE not in str(error) or not sizes or min(sizes) > 1:
+    except Exception as error:  # from inside a block, or from the model's own forward
+        cause = error.__cause__ or error
+        if isinstance(cause, PenstockError) or not sizes:
             raise
-        rows, count = sum(sizes), len(sizes)
+        error.add_note(
+            f"penstock: recorded for a batch of {counted(rows, 'row')} in {pieces}; the first got "
+            f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
+            "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
+            "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "
+            "such as a list of pictures, with a function: split="
+        )
+        if ONE_VALUE not in str(error) or min(sizes) > 1:
+            raise
         listed = f"{sizes[0]} each" if len({*sizes}) == 1 else ", ".join(map(str, sizes))
         most = f"at most {counted(rows // 2, 'microbatch')}, or " if rows > 1 else ""
-        raise PartitionError(
-            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in "
-            f"{counted(count, 'microbatch')} are "
+        raise SingleRowError(
+            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in {pieces} are "
             f"{listed}: use {most}a larger batch ({' '.join(str(error).split())})"
         ) from error
 
@@ -117,12 +131,13 @@ def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    if is_integer(tensor):
-        return tensor.cpu()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor.cpu() if is_integer(tensor) else _like(tensor, torch.device("meta"))
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.to(device)
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return _like(tensor, device) if tensor.is_meta else tensor.to(device)
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)

@@ -24,7 +24,7 @@ from penstock.runtime.kinds import distinct
 from penstock.runtime.loss.loss import no_gradient
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import Route, RouteBuilder, Routes
-from penstock.stages import StageMeta, needs_backward
+from penstock.stages import MODEL_INPUT, StageMeta, needs_backward
 
 
 class _Saved(NamedTuple):
@@ -37,7 +37,7 @@ class _Kind:
 
     Attributes:
         meta, routes: the stage's, for this kind.
-        tracked: the positions of the inputs that take a gradient.
+        tracked: the positions of the inputs that take a gradient; `given`: of those, the model's own inputs.
         untracked_outputs: the positions of the outputs that take none.
         root_outputs, root_inputs: the positions of those to which gradients come in.
     """
@@ -46,6 +46,7 @@ class _Kind:
         self.meta = meta
         self.routes = builder.routes(meta.index, number)
         self.tracked = [p for p, i in enumerate(meta.inputs) if training and i.meta.requires_grad]
+        self.given = [p for p in self.tracked if meta.inputs[p].source == MODEL_INPUT]
         self.untracked_outputs = [p for p, o in enumerate(meta.outputs) if training and not o.meta.requires_grad]
         roots = builder.roots(meta.index, number).values()
         self.root_outputs = [root.position for root in roots if root.is_output]
@@ -105,10 +106,13 @@ class StageRunner:
         self._grads: Mail = {}
         self.batch: list[Mapping[int, Tensor]] = []
         """For each microbatch, the model's inputs by position among the stage's inputs."""
+        self.batch_gradients: dict[tuple[int, int], Tensor] = {}
+        """The gradients of the model's inputs, by microbatch and position."""
 
     def begin_step(self, batch: Sequence[Mapping[int, Tensor]], start: Start) -> None:
         """Takes a step's inputs, and drops anything left by a step that raised."""
         self.batch = list(batch)
+        self.batch_gradients.clear()
         self._saved.clear()
         self._kept.clear()
         self._values.clear()
@@ -148,11 +152,13 @@ class StageRunner:
             self._saved[microbatch] = saved
         routes = self._kinds[microbatch].routes.values_out
         if routes:
-            _dispatch(routes, microbatch, [exact.settled(output) for output in outputs], self._values)
+            _dispatch(routes, microbatch, exact.handed_on(outputs), self._values)
+        elif self._head is not None and rerun is None:
+            self._head.keep(microbatch, outputs)
 
     def _run_code(
         self, microbatch: int, args: list[Any], *, runs_again: bool = False
-    ) -> tuple[_Saved, Sequence[Tensor]]:
+    ) -> tuple[_Saved, list[Tensor | None]]:
         """Runs the forward, and the loss if there is one. Empties `args`.
 
         Returns what backward starts from, and the outputs with their graph.
@@ -185,7 +191,7 @@ class StageRunner:
         if split is not None and not (runs_again and self._head is not None):
             split.learn(roots)
         roots += passed_on
-        return _Saved(roots, slots), outputs
+        return _Saved(roots, slots), [*outputs]
 
     def _outputs(
         self, microbatch: int, args: list[Any], split: SplitBackward | None, runs_again: bool
@@ -200,7 +206,10 @@ class StageRunner:
         """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
-            return self._run_code(microbatch, rerun.args())[0]
+            saved, outputs = self._run_code(microbatch, rerun.args())
+        if self._head is not None:
+            self._head.keep(microbatch, outputs)
+        return saved
 
     def await_grads(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
@@ -225,12 +234,15 @@ class StageRunner:
             if self._streams is not None:
                 self._streams.begin(microbatch, self._draw_offsets[microbatch], again=True)
             self._run_autograd(microbatch, saved.roots, grads)
+            for position in kind.given:
+                if slot := saved.slots[position]:
+                    self.batch_gradients[microbatch, position] = slot[0].detach().resolve_conj().resolve_neg().clone()
             if kind.routes.grads_out:
                 given: list[Tensor | None] = [None] * len(kind.meta.inputs)
                 for position, slot in saved.slots.items():
                     if slot:
-                        given[position] = exact.settled(slot[0])
-                _dispatch(kind.routes.grads_out, microbatch, given, self._grads)
+                        given[position] = slot.pop()
+                _dispatch(kind.routes.grads_out, microbatch, exact.handed_on(given), self._grads)
 
     def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
         """Runs backward from the roots that have a gradient. Empties `grads`."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.runtime.loss.loss import Loss
+from penstock.trees import flatten
 from penstock.words import in_a_line
 
 
@@ -52,7 +53,7 @@ def checked_loss(loss: Loss | Callable[[Any], Tensor] | None) -> Loss | None:
 
 
 def saying_what_is_missing(loss: Loss | None) -> Loss | None:
-    """The loss, with a clear message if it raises because a step has no target."""
+    """The loss, with a clear message if it raises because a step has no target, or none of tensors."""
     if loss is None or isinstance(loss, OutputLoss):
         return loss
 
@@ -60,7 +61,14 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
         try:
             return loss(output, target)
         except Exception as error:
-            if target is not None or isinstance(error, PenstockError):
+            if isinstance(error, PenstockError):
+                raise
+            if target is not None:
+                if not any(isinstance(leaf, Tensor) for leaf in flatten(target).leaves):
+                    error.add_note(
+                        f"penstock: loss_fn got a {type(target).__name__} as a microbatch's target; if it expects a "
+                        "tensor, pass target=torch.as_tensor(target)"
+                    )
                 raise
             raise ArgumentError(
                 f"target=None, but this rank runs the last stage, and loss_fn(output, None) raised "

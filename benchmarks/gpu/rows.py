@@ -1,0 +1,37 @@
+"""What becomes of a case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cases.case import Case, NotHereError, Setting
+
+Row = dict[str, Any]
+"""What became of a case: its name, part, status, what it says, seconds, and what it found.
+
+Status: "ok"; "wrong": it is not as it should be; "raised"; "crashed": its process ended without a result; "timed out";
+"not here": this machine cannot show it; "not begun", or cut off: the time for all of them was up.
+"""
+
+BAD = ("wrong", "raised", "crashed", "timed out")
+
+MOST_CHARACTERS = 500
+
+
+def row(case: Case, status: str, says: str, seconds: float, **more: Any) -> Row:
+    says = " ".join(says.split())[:MOST_CHARACTERS]
+    return {"name": case.name, "part": case.part, "status": status, "says": says, "seconds": round(seconds, 1), **more}
+
+
+def outcome(case: Case, setting: Setting) -> Row:
+    """Runs a case here, and says what it found: `status`, `says` and `found` of its row."""
+    try:
+        found = case.run(setting)
+        return {"status": "ok" if found["ok"] else "wrong", "says": found["says"], "found": found}
+    except NotHereError as reason:
+        return {"status": "not here", "says": str(reason), "found": {}}
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return {"status": "raised", "says": f"{type(error).__name__}: {error}", "found": {}}

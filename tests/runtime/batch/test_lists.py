@@ -1,0 +1,237 @@
+"""Lists and arrays with one entry per row are cut as tensors are: in inputs and targets, whatever the entries are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import Microbatches, ShapeError, pipeline, verify
+from scaffolding.models import squared_error
+from scaffolding.small import mlp
+
+ROWS, COUNTS = 6, [3, 1, 4, 1, 5, 9]
+
+
+@dataclass
+class Lengths:
+    counts: list[int]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+PER_ROW: dict[str, tuple[Any, Callable[[Any], list[Any]]]] = {
+    "list": (COUNTS, list),
+    "tuple": (tuple(COUNTS), list),
+    "texts": (["a" * n for n in COUNTS], lambda meta: [len(text) for text in meta]),
+    "lists": ([[0] * n for n in COUNTS], lambda meta: [len(entry) for entry in meta]),
+    "dicts": ([{"boxes": random(n, 4)} for n in COUNTS], lambda meta: [one["boxes"].sum() for one in meta]),
+    "dicts alike": ([{"boxes": random(2, 4) * n} for n in COUNTS], lambda meta: [one["boxes"].sum() for one in meta]),
+    "tensors": (tuple(random(n, 4) for n in COUNTS), lambda meta: [one.sum() for one in meta]),
+    "scalars": ([torch.tensor(float(n)) for n in COUNTS], list),
+    "array": (np.array(COUNTS), list),
+    "nested": ({"a": {"b": COUNTS}}, lambda meta: meta["a"]["b"]),
+    "object": (Lengths(COUNTS), lambda meta: meta.counts),
+}
+
+
+class Weighed(nn.Module):
+    """Weighs each row by a number."""
+
+    def __init__(self, read: Callable[[Any], list[Any]]) -> None:
+        super().__init__()
+        self.first, self.last, self.read = nn.Linear(5, 5), nn.Linear(5, 5), read
+
+    def forward(self, x: Tensor, meta: Any) -> Tensor:
+        hidden = self.first(x)
+        weights = torch.stack([torch.as_tensor(number).float() for number in self.read(meta)])
+        output: Tensor = self.last(hidden * weights.view(-1, 1))
+        return output
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+def test_each_microbatch_gets_its_entries(name: str) -> None:
+    meta, read = PER_ROW[name]
+    report = verify(
+        Weighed(read),
+        (random(ROWS, 5),),
+        {"meta": meta},
+        target=random(ROWS, 5),
+        loss_fn=squared_error,
+        ranks=2,
+        microbatches=4,
+    )
+    assert report.ok
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close", report.whole_batch.text
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+def test_so_does_the_loss(name: str) -> None:
+    target, read = PER_ROW[name]
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return F.mse_loss(output, torch.tensor([float(n) for n in read(target)]).view(-1, 1).expand_as(output))
+
+    report = verify(mlp(), (random(ROWS, 9),), target=target, loss_fn=loss, ranks=2, microbatches=4)
+    assert report.ok
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close", report.whole_batch.text
+
+
+class Resized(nn.Module):
+    """Its plain values belong to no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, size: Any, names: Any = ()) -> Tensor:
+        output: Tensor = self.last(self.first(x).expand(*size, *x.shape).sum((0, 1)))
+        return output * (1 + len(names))
+
+
+def test_a_list_goes_whole_where_the_examples_does() -> None:
+    """A smaller batch has as many rows as the list has entries."""
+    x, y, model = random(ROWS, 5), random(ROWS, 5), Resized()
+    names = ["a", "b", "c", "d"]
+    with pipeline(model, (x, (2, 3), names), loss_fn=squared_error, ranks=2, microbatches=2) as pipe:
+        for rows in (6, 4, 2):
+            expected = squared_error(model(x[:rows], (2, 3), names), y[:rows])
+            torch.testing.assert_close(pipe.step(x[:rows], (2, 3), names, target=y[:rows]).loss, expected.detach())
+
+
+def test_what_may_be_a_size_is_asked_for() -> None:
+    x, y, model = random(2, 5), random(2, 5), Resized()
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
+    with pytest.raises(
+        ShapeError, match=r"\[1\] is a tuple of 2 numbers, and the batch has 2 rows.*batch_dims=.*split="
+    ):
+        pipeline(model, (x, (2, 3)), **options)
+    with pipeline(model, (x, (2, 3)), **options, batch_dims={"args": (0, None)}) as pipe:
+        loss = pipe.step(x, (2, 3), target=y).loss
+    torch.testing.assert_close(loss, squared_error(model(x, (2, 3)), y).detach())
+    weighed = Weighed(list)
+    report = verify(weighed, (x, (2, 3)), target=y, **options, batch_dims={"args": (0, 0)})
+    assert report.ok
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close"
+
+
+def test_dicts_of_tensors_with_the_rows_are_asked_for() -> None:
+    x, y, boxes = random(4, 5), random(4, 5), [{"b": random(4, 2) * n} for n in (1, 2, 3, 4)]
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
+    model = Weighed(lambda meta: [one["b"].sum() for one in meta])
+    with pytest.raises(ShapeError, match=r"is a list of 4 dicts, and the batch has 4 rows: is each one row\?"):
+        pipeline(model, (x, boxes), **options)
+    report = verify(model, (x, boxes), target=y, **options, batch_dims={"args": (0, 0)})
+    assert report.ok
+    caches = Weighed(lambda meta: list(sum(one["b"] for one in meta).sum(1)))
+    assert verify(caches, (x, boxes), target=y, **options, batch_dims={"args": (0, [{"b": 0}] * 4)}).ok
+
+
+def test_a_list_of_features_is_cut_in_each() -> None:
+    """As models with several inputs take them, even if there are as many as rows."""
+    x, y, features = random(4, 5), random(4, 5), [random(4, 2) * n for n in (1, 2, 3, 4)]
+    model = Weighed(lambda meta: list(sum(meta).sum(1)))
+    report = verify(model, (x, features), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
+    assert report.ok
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "close"
+
+
+def test_pieces_that_are_given_are_not_measured() -> None:
+    """Two inputs, of which the second has two rows for each of the first."""
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+            output: Tensor = self.last(self.first(x) + self.first(pairs).view(-1, 2, 5).sum(1))
+            return output
+
+    model, x, pairs, y = Pairs(), random(8, 5), random(16, 5), random(8, 5)
+    expected = squared_error(model(x, pairs), y).detach()
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 4}
+    with pytest.raises(ShapeError, match=r"disagree on the number of rows.*Microbatches\(x.chunk\(microbatches\)\)"):
+        pipeline(model, (x, pairs), **options)
+    for args in ((Microbatches(x.chunk(4)), Microbatches(pairs.chunk(4))), (x, Microbatches(pairs.chunk(4)))):
+        with pipeline(model, args, **options) as pipe:
+            result = pipe.step(*args, target=y)
+        assert result.sizes == (2, 2, 2, 2)
+        torch.testing.assert_close(result.loss, expected)
+
+
+# -- what messages tell ----------------------------------------------------------------------------------------------
+
+
+OF_THE_BATCH = torch.ones(8, 1)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, scale: Tensor = OF_THE_BATCH) -> Tensor:
+        output: Tensor = self.last(self.first(x) * scale)
+        return output
+
+
+class Rotary(nn.Module):
+    """Positions in three dimensions, as Qwen2-VL has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(9, 5), nn.Linear(5, 5)
+
+    def forward(self, ids: Tensor, position_ids: Tensor) -> Tensor:
+        time, height, width = position_ids
+        output: Tensor = self.last(self.embedding(ids) + self.embedding(time + height + width))
+        return output
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "words"),
+    [
+        (Scaled(), (random(8, 5),), r"8 rows in 4 microbatches; the first got args\[0\] \[2, 5\]\..*default argument"),
+        (
+            Rotary(),
+            (torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 3, 7, dtype=torch.int64)),
+            r"3 rows in 3 microbatches; the first got args\[0\] \[1, 7\], args\[1\] \[1, 3, 7\]\..*batch_dims=",
+        ),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten()),
+            ([random(3, 4, 4) for _ in range(8)],),
+            r"3 rows in 3 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split=",
+        ),
+    ],
+)
+def test_a_model_that_cannot_take_a_microbatch_is_told_how_the_batch_was_cut(
+    model: nn.Module, args: tuple[Any, ...], words: str
+) -> None:
+    with pytest.raises(Exception, match=r".") as caught:  # whatever the model raises
+        pipeline(model, args, loss_fn=squared_error, ranks=2, microbatches=4)
+    assert any(re.search(words, note) for note in caught.value.__notes__), caught.value.__notes__
+
+
+def test_a_target_that_is_no_tensor_is_named() -> None:
+    x, labels = random(8, 9), np.arange(8) % 3
+    with (
+        pipeline(mlp(), (x,), loss_fn=F.cross_entropy, ranks=2, microbatches=4) as pipe,
+        pytest.raises(TypeError, match=r"must be Tensor, not numpy\.ndarray") as caught,
+    ):
+        pipe.step(x, target=labels)
+    assert "loss_fn got a ndarray as a microbatch's target" in caught.value.__notes__[0]
+    assert "target=torch.as_tensor(target)" in caught.value.__notes__[0]

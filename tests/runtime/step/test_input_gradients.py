@@ -1,0 +1,137 @@
+"""The gradients of inputs are those of one device: cut, summed and put where the caller's tensor came from.
+
+Real ranks do the same in tests/distributed/test_changing.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Microbatch, Microbatches, pipeline, verify
+from scaffolding.by_hand import sizes_by_hand
+from scaffolding.models import squared_error
+
+MICROBATCHES = 4
+
+
+class Skipping(nn.Module):
+    """Uses its inputs on every stage, one of them whole in each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = x
+        for layer in self.layers:
+            hidden = layer(hidden * scale).relu() + x
+        return hidden
+
+
+def batch(rows: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, y = torch.randn(rows, 5, generator=generator), torch.randn(rows, 5, generator=generator)
+    return x.requires_grad_(), torch.tensor(1.5, requires_grad=True), y
+
+
+def by_hand(model: nn.Module, x: Tensor, scale: Tensor, y: Tensor) -> None:
+    sizes = sizes_by_hand(len(x), MICROBATCHES)
+    for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
+        squared_error(model(part.clone(), scale), target).backward(torch.tensor(len(part) / len(x)))
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "zb-h1": {},
+    "zb-v": {"chunks": 2},
+    "chimera": {},
+    "gpipe": {"recompute": "always"},
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_of_inputs_have_the_bits_of_one_device(schedule: str, frozen: bool) -> None:
+    torch.manual_seed(0)
+    model = Skipping()
+    for layer in model.layers[: 4 * frozen]:
+        layer.requires_grad_(False)
+    reference, options = copy.deepcopy(model), SCHEDULES[schedule]
+    (x, scale, y), (other_x, other_scale, _) = batch(), batch()
+    example = (x.detach(), scale.detach())
+    if frozen:
+        example = (x, scale)  # nothing else takes a gradient
+    with pipeline(
+        model, example, loss_fn=squared_error, ranks=2, microbatches=MICROBATCHES, schedule=schedule, **options
+    ) as pipe:
+        for step in range(3):
+            pipe.step(x, scale, target=y)
+            by_hand(reference, other_x, other_scale, y)
+            assert x.grad is not None
+            assert torch.equal(x.grad, other_x.grad)  # type: ignore[arg-type]
+            if step == 0:
+                assert torch.equal(scale.grad, other_scale.grad)  # type: ignore[arg-type]
+            torch.testing.assert_close(scale.grad, other_scale.grad)
+        before = x.grad.clone()
+        pipe.evaluate(x, scale, target=y)
+        pipe.predict(x, scale)
+        assert torch.equal(x.grad, before)
+        pipe.step(*example, target=y) if not frozen else None
+        assert torch.equal(x.grad, before)  # one that requires none gets none
+
+
+def test_a_gradient_goes_on_to_what_made_the_input() -> None:
+    torch.manual_seed(0)
+    model, encoder = Skipping(), nn.Linear(5, 5)
+    reference, other = copy.deepcopy(model), copy.deepcopy(encoder)
+    x, scale, y = batch()
+    with pipeline(
+        model, (x.detach(), scale.detach()), loss_fn=squared_error, ranks=2, microbatches=MICROBATCHES
+    ) as pipe:
+        pipe.step(encoder(x.detach()), scale.detach(), target=y)
+    squared_error(reference(other(x.detach()), scale.detach()), y).backward()
+    torch.testing.assert_close(encoder.weight.grad, other.weight.grad)
+
+
+def test_pieces_get_theirs() -> None:
+    torch.manual_seed(0)
+    model = Skipping()
+    x, scale, y = batch()
+    other_x, *_ = batch()
+    by_hand(copy.deepcopy(model), other_x, scale.detach(), y)
+    sizes = sizes_by_hand(7, MICROBATCHES)
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": MICROBATCHES}
+    pieces = [part.clone().detach().requires_grad_() for part in x.split(sizes)]
+    args = (Microbatches(pieces), scale.detach())
+    with pipeline(copy.deepcopy(model), args, **options) as pipe:
+        pipe.step(*args, target=y)
+    assert torch.equal(torch.cat([piece.grad for piece in pieces]), other_x.grad)  # type: ignore[arg-type, misc]
+
+    def cut(args: Any, kwargs: Any, target: Any, microbatches: int) -> list[Microbatch]:
+        parts = zip(args[0].split(sizes), y.split(sizes), strict=True)
+        return [Microbatch((part, args[1]), target=target) for part, target in parts]
+
+    with pipeline(model, (x, scale.detach()), **options, split=cut) as pipe:
+        pipe.step(x, scale.detach(), target=y)
+    assert torch.equal(x.grad, other_x.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_verify_compares_them(schedule: str) -> None:
+    x, scale, y = batch()
+    x.grad = torch.ones_like(x)
+    report = verify(
+        Skipping(), (x,), {"scale": scale}, target=y, loss_fn=squared_error, ranks=2, microbatches=4, schedule=schedule
+    )
+    assert report.ok
+    rows = {row.name: row for row in report.rows if row.kind == "gradient"}
+    for name in ("input args[0]", "input kwargs['scale']"):
+        assert (rows[name].verdict, rows[name].stages) == ("equal", (0,))
+        assert rows[name].max_reference > 0
+    assert torch.equal(x.grad, torch.ones_like(x))
+    assert scale.grad is None
