@@ -168,7 +168,9 @@ def reported_as_damage(what: str) -> Iterator[None]:
     """Raise what goes wrong with the deeper values of a file, whose types no annotation gives, as an ArgumentError."""
     try:
         yield
-    except PenstockError:
+    except PenstockError as error:
+        if "\n" in str(error):  # a text of an option, with a mark below the place that is wrong
+            raise ArgumentError(f"{what} is damaged: {quoted(str(error))}") from error
         raise
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise ArgumentError(f"{what} is damaged: {type(error).__name__}: {quoted(str(error))}") from error
