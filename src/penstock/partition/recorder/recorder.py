@@ -29,7 +29,6 @@ from penstock.partition.recording.guards import Guard, make_guard
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.returned import Returned
 from penstock.partition.run.fixed import Fixed
-from penstock.partition.run.gradient_hooks import Hook
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
@@ -101,9 +100,7 @@ class Recorder(Writer, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
-            if func is Tensor.register_hook:
-                self.sideways.note_hook(Hook.of(*args, **kwargs))
-            elif func == SET_DATA and id(args[0]) in self.loan.names:
+            if func == SET_DATA and id(args[0]) in self.loan.names:
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
