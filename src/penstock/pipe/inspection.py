@@ -36,7 +36,7 @@ from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
 from penstock.simulate import LinkCost
 from penstock.stages import MODEL_INPUT, gradient_routes, ties
-from penstock.trees import flatten
+from penstock.trees import leaf_tensors
 from penstock.words import counted
 
 
@@ -228,7 +228,7 @@ def inspect(
         found = _described(model, pipe, partition, order.microbatches, asked)
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
-            targets = sum(leaf.nbytes for leaf in flatten(target).leaves if isinstance(leaf, Tensor))
+            targets = sum(tensor.nbytes for tensor in leaf_tensors(target))
             ranks = memory_of_ranks(
                 partition, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
             )

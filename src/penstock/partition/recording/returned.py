@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.opening import Opening, StayWhole
-from penstock.trees import LEAF, flatten
+from penstock.trees import LEAF, flatten, leaf_tensors
 
 CONTAINERS = ("items", "keys", "leaves", "fields")
 LITERALS = (bool, int, float, str, type(None))
@@ -161,7 +161,7 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
 
 def versions_of(values: Any) -> list[tuple[Tensor, int]]:
     """The tensors among a call's arguments, and how often each was updated in place before the call."""
-    return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
+    return [(t, t._version) for t in leaf_tensors(values) if not t.is_inference()]
 
 
 def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:

@@ -242,11 +242,11 @@ class LossHead:
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> Sequence[Tensor | None]:
-        """The terms that some microbatches add to the batch's loss, in order, then those of each of its parts; None for
-        a loss that is elsewhere."""
+        """What some microbatches add to the batch's loss, in order, each followed by what it adds to the parts; None
+        for a loss that is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches) * (1 + len(self.names))
-        return [weighted_sum([row[k]], [self._weights[k]]) for row in self._rows() for k in microbatches]
+        return [weighted_sum([row[k]], [self._weights[k]]) for k in microbatches for row in self._rows()]
 
     def totals(self) -> list[Tensor | None]:
         """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
