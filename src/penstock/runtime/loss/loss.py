@@ -81,8 +81,7 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
     """
     if loss is None and function is None:
         raise no_loss(output)
-    if not isinstance(loss, Tensor):
-        loss = loss_in(loss)
+    loss = loss_in(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
             return loss
@@ -204,7 +203,7 @@ class LossHead:
                 else:
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
                         returned = self._loss(output, target)
-                loss = returned if isinstance(returned, Tensor) else loss_in(returned)
+                loss = loss_in(returned)
                 for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
                     if buffer._version != version:
                         raise _updates(name)
