@@ -73,7 +73,7 @@ class Cutting:
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
 
-    def following(self, example: Any, rows: int) -> Cutting:
+    def cut_like(self, example: Any, rows: int) -> Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """

@@ -64,10 +64,10 @@ class CutBatch:
     kind: Hashable
 
 
-def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -> tuple[int, ...]:
+def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
-    With too few rows for `least` in each of the microbatches there are fewer of these.
+    With too few rows for `min_rows` in each of the microbatches there are fewer of these.
 
     Raises:
         ArgumentError: there are fewer rows than pipelines (copies of the model), each of which needs one.
@@ -79,7 +79,7 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
-    microbatches = max(min(rows // least, microbatches), pipelines)
+    microbatches = max(min(rows // min_rows, microbatches), pipelines)
     small, extra = divmod(rows, microbatches)
     return tuple(small + (index < extra) for index in range(microbatches))
 
@@ -191,7 +191,7 @@ def cut(
     if given := any(isinstance(leaf, Microbatches) for leaf in raw.leaves):
         sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.least)
+        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.min_rows)
     pieces = _split(tree, sizes, what, device, dims)
     if given or pieces[0].structure != raw.structure or any(map(is_block_mask, raw.leaves)):
         pieces = [flatten(unflatten(p.leaves, p.structure)) for p in pieces]  # pieces of one leaf may differ in theirs
