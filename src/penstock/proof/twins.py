@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
+from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
@@ -176,20 +177,14 @@ def _rebound(loss: Any, memo: dict[int, Any]) -> Any:
 
     names = {name: other(loss.__globals__[name]) for name in loss.__code__.co_names if name in loss.__globals__}
     moved = {name: value for name, value in names.items() if value is not loss.__globals__[name]}
-    cells = tuple(CellType(other(cell.cell_contents)) if _filled(cell) else cell for cell in loss.__closure__ or ())
+    cells = tuple(
+        cell if contents(cell) is EMPTY else CellType(other(contents(cell))) for cell in loss.__closure__ or ()
+    )
     if not moved and not cells:
         return loss
     twin = FunctionType(loss.__code__, {**loss.__globals__, **moved}, loss.__name__, loss.__defaults__, cells)
     twin.__kwdefaults__ = loss.__kwdefaults__
     return twin
-
-
-def _filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (raises where the variable is not set yet)
-    except ValueError:
-        return False
-    return True
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -239,7 +234,7 @@ def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
             return
         case FunctionType():
             name = f"{where}: function {value.__qualname__!r}"
-            yield from ((cell.cell_contents, name) for cell in value.__closure__ or () if _filled(cell))
+            yield from ((one, name) for one in map(contents, value.__closure__ or ()) if one is not EMPTY)
             yield from ((default, name) for default in value.__defaults__ or ())
             named = (value.__globals__.get(other) for other in value.__code__.co_names)
             yield from ((one, name) for one in named if _is_part(one))

@@ -348,17 +348,20 @@ def _halves(inputs: Any, target: Any) -> list[Microbatch] | None:
         return torch.split(leaf, list(sizes), dim) if leaf.shape[dim] == rows else (leaf, leaf)
 
     columns = zip(*map(cut, flat.leaves), strict=True)
-    return [Microbatch(*unflatten(column, flat.structure), size) for column, size in zip(columns, sizes, strict=True)]
+    return [
+        Microbatch._make((*unflatten(column, flat.structure), size))
+        for column, size in zip(columns, sizes, strict=True)
+    ]
 
 
 def _owned(piece: Microbatch, device: torch.device) -> Microbatch:
     tree = (piece.args, dict(piece.kwargs), piece.target)
-    return Microbatch(*split(tree, (1,), "batch", device, _WHOLE)[0], piece.rows)
+    return Microbatch._make((*split(tree, (1,), "batch", device, _WHOLE)[0], piece.rows))
 
 
 def _wide(piece: Microbatch) -> Microbatch:
     tree = (piece.args, dict(piece.kwargs), piece.target)
-    return Microbatch(*map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree), piece.rows)
+    return Microbatch._make((*map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree), piece.rows))
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:

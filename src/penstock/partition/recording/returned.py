@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.opening import Opening, StayWhole
-from penstock.trees import LEAF, flatten, leaf_tensors
+from penstock.trees import LEAF, flatten
 
 CONTAINERS = ("items", "keys", "leaves", "fields")
 LITERALS = (bool, int, float, str, type(None))
@@ -157,20 +157,6 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
         "name that in leaves=[...], so that it runs as a whole"
     )
     raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
-
-
-def versions_of(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors among a call's arguments, and how often each was updated in place before the call."""
-    return [(t, t._version) for t in leaf_tensors(values) if not t.is_inference()]
-
-
-def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
-    """Raises PartitionError if a unit updated values in place that it left alone when it was recorded."""
-    if any(tensor._version != version for tensor, version in before):
-        raise PartitionError(
-            f"{unit!r} updates an input in place, but did not when it was recorded; a later stage gets that tensor "
-            "from where it was made, and so would have the old value. Make the update out of place, or move the cut"
-        )
 
 
 def _fits(value: Any, pattern: Pattern) -> bool:

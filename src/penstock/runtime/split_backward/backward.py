@@ -145,7 +145,7 @@ class SplitBackward:
         """
         early = self._early[microbatch] = []
         put = self._put.pop(microbatch, None)
-        whole = set[int]() if put is None or self._compiled else self._uses.can_wait.keys() - put
+        whole = set[int]() if put is None else self._uses.can_wait.keys() - put - self._compiled
         if self._in_order and not whole:
             return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
         return self._diverting(microbatch, early, whole)
