@@ -191,7 +191,7 @@ class LazyLoading(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [value for value in args if isinstance(value, Tensor)]
         kernel = func, *((t.dtype, t.is_contiguous(), t.data_ptr() % 16 == 0) for t in tensors)
-        if not func.is_view and kernel not in self._loaded:
+        if not (func.is_view or func.overloadpacket is torch.ops.aten.set_ or kernel in self._loaded):
             self._loaded.add(kernel)
             for receive in self._rules.receives:
                 receive.ended.wait()
