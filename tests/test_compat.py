@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -127,6 +127,25 @@ def test_views_share_a_storage() -> None:
         assert compat.storage_of(x) != compat.storage_of(x.clone())
 
 
+def test_who_holds_memory_is_counted_without_what_backward_saved_of_a_result() -> None:
+    x = torch.ones(3, requires_grad=True)
+    for make in (lambda: x + 1, x.tanh, lambda: (x + 1).view(3, 1), lambda: torch.ones(3)):
+        result = make()
+        node, alone = result.grad_fn, result.data
+        assert compat.holders(alone, node) > 1
+        del result
+        assert compat.holders(alone, node) == 1
+        other = alone.detach()
+        assert compat.holders(alone, node) == 2
+        del other
+    assert compat.holders(torch.ones(3).to_sparse(), None) == 1
+
+
+def test_a_torch_that_does_not_count_who_holds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert compat.holders(torch.ones(3), None) == 2
+
+
 def test_the_fake_mode_can_be_left() -> None:
     with compat.fake_mode():
         with compat.unset_fake_temporarily():
@@ -207,6 +226,28 @@ def test_hooks_on_a_gradient_are_known_while_they_are_there(kind: str, found: Ca
     assert found(parameter)
     handle.remove()
     assert not found(parameter)
+
+
+@pytest.mark.filterwarnings(r"ignore:.torch\.jit")  # by inductor, when it is imported
+def test_how_a_module_was_compiled() -> None:
+    def compiled(**arguments: Any) -> Any:
+        module = nn.Linear(3, 3)
+        module.compile(**arguments)
+        return compat_compiler.compiled(module)
+
+    eager = compat_compiler.backend_named("eager")
+    assert compat_compiler.compiled(nn.Linear(3, 3)) is None
+    assert compiled(backend="eager", dynamic=True).arguments == {"backend": eager, "dynamic": True}
+    assert compiled(mode="reduce-overhead").arguments["options"] == {"triton.cudagraphs": True}
+    assert compiled(options={"fallback_random": True}).arguments == {
+        "backend": "inductor",
+        "dynamic": None,
+        "options": {"fallback_random": True},
+    }
+    wrapped = compat_compiler.compiled(torch.compile(nn.Linear(3, 3), backend="eager"))
+    assert wrapped is not None
+    assert wrapped.name == "forward"
+    assert wrapped.function(torch.ones(3)).shape == (3,)
 
 
 def test_backends_of_the_compiler_are_known_by_name() -> None:

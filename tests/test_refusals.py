@@ -107,6 +107,8 @@ def test_descending_order_is_noted_as_inexact() -> None:
         ({"loss": "mse"}, "loss_fn='mse': expected a function"),
         ({"reduction": "median"}, "reduction='median'"),
         ({"cuts": "1"}, r"cuts='1': expected a list"),
+        ({"cuts": 1}, "cuts=1: expected a list of names"),
+        ({"leaves": [1]}, r"leaves=\[1\]: expected a list of names"),
     ],
 )
 def test_slip_is_answered_with_what_to_write(change: dict[str, Any], words: str) -> None:
@@ -123,8 +125,9 @@ def test_cuda_that_is_not_there_is_refused() -> None:
         pipeline(mlp(), (x,), ranks=2, devices="cuda", loss=squared_error)
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, float("inf"), "inf"])
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
-def test_clipping_is_that_of_one_device(max_norm: float) -> None:
+def test_clipping_is_that_of_one_device(max_norm: float, norm_type: Any) -> None:
     x, y = batch()
     model = mlp()
     with pipeline(model, (x,), ranks=3, microbatches=2, loss=squared_error) as pipe:
@@ -133,12 +136,58 @@ def test_clipping_is_that_of_one_device(max_norm: float) -> None:
         expected = [nn.Parameter(torch.zeros_like(grad)) for grad in reference]
         for parameter, grad in zip(expected, reference, strict=True):
             parameter.grad = grad
-        norm = pipe.clip_grad_norm_(max_norm)
-        assert torch.equal(norm, nn.utils.clip_grad_norm_(expected, max_norm))
+        norm = pipe.clip_grad_norm_(max_norm, norm_type, foreach=False)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(expected, max_norm, norm_type))
         for parameter, other in zip(model.parameters(), expected, strict=True):
             assert parameter.grad is not None
             assert other.grad is not None
             assert torch.equal(parameter.grad, other.grad)
+
+
+def test_the_kind_of_timeline_is_checked() -> None:
+    x, y = batch()
+    with (
+        pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe,
+        pytest.raises(ArgumentError, match="timeline='yes': expected True or False"),
+    ):
+        pipe.step(x, target=y, timeline="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_norm": "much"}, "max_norm='much': expected a number of at least 0"),
+        ({"max_norm": mlp().parameters()}, "the parameters are the pipeline's, and are not passed"),
+        ({"max_norm": True}, "max_norm=True"),
+        ({"max_norm": None}, "max_norm=None"),
+        ({"max_norm": -1.0}, "max_norm=-1.0"),
+        ({"max_norm": 1.0, "norm_type": "two"}, "norm_type='two'"),
+        ({"max_norm": 1.0, "error_if_nonfinite": None}, "error_if_nonfinite=None: expected True or False"),
+        ({"max_norm": 1.0, "foreach": "yes"}, "foreach='yes': expected True, False or None"),
+    ],
+)
+def test_arguments_of_clipping_are_checked(given: dict[str, Any], words: str) -> None:
+    with (
+        pipeline(mlp(), batch()[:1], ranks=2, microbatches=2, loss=squared_error) as pipe,
+        pytest.raises(ArgumentError, match=words),
+    ):
+        pipe.clip_grad_norm_(**given)
+
+
+def test_a_norm_that_is_not_finite() -> None:
+    (x, y), model = batch(), mlp()
+    with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        pipe.step(x, target=y)
+        first = next(pipe.parameters())
+        assert first.grad is not None
+        first.grad[0, 0] = torch.inf
+        before = [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+        with pytest.raises(RuntimeError, match=r"norm of order 2 is non-finite \(inf\)"):
+            pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        assert all(
+            torch.equal(p.grad, was) for p, was in zip(pipe.parameters(), before, strict=True) if p.grad is not None
+        )
+        assert pipe.clip_grad_norm_(1.0).isinf()
 
 
 def norms() -> nn.Module:

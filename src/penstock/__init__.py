@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
+    from penstock.marks import cut as cut
     from penstock.pipe.build import pipeline as pipeline
     from penstock.pipe.inspection import Inspection as Inspection
     from penstock.pipe.inspection import inspect as inspect
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Pipeline": "pipe.pipeline",
     "pipeline": "pipe.build",
+    "cut": "marks",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
     "ClosedError": "errors",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -38,6 +39,7 @@ __all__ = [
     "FakeTensorMode",
     "WeakStorage",
     "fake_mode",
+    "holders",
     "packed_by",
     "quiet",
     "size_of",
@@ -62,11 +64,15 @@ def fake_mode() -> FakeTensorMode:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy."""
+    """Keeps torch from logging the traceback when a fake kernel fails: the caller has a remedy.
+
+    Also keeps it from compiling: dynamo never again compiles code that it once met under a dispatch mode.
+    """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"):
+            yield
     finally:
         logger.disabled = before
 
@@ -88,6 +94,10 @@ def opened(value: Any) -> Opened | None:
 
     None for any other value.
     """
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten"):
+        children, context = value._flatten()  # with what its mask function closes over
+        return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -99,6 +109,10 @@ def opened(value: Any) -> Opened | None:
     else:
         keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
     return Opened(children, keys, context, node.unflatten_fn)
+
+
+def _block_mask(children: Sequence[Any], context: Any) -> Any:
+    return sys.modules["torch.nn.attention.flex_attention"].BlockMask._unflatten(tuple(children), context)
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -115,6 +129,22 @@ def size_of(tensor: Tensor) -> int:
         return tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):
         return tensor._nnz() * tensor.element_size() if tensor.layout == torch.sparse_coo else 0
+
+
+def holders(tensor: Tensor, node: Node | None) -> int:
+    """How many tensors hold the memory behind `tensor`, itself included, without the one that `node`, which made it,
+    saved of its own result. A number above 1 if torch does not say.
+    """
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    try:
+        storage = tensor.untyped_storage()
+        held = 2 if count is None else int(count(storage._cdata)) - 1  # without `storage`
+    except (NotImplementedError, RuntimeError):  # sparse tensors have no storage
+        return 1
+    if held > 1 and (raw := getattr(node, "_raw_saved_result", None)) is not None:
+        saved = getattr(raw, "data", None)  # what hooks on saved tensors made of it, if there were any
+        held -= isinstance(saved, Tensor) and saved.untyped_storage() is storage
+    return held
 
 
 def packed_by(node: Node) -> list[object] | None:

@@ -5,12 +5,13 @@ As for `compat`, `tests/test_compat.py` uses each name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 
 def backend_named(name: str) -> Callable[..., Any]:
@@ -19,6 +20,41 @@ def backend_named(name: str) -> Callable[..., Any]:
 
     backend: Callable[..., Any] = lookup_backend(name)
     return backend
+
+
+class Compiled(NamedTuple):
+    """How a module was compiled by `torch.compile`, in whatever way.
+
+    Attributes:
+        name: of the module's attribute that holds the compiled function; empty if its class has that.
+        function: that function before it was compiled.
+        arguments: what `torch.compile` was given, without `fullgraph`: Python sets random streams between graphs.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+def compiled(module: nn.Module) -> Compiled | None:
+    """How a module was compiled: `module.compile()`, `torch.compile(module)`, or its forward; None if it was not.
+
+    No public name tells; torchtitan, accelerate and diffusers compile blocks in each of these ways.
+    """
+    for name in ("_compiled_call_impl", "forward"):
+        function: Any = getattr(module, name, None)
+        if not hasattr(function, "get_compiler_config"):
+            continue
+        from torch._dynamo.eval_frame import innermost_backend
+
+        context = inspect.getclosurevars(function).nonlocals["self"]
+        backend: Any = innermost_backend(context.callback)
+        named = getattr(backend, "compiler_name", None) == "inductor"
+        given = {"options": dict(backend.config)} if named else getattr(backend, "kwargs", {})
+        backend = "inductor" if named else getattr(backend, "compiler_fn", backend)
+        own = name if name in vars(module) else ""
+        return Compiled(own, function.__wrapped__, {"backend": backend, "dynamic": context._dynamic, **given})
+    return None
 
 
 def noticing_hooks() -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, checkpoint
+from penstock.checkpoint.contents import Rest
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
@@ -38,6 +40,24 @@ def test_masks_go_on_as_they_were_in_a_pipeline_of_another_seed(tmp_path: Path, 
         assert (other.seed, other.step_count, restored.step) == (3, 2, 2)
         assert losses(other, 2) == expected
     assert expected[0] != expected[1]
+
+
+def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with made(seed=0) as pipe:
+        path = checkpoint.save("checkpoints", pipe, wait=False)
+        monkeypatch.chdir("elsewhere")
+        checkpoint.finish(pipe)
+        assert path == checkpoint.latest(tmp_path / "checkpoints")
+
+
+def test_a_checkpoint_of_the_version_with_one_optimizer_is_read() -> None:
+    groups = [{"names": ("0.weight",), "options": {"lr": 0.1}}]
+    old = {"step": 3, "seed": 7, "extra": None, "others": {"a": {}}, "ties": {}, "optimizer": "SGD", "groups": groups}
+    read = Rest.from_bytes(pickle.dumps(old))
+    assert read.optimizers == {"optimizer": ("SGD", [(("0.weight",), {"lr": 0.1})])}
+    assert (read.step, read.others) == (3, {"others['a']": {}})
 
 
 def test_options_of_the_optimizers_groups_are_those_that_were_saved(tmp_path: Path) -> None:

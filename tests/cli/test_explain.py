@@ -105,10 +105,10 @@ def begins_and_ends(folder: Path) -> list[Path]:
     return [write(folder / "trace.json", split)]
 
 
-def columns(folder: Path) -> list[Path]:
+def columns(folder: Path, delimiter: str = ",") -> list[Path]:
     file = folder / "trace.csv"
     with file.open("w", newline="") as out:
-        writer = csv.writer(out)
+        writer = csv.writer(out, delimiter=delimiter)
         writer.writerow(["op", "microbatch", "pp_rank", "start_us", "duration_us"])
         for span in measured():
             op = {"F": "forward-compute", "B": "backward-compute"}[span.action.op.value]
@@ -117,7 +117,52 @@ def columns(folder: Path) -> list[Path]:
     return [file]
 
 
-FORMS = [a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns]
+def in_semicolons(folder: Path) -> list[Path]:
+    return columns(folder, ";")
+
+
+def in_tabs(folder: Path) -> list[Path]:
+    return columns(folder, "\t")
+
+
+def zero_bubble_of_sail(folder: Path) -> list[Path]:
+    """Microbatch, chunk and piece of the sequence; a process is a stage."""
+    return [
+        write(folder / f"rank{rank}.json", {"traceEvents": named(measured(), "{o}{k}.0.0", rank=rank)})
+        for rank in range(4)
+    ]
+
+
+def words_of_a_process(folder: Path) -> list[Path]:
+    events = [
+        {**event, "name": event["name"].replace("Forward", "fwd").replace("Backward", "bwd")}
+        for event in named(measured(), "{word} mb{k}")
+    ]
+    return [write(folder / "trace.json", events)]
+
+
+def stage_first(folder: Path) -> list[Path]:
+    return [write(folder / "trace.json", named(measured(), "PP::Stage{s}-{word}{k}"))]
+
+
+def in_arguments(folder: Path) -> list[Path]:
+    events = []
+    for event in named(measured(), "{word} {s} {k}"):
+        word, stage, microbatch = event["name"].split()
+        events.append({**event, "name": word.lower(), "args": {"stage": int(stage), "microbatch": int(microbatch)}})
+    return [write(folder / "trace.json", events)]
+
+
+def instructions_of_deepspeed(folder: Path) -> list[Path]:
+    """Without a microbatch: a buffer is used for many."""
+    return [write(folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)"))]
+
+
+FORMS = [
+    *(a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns),
+    *(in_semicolons, in_tabs, zero_bubble_of_sail, words_of_a_process, stage_first, in_arguments),
+    instructions_of_deepspeed,
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,6 +174,25 @@ def test_every_form_says_the_same(form: Any, tmp_path: Path) -> None:
     assert found["step_seconds"] == pytest.approx(measured().makespan_seconds, rel=0.01)
     assert abs(found["replay_error"]) < 0.02
     assert found["notes"] == []
+
+
+def test_names_of_other_tools_are_read_by_a_pattern(tmp_path: Path) -> None:
+    file = str(write(tmp_path / "trace.json", named(measured(), "layer{s}/{o}#{k}")))
+    assert "--pattern reads others" in refusal("explain", file)
+    found = as_json("explain", file, "--pattern", r"layer(?P<stage>\d+)/(?P<op>[FB])#(?P<microbatch>\d+)")
+    assert found["changes"][0]["text"].startswith("stage 2 takes 1.33 times the mean (rank 2)")
+    assert "expected named groups op and microbatch" in refusal("explain", file, "--pattern", r"(\d+)")
+    assert "no regular expression" in refusal("explain", file, "--pattern", "(")
+
+
+def test_in_a_trace_with_weight_gradients_b_is_that_of_the_input(tmp_path: Path) -> None:
+    """As in the papers on zero bubbles, and in the names of their authors' runtime."""
+    made = simulate(generate("zb-h1", 4, 8), StageCost(1.0, 1.0, 1.0))
+    files = [tmp_path / f"rank{rank}.json" for rank in range(4)]
+    for rank, file in enumerate(files):
+        events = named(made, "{o}{k}.0.0", rank=rank)
+        write(file, [{**event, "name": event["name"].replace("I", "B")} for event in events])
+    assert as_json("explain", *map(str, files))["schedule"] == "zb-h1"
 
 
 def test_several_steps_in_one_trace(tmp_path: Path) -> None:
@@ -274,7 +338,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "deep.json").write_text("[" * 200_000)
-    (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nfwd,0,0,1,0\nfwd,0,1,1,1\n")
+    (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nrun,0,0,1,0\nrun,0,1,1,1\n")
     wrong = {
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
@@ -283,7 +347,7 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
         "other.json": "expected a timeline",
         "other.csv": "has no column op",
         "deep.json": "nested too deeply",
-        "ops.csv": "their names are 'fwd'",
+        "ops.csv": "their names are 'run'",
     }
     for name, said in wrong.items():
         assert said in refusal("explain", str(tmp_path / name)), name

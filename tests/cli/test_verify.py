@@ -243,6 +243,7 @@ def test_chunks_and_cuts_reach_the_pipeline() -> None:
     assert stage_of["4.weight"] == [3]
 
 
+@pytest.mark.filterwarnings("ignore:loss_fn sums over its microbatch:UserWarning")
 def test_reduction_reaches_the_pipeline() -> None:
     """The loss of a batch is then the sum of its microbatches' losses, not their mean."""
     losses = []

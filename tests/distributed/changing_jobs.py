@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.partition import partitioner
 from penstock.runtime.step import bound_schedules
 from scaffolding.by_hand import sizes_by_hand, step_by_hand
 from scaffolding.models import Block, squared_error, token_error
@@ -19,6 +21,9 @@ MICROBATCHES = 4
 BATCHES = ((11, 6), (5, 6), (11, 4), (3, 6), (2, 9), (11, 6), (5, 6), (3, 6), (5, 6), (1, 3))
 """Rows and length of each step's batch. Fewer rows than microbatches, fewer microbatches than stages; and kinds that
 come a second time (which over shared memory is another way) and a third."""
+
+
+LENGTHS = tuple((8, length) for length in (6, 7, 8, 9, 12, 6, 16, 14, 9))
 
 
 class Words(nn.Module):
@@ -55,16 +60,22 @@ def weights_by_hand(target: Tensor, microbatches: int) -> list[float]:
     return [one / sum(counts) for one in counts]
 
 
-def train(rank: int, layers: int, options: dict[str, Any]) -> list[str]:
+def lengths(rank: int, options: dict[str, Any]) -> tuple[list[str], int]:
+    """What differs, in words, in batches that differ in length alone, and how often the model was recorded."""
+    with mock.patch.object(partitioner, "record", wraps=partitioner.record) as recorded:
+        return train(rank, 4, options, LENGTHS), recorded.call_count
+
+
+def train(rank: int, layers: int, options: dict[str, Any], batches: Sequence[tuple[int, int]] = BATCHES) -> list[str]:
     """What differs, in words."""
     torch.manual_seed(0)
     model, wrong = Words(layers), []
     reference = copy.deepcopy(model)
-    ids, _ = words(*BATCHES[0])
+    ids, _ = words(*batches[0])
     with penstock.pipeline(
         model, (ids,), loss=token_error, reduction=count, microbatches=MICROBATCHES, **options
     ) as pipe:
-        for number, (rows, length) in enumerate(BATCHES):
+        for number, (rows, length) in enumerate(batches):
             ids, target = words(rows, length)
             microbatches = min(MICROBATCHES, rows)
             reference.zero_grad()

@@ -162,14 +162,14 @@ def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
 
 
 class Tempered(nn.Module):
-    """A loss with a parameter of its own."""
+    """A loss with a parameter that `parameters()` does not find."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
+        self.hidden = [nn.Parameter(torch.ones(()))]
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output * self.temperature - target).square().mean()
+        return (output * self.hidden[0] - target).square().mean()
 
 
 def loss_with_a_parameter(rank: int, replicas: int, schedule: str) -> str:

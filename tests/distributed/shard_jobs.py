@@ -9,6 +9,8 @@ import jobs
 import torch
 from mesh_jobs import mesh_of, part
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -244,6 +246,16 @@ def refused(rank: int, case: str) -> str:
             mesh = mesh_of((2, 2, 1), ("dp_replicate", "dp_shard", "pp"))
             options["mesh"] = mesh
             shard = whole_stage(mesh["dp_shard"])
+        case "replicated":
+            shard = replicate
+        case "replicated by FSDP":
+
+            def shard(stage: nn.Module) -> None:
+                for child in stage.children():
+                    replicate_with_fsdp(child, mesh=mesh["dp"])
+
+        case "sharded before":
+            model = fully_shard(model, mesh=mesh["dp"])
         case "no names":
             shard = whole_stage(DeviceMesh("cpu", torch.arange(4)))
         case "distributed output":

@@ -106,6 +106,13 @@ def test_kinds_that_are_forgotten_leave_nothing_behind(ranks2: Ranks) -> None:
         assert lanes == 2 * kept  # one there and one back
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_lengths_between_those_recorded_have_the_bits_of_one_device(ranks2: Ranks, transport: str) -> None:
+    options = {"schedule": "1f1b", "transport": transport, "balance": "parameters"}
+    found = ranks2.run(jobs.lengths, options)
+    assert found == [([], 11)] * 2  # first for the weights, then 6, 7, 8, 13 and 16 in training and in evaluation
+
+
 def test_an_average_over_parameters_of_two_ranks_is_refused_in_the_script_and_kept_in_the_forward(
     ranks2: Ranks,
 ) -> None:

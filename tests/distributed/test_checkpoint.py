@@ -121,3 +121,43 @@ def test_a_checkpoint_can_be_moved(train: Callable[..., Trained], tmp_path: Path
     shutil.copytree(tmp_path / "a" / f"step-{SAVED:08d}", tmp_path / "b")
     losses, _ = train("one device", "dropout", STEPS, tmp_path / "b")
     assert len(losses) == STEPS - SAVED
+
+
+@pytest.mark.parametrize(
+    "change", [("two ranks", "two ranks"), ("two ranks", "one device"), ("one device", "two ranks")]
+)
+def test_several_optimizers_and_averages_go_on(ranks2: Ranks, tmp_path: Path, change: tuple[str, str]) -> None:
+    """Each rank saves its own part of them, in whatever form the averages are kept."""
+
+    def run(split: str, *args: Any) -> Trained:
+        n, options = SPLITS[split]
+        of_ranks = (
+            [jobs.train_with_averages(0, options, *args)]
+            if n == 1
+            else ranks2.run(jobs.train_with_averages, options, *args)
+        )
+        return of_ranks[0][0], {key: tensor for _, part in of_ranks for key, tensor in part.items()}
+
+    saves, loads = change
+    whole, held = run(loads, STEPS, tmp_path / "unused", STEPS)
+    first, _ = run(saves, SAVED, tmp_path, SAVED)
+    then, again = run(loads, STEPS, tmp_path)
+    assert first + then == whole
+    assert held.keys() == again.keys()
+    for key, tensor in held.items():
+        assert torch.equal(again[key], tensor), key
+
+
+def test_what_cannot_be_divided_by_rank_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
+    expected = [
+        "others['flat']: its tensors differ between rank 0 and rank 1",
+        "others['wrapped']: its tensors differ",
+        "optimizer: Container.state_dict() has other entries than a state for each parameter",
+        "optimizer[1] is str: expected an optimizer, or in others=",
+        "others['decay'] is float: expected an optimizer, or in others= an object with state_dict",
+        "which has optimizer['adam']; load it without",
+        "others['ema']: others['ema']/",
+        "others['ema']: others['ema']/",
+    ]
+    for said in ranks2.run(jobs.refusals_of_parts, tmp_path):
+        assert [part for part, text in zip(expected, said, strict=True) if part not in text] == [], said

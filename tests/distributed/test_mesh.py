@@ -124,7 +124,7 @@ def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Rank
 
 
 @pytest.mark.parametrize(("replicas", "schedule"), [(2, "naive"), (1, "dualpipe"), (1, "1f1b")])
-def test_parameters_of_the_loss_are_refused_where_several_processes_compute_it(
+def test_hidden_parameters_of_the_loss_are_refused_where_several_processes_compute_it(
     ranks2: Ranks, replicas: int, schedule: str
 ) -> None:
     for said in ranks2.run(mesh_jobs.loss_with_a_parameter, replicas, schedule):

@@ -10,10 +10,13 @@ from typing import Any
 
 import nccl_jobs
 import pytest
+import torch.distributed as dist
 from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
 
+from penstock.errors import ArgumentError
 from penstock.schedule import generator, generators
 from penstock.schedule.generators import Numbers
+from penstock.testing.nccl import nccl_rules
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.ranks import Ranks, RanksError
 
@@ -135,3 +138,12 @@ def test_conformance(ranks2: Ranks) -> None:
         ranks2.run(nccl_jobs.conform, seconds=SECONDS)
         == [[script.__name__ for script in scripts_for(collectives=True)]] * 2
     )
+
+
+def test_eager_rules_need_the_default_group() -> None:
+    assert not dist.is_initialized()
+    with (
+        pytest.raises(ArgumentError, match=r"call torch.distributed.init_process_group before"),
+        nccl_rules(eager=True),
+    ):
+        pass

@@ -173,6 +173,9 @@ def test_tensor_parallel_layers_with_replicas(ranks4: Ranks) -> None:
         ("narrow window", "OVERLAP_F_B, which needs 2 stages at once; give at least 2"),
         ("nothing to gather", "unshard_window=1: parallelize= applied fully_shard to no stage; leave"),
         ("no names", "over a mesh without mesh_dim_names"),
+        ("replicated", "parallelize applied torch's replicate to stage 0 (DDPFrame), which averages gradients"),
+        ("replicated by FSDP", "parallelize applied torch's replicate to stage 0 (module"),
+        ("sharded before", "model: fully_shard or replicate was applied before the pipeline was made (FSDPBlocks)"),
     ],
 )
 def test_what_would_be_wrong_is_refused(ranks4: Ranks, case: str, text: str) -> None:

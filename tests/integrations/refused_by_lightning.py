@@ -7,13 +7,14 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import penstock
 from penstock.integrations.lightning import PipelineStrategy
 from scaffolding import small
 
-__all__ = ["MisconfigurationException", "Module", "fit"]
+__all__ = ["MisconfigurationException", "Module", "callbacks", "fit"]
 
 
 class Module(lightning.LightningModule):

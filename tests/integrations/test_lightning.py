@@ -94,13 +94,19 @@ def refused() -> ModuleType:
     [
         ({"manual": False}, {}, "automatic_optimization is True, and Lightning would run backward after"),
         ({"has_pipe": False}, {}, "Module.pipe is None: expected a pipeline, as penstock.pipeline returns it"),
-        ({"optimizers": 2}, {}, "2 optimizers; expected one"),
+        (
+            {},
+            {"callbacks": ["EMAWeightAveraging"]},
+            "callback EMAWeightAveraging does not reach .* keep torch.optim.swa_utils.AveragedModel.self.pipe.model",
+        ),
+        ({}, {"callbacks": ["LearningRateFinder"]}, "LearningRateFinder does not reach .* set the learning rate"),
         ({}, {"precision": "bf16-mixed"}, "Trainer.precision='bf16-mixed'. does not reach the pipeline's stages"),
     ],
 )
 def test_what_cannot_work_is_refused(
     refused: ModuleType, tmp_path: Path, module: dict[str, Any], options: dict[str, Any], says: str
 ) -> None:
+    options = {**options, "callbacks": [getattr(refused.callbacks, name)() for name in options.get("callbacks", ())]}
     with pytest.raises(ArgumentError, match=says):
         refused.fit(tmp_path, refused.Module(**module), **options)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 
 import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
@@ -133,6 +134,11 @@ def shows_offload() -> None:
     assert any(
         "offload: stages 0-1 on the CPU" in note for note in made(schedule="gpipe", microbatches=4, offload=True).notes
     )
+
+
+def shows_deferred_batch_norm() -> None:
+    with made(deferred_batch_norm=True) as pipe:
+        assert any("deferred_batch_norm=True does nothing" in note for note in pipe.notes)
 
 
 def shows_compiled() -> None:
@@ -292,9 +298,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "seed": shows_seed,
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
     "offload": shows_offload,
-    "deferred_batch_norm": lambda: refused(
-        ArgumentError, "deferred_batch_norm=True: no batch norm", deferred_batch_norm=True
-    ),
+    "deferred_batch_norm": shows_deferred_batch_norm,
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,
@@ -325,6 +329,29 @@ def test_trap_17_no_option_is_left_out() -> None:
     for name in ("micro_batches", "num_microbatches", "microbatch"):
         with pytest.raises(TypeError, match=rf"no argument {name}=; did you mean microbatches=\?"):
             pipeline(mlp(), batch()[:1], **{name: 2})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ({"checkpoint": "always"}, "pass recompute='always'"),
+        ({"split_spec": {}}, r"pass cuts=\['blocks.5'\]"),
+        ({"num_stages": 2}, "pass ranks="),
+        ({"scale_grads": False}, "omit it: gradients are those of the whole batch's loss"),
+        ({"losses": []}, "read result.losses"),
+    ],
+)
+def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:
+    for verb in (pipeline, verify, penstock.inspect):
+        with pytest.raises(TypeError, match=f"no argument {next(iter(option))}=; {instead}"):
+            verb(mlp(), (X,), **option)
+
+
+def test_values_of_peers_lead_to_the_right_ones() -> None:
+    refused(ArgumentError, r"balance=\[2, 1, 3\]: pass cuts=\['2', '3'\]", balance=[2, 1, 3])
+    refused(ArgumentError, "Schedule; pass '1f1b'$", schedule=Schedule1F1B)
+    with made() as pipe, pytest.raises(TypeError, match="argument losses=; read result"):
+        pipe.step(X, target=Y, losses=[])
 
 
 def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:

@@ -549,15 +549,43 @@ def test_why_the_whole_batch_differs(make: Any, verdict: str, words: str) -> Non
 
 def test_a_loss_that_is_no_mean_is_warned_of() -> None:
     target = torch.tensor([0, -100, 1, 2, -100, 3, 1, -100, -100, 2, 1])
-    report = verified(mlp, loss=F.cross_entropy, target=target)
+    with pytest.warns(UserWarning, match=r"pass reduction=lambda target: \(target != -100\)"):
+        report = verified(mlp, loss=F.cross_entropy, target=target)
     assert report.ok
     assert "warning: the microbatches' loss is" in report.summary()
     assert "the outputs agree, so that the loss is not a mean over rows" in report.summary()
+    assert "pass reduction=lambda target: (target != -100).sum()" in report.summary()
     told = verified(mlp, loss=F.cross_entropy, target=target, reduction=lambda t: (t != -100).sum())
     assert told.whole_batch is not None
     assert told.whole_batch.verdict == "close"
-    summed = verified(mlp, loss=nn.CrossEntropyLoss(reduction="sum"), target=target)
+    with pytest.warns(UserWarning, match="reduction='sum'"):
+        summed = verified(mlp, loss=nn.CrossEntropyLoss(reduction="sum"), target=target)
     assert "pass reduction='sum'" in summed.summary()
+    masked = verified(mlp, loss=lambda output, kept: (output * kept).sum() / kept.sum(), target=target[:, None] > 0)
+    assert "it weights them" in masked.summary()
+
+
+def preferences(output: Tensor, target: Tensor) -> Tensor:
+    """As DPO, with [chosen; rejected]."""
+    chosen, rejected = output.split([6, len(output) - 6] if len(output) == 11 else [len(output) - 1, 1])
+    return -F.logsigmoid(chosen.mean() - rejected.mean())
+
+
+def contrasts(output: Tensor, target: Tensor) -> Tensor:
+    one = F.normalize(output, dim=1)
+    return F.cross_entropy(one @ one.roll(1, 1).T, torch.arange(len(one)))
+
+
+def neighbors(output: Tensor, target: Tensor) -> Tensor:
+    """Pairs that are next to each other; five of them within one half each."""
+    return (output[:10:2] * output[1:11:2]).mean().square() if len(output) > 5 else output.mean()
+
+
+@pytest.mark.parametrize("loss", [preferences, contrasts, neighbors])
+def test_a_loss_that_compares_samples_is_told_from_one_that_weights_them(loss: Any) -> None:
+    told = verified(mlp, loss=loss).summary()
+    assert "in the loss samples depend on each other" in told
+    assert all(remedy in told for remedy in ("next to each other", "two inputs", "split="))
 
 
 def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
@@ -570,7 +598,11 @@ def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
     report = verified(lambda: Small(*mlp(2)))
     assert report.ok
     assert report.whole_batch is not None
-    assert "the model raised on the whole batch (ValueError: too many rows)" in report.whole_batch.text
+    missing = (
+        "the comparison with the whole batch is missing: the model raised on the whole batch (ValueError: too many"
+    )
+    assert report.whole_batch.text.startswith(missing)
+    assert missing in report.summary()
 
 
 def test_a_model_that_takes_only_what_a_function_makes_of_the_batch() -> None:

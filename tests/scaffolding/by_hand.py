@@ -39,7 +39,7 @@ def step_by_hand(
         output = model(*inputs)
         value = loss(output, wanted)
         value.backward(torch.tensor(weight))
-        outputs.append(output.detach())
+        outputs.append(output.detach().clone())
         losses.append(value.detach())
         terms.append(value.detach() * weight)
     total = terms[0]

@@ -190,6 +190,25 @@ def test_gpipe_goes_by_afab_as_well() -> None:
     assert "afab" not in names()
 
 
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [
+        ("Schedule1F1B", "'1f1b'"),
+        ("ScheduleGPipe", "'gpipe'"),
+        ("Interleaved1F1B", "'interleaved-1f1b'"),
+        ("scheduleinterleaved1f1b", "'interleaved-1f1b'"),
+        ("LoopedBFS", "'looped-bfs'"),
+        ("ScheduleInterleavedZeroBubble", r"penstock.schedule.read_csv\('order.csv'\)"),
+        ("ZBVZeroBubble", "'zb-v'"),
+        ("DUALPIPEV", "'dualpipe-v'"),
+        ("TrainSchedule", "'1f1b'"),
+    ],
+)
+def test_a_name_of_torchs_leads_to_the_one_here(name: str, here: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"did you mean {here}\?"):
+        generate(name, ranks=2, microbatches=4)
+
+
 def test_an_unknown_name_offers_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"did you mean 'gpipe'\? known are naive, gpipe, 1f1b, interleaved-1f1b"):
         generate("G-Pipe", 2, 2)

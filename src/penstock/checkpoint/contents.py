@@ -1,8 +1,12 @@
 """What a checkpoint contains, and under which names. Both are the same for every split.
 
 model/NAME            parameters and persistent buffers; a tied one under its first name
+loss/NAME             those of the loss
 optimizer/NAME/KEY    the optimizer's state for a parameter: a tensor, or a pickle of anything else
+LABEL/NAME/KEY        an average's tensor for a parameter or buffer: see `averages`
 rest                  a pickle of everything that does not belong to one tensor: `Rest`
+
+Of several optimizers, each has its label in place of `optimizer`: optimizer[1], optimizer['head'], others['muon'].
 """
 
 from __future__ import annotations
@@ -20,23 +24,27 @@ from penstock.errors import ArgumentError
 from penstock.pipe.pipeline import Pipeline
 
 REST = "rest"
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL = "model/"
+LOSS = "loss/"
+_OF_RANK = ("params", "param_names")
+
+
+Optimizers = torch.optim.Optimizer | Sequence["Optimizers"] | Mapping[str, "Optimizers"]
+"""An optimizer, or lists and dicts of optimizers."""
+
+Own = dict[str, dict[str, Any]]
+"""What belongs to parameters and buffers of this process: by the tensor's name, and by key."""
+
+Groups = list[tuple[tuple[str, ...], dict[str, Any]]]
+"""An optimizer's groups: the parameters' names, over all ranks, and the group's options."""
 
 
 class Stateful(Protocol):
-    """Something with state that is the same on every rank: a scheduler, a scaler."""
+    """Something with state: a scheduler, a scaler, an average of the weights."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One of the optimizer's parameter groups: the parameters' names, over all ranks, and the group's options."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,10 @@ class Rest:
 
     Attributes:
         step, seed: the state of the random streams.
-        extra, others: as passed to `save`.
+        extra: as passed to `save`.
+        others: what the states of other objects have besides, by label.
         ties: maps each further name of a tied parameter or buffer to the name it is stored under.
-        optimizer: the optimizer's class name; None if there is no optimizer.
-        groups: the optimizer's groups.
+        optimizers: each optimizer's class name and groups, by label.
     """
 
     step: int
@@ -56,35 +64,65 @@ class Rest:
     extra: Any
     others: dict[str, Any]
     ties: dict[str, str]
-    optimizer: str | None = None
-    groups: tuple[Group, ...] = ()
+    optimizers: dict[str, tuple[str, Groups]]
 
     def to_bytes(self) -> bytes:
         """Pickles a dict of plain values, which later versions can read."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        groups = [{"names": group.names, "options": group.options} for group in self.groups]
-        return pickle.dumps({**values, "groups": groups})  # bytes: torch would split a dict into one entry per item
+        return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Rest:
         read = pickle.loads(data)
-        return cls(**{**read, "groups": tuple(Group(**group) for group in read["groups"])})
+        if "groups" in read:  # of a version that took one optimizer
+            kind, groups = read.pop("optimizer"), [(group["names"], group["options"]) for group in read.pop("groups")]
+            read["optimizers"] = {} if kind is None else {"optimizer": (kind, groups)}
+            read["others"] = {f"others[{key!r}]": state for key, state in read["others"].items()}
+        return cls(**read)
+
+
+def labelled(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The optimizers, and everything else that has a state, in nested lists and dicts: each by a label.
+
+    Raises ArgumentError if something is no optimizer and has no state.
+    """
+    every = dict((*_labelled("optimizer", optimizer), *_labelled("others", others or None)))
+    optimizers = {label: item for label, item in every.items() if hasattr(item, "param_groups")}
+    rest = {label: item for label, item in every.items() if label not in optimizers}
+    for label, item in rest.items():
+        if label.startswith("optimizer") or not (hasattr(item, "load_state_dict") or isinstance(item, Mapping)):
+            raise ArgumentError(
+                f"{label} is {type(item).__name__}: expected an optimizer, or in others= an object with state_dict and "
+                "load_state_dict or a dict of tensors by parameter name; or lists and dicts of these"
+            )
+    return optimizers, rest
+
+
+def _labelled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value)) if len(value) > 1 else next(iter(value), None)
+    if isinstance(value, Mapping) and not all(isinstance(item, Tensor) for item in value.values()):
+        for key, item in value.items():
+            yield from _labelled(f"{label}[{key!r}]", item)
+    elif value is not None:
+        yield label, value
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
-    """The tensors of this process's stages: the live ones, not copies."""
-    return {model_key(name): tensor for name, tensor in pipe.state_dict().items()}
+    """The tensors of this process's stages and of the loss: the live ones, not copies."""
+    own = set(pipe.session.first_names().values())
+    return {model_key(name) if name in own else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 
-def model_tensors(metadata: Metadata) -> dict[str, Tensor]:
-    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model."""
+def model_tensors(metadata: Metadata, kind: str = _MODEL) -> dict[str, Tensor]:
+    """A meta tensor for each of the model's tensors in a checkpoint, by its name in the model; or of the loss's."""
     return {
-        key.removeprefix(_MODEL): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+        key.removeprefix(kind): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
         for key, stored in metadata.state_dict_metadata.items()
-        if key.startswith(_MODEL) and isinstance(stored, TensorStorageMetadata)
+        if key.startswith(kind) and isinstance(stored, TensorStorageMetadata)
     }
 
 
@@ -93,92 +131,131 @@ def model_key(name: str) -> str:
     return _MODEL + name
 
 
+# -- what belongs to a parameter or buffer --------------------------------------------------------------------------
+
+
+def entries(label: str, own: Own) -> dict[str, Any]:
+    """What to save of an optimizer or an average."""
+    return {
+        f"{label}/{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
+        for name, values in own.items()
+        for key, value in values.items()
+    }
+
+
+def empty_entries(pipe: Pipeline, metadata: Metadata, label: str) -> dict[str, Any]:
+    """What to load from a checkpoint for what this process holds: a tensor to load into, or None for a pickle."""
+    held, stored = pipe.state_dict(), metadata.state_dict_metadata
+    return {
+        path: _empty_like(held[name], key, stored[path]) for path, name, key in _split(stored, label) if name in held
+    }
+
+
+def own_of(label: str, state: Mapping[str, Any]) -> Own:
+    """What was read for what this process holds."""
+    own: Own = {}
+    for path, name, key in _split(state, label):
+        value = state[path]
+        own.setdefault(name, {})[key] = pickle.loads(value) if isinstance(value, bytes) else value
+    return own
+
+
+def _split(paths: Iterable[str], label: str) -> Iterator[tuple[str, str, str]]:
+    """The entries of an optimizer or average among `paths`: each path, the name of its tensor and the key."""
+    for path in paths:
+        if path.startswith(f"{label}/"):
+            name, _, key = path.removeprefix(f"{label}/").rpartition("/")
+            yield path, name, key
+
+
+def _empty_like(tensor: Tensor, key: str, stored: object) -> Tensor | None:
+    if not isinstance(stored, TensorStorageMetadata):
+        return None
+    if stored.size == tensor.shape:
+        return torch.empty_like(tensor, dtype=stored.properties.dtype)
+    device = "cpu" if key == "step" else tensor.device
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def group_names(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> list[tuple[str, ...]]:
-    """The names of this process's parameters in each group.
+def group_names(pipe: Pipeline, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[tuple[str, ...]]]:
+    """The names of this process's parameters in each group of each optimizer.
 
     Raises ArgumentError if a parameter is not the pipeline's, since its state would be lost.
     """
     names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        real = [parameter for parameter in group["params"] if parameter.numel()]  # a rank without any has a placeholder
-        foreign = [parameter for parameter in real if id(parameter) not in names]
-        if foreign:
-            raise ArgumentError(
-                f"optimizer: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not one of "
-                "the pipeline's; make the pipeline first, and the optimizer from pipe.parameters() or "
-                "pipe.named_parameters()"
-            )
-        groups.append(tuple(names[id(parameter)] for parameter in real if id(parameter) in names))
+    groups: dict[str, list[tuple[str, ...]]] = {label: [] for label in optimizers}
+    for label, optimizer in optimizers.items():
+        for index, group in enumerate(optimizer.param_groups):
+            real = [parameter for parameter in group["params"] if parameter.numel()]  # without any: a placeholder
+            foreign = [parameter for parameter in real if id(parameter) not in names]
+            if foreign:
+                raise ArgumentError(
+                    f"{label}: group {index} has a parameter of shape {tuple(foreign[0].shape)} that is not one of "
+                    "the pipeline's; make the pipeline first, and the optimizer from pipe.parameters() or "
+                    "pipe.named_parameters()"
+                )
+            groups[label].append(tuple(names[id(parameter)] for parameter in real))
     return groups
 
 
-def merge_groups(parts: Sequence[list[tuple[str, ...]] | None]) -> list[tuple[str, ...]] | None:
-    """The names in each group, over all processes; None if there is no optimizer.
+def merge_groups(parts: Sequence[Mapping[str, list[tuple[str, ...]]]]) -> dict[str, list[tuple[str, ...]]]:
+    """The names in each group of each optimizer, over all processes.
 
-    Raises ArgumentError unless every process has the same number of groups.
+    Raises ArgumentError unless every process has the same optimizers with the same number of groups.
     """
-    counts = [None if part is None else len(part) for part in parts]
-    for rank, count in enumerate(counts):
-        if count != counts[0]:
-            one, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
-            raise ArgumentError(
-                f"optimizer: {one} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
-                "group may be empty"
-            )
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    return [tuple(dict.fromkeys(name for part in known for name in part[index])) for index in range(len(known[0]))]
+    merged = {}
+    for label in dict.fromkeys(label for part in parts for label in part):
+        counts = [len(part[label]) if label in part else None for part in parts]
+        for rank, count in enumerate(counts):
+            if count != counts[0]:
+                one, other = ("no optimizer" if n is None else f"{n} groups of parameters" for n in (counts[0], count))
+                raise ArgumentError(
+                    f"{label}: {one} on rank 0, but {other} on rank {rank}; make the same groups on every rank: a "
+                    "group may be empty"
+                )
+        together = zip(*(part[label] for part in parts), strict=True)
+        merged[label] = [tuple(dict.fromkeys(name for names in group for name in names)) for group in together]
+    return merged
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Each group's options: everything but its parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    """Each group's options: everything but its parameters and their names."""
+    return [{key: value for key, value in group.items() if key not in _OF_RANK} for group in optimizer.param_groups]
 
 
-def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state for this process's parameters. Tensors are the live ones, not copies."""
-    return {
-        f"{_OPTIMIZER}{name}/{key}": value if isinstance(value, Tensor) else pickle.dumps(value)
-        for name, parameter in pipe.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+def optimizer_state(pipe: Pipeline, optimizer: torch.optim.Optimizer, label: str) -> Own:
+    """The optimizer's state for this process's parameters. Tensors are the live ones, not copies.
+
+    Raises ArgumentError if `state_dict` has other entries than those of torch's optimizers: a container's, say.
+    """
+    state, numbers = optimizer.state_dict().get("state"), _numbers(pipe, optimizer)
+    if state is None or state.keys() - numbers.keys():
+        raise ArgumentError(
+            f"{label}: {type(optimizer).__name__}.state_dict() has other entries than a state for each parameter, and "
+            "they cannot be divided by rank; pass the optimizers of torch.optim that it contains, in a list"
+        )
+    return {numbers[number]: values for number, values in state.items() if numbers[number]}
 
 
-def empty_state(pipe: Pipeline, metadata: Metadata) -> dict[str, Any]:
-    """What to load for this process's parameters from a checkpoint: a tensor to load into, or None for a pickle."""
-    held = dict(pipe.named_parameters())
-    return {
-        path: _empty_like(held[name], key, metadata.state_dict_metadata[path])
-        for path, name, key in _optimizer_entries(metadata.state_dict_metadata)
-        if name in held
-    }
-
-
-def load_optimizer(
-    pipe: Pipeline, optimizer: torch.optim.Optimizer, options: Sequence[dict[str, Any]], state: Mapping[str, Any]
-) -> None:
-    """Loads into an optimizer its groups' options and the state that was read for this process's parameters."""
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
-    own: dict[str, dict[str, Any]] = {}
-    for path, name, key in _optimizer_entries(state):
-        value = state[path]
-        own.setdefault(name, {})[key] = pickle.loads(value) if isinstance(value, bytes) else value
-    numbered: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    count = 0
-    for group, option in zip(group_options(optimizer), options, strict=True):
-        parameters = optimizer.param_groups[len(groups)]["params"]
-        groups.append({**group, **option, "params": list(range(count, count + len(parameters)))})
-        for parameter in parameters:
-            numbered[count] = own.get(names.get(id(parameter), ""), {})
-            count += 1
-    optimizer.load_state_dict({"state": {n: state for n, state in numbered.items() if state}, "param_groups": groups})
+def load_optimizer(pipe: Pipeline, optimizer: torch.optim.Optimizer, groups: Groups, own: Own) -> None:
+    """Loads into an optimizer its groups' options and the state of this process's parameters."""
+    packed = optimizer.state_dict()
+    state = {number: own[name] for number, name in _numbers(pipe, optimizer).items() if name in own}
+    pairs = zip(packed["param_groups"], groups, strict=True)
+    optimizer.load_state_dict({**packed, "state": state, "param_groups": [{**p, **o} for p, (_, o) in pairs]})
     _restore_dtypes(optimizer, {parameter: own.get(name, {}) for name, parameter in pipe.named_parameters()})
+
+
+def _numbers(pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """For each number of a parameter in an optimizer's state dict, the parameter's name."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    packed = optimizer.state_dict().get("param_groups", [])
+    groups = optimizer.param_groups if packed else ()
+    pairs = (zip(p["params"], group["params"], strict=True) for p, group in zip(packed, groups, strict=True))
+    return {number: names.get(id(parameter), "") for group in pairs for number, parameter in group}
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -191,20 +268,3 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[Tensor, Map
             loaded = optimizer.state.get(parameter, {}).get(key)
             if isinstance(loaded, Tensor) and isinstance(value, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(loaded.device)
-
-
-def _optimizer_entries(paths: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """The optimizer's entries among `paths`: each path, the name of its parameter and the key of the state."""
-    for path in paths:
-        if path.startswith(_OPTIMIZER):
-            name, _, key = path.removeprefix(_OPTIMIZER).rpartition("/")
-            yield path, name, key
-
-
-def _empty_like(parameter: Tensor, key: str, stored: object) -> Tensor | None:
-    if not isinstance(stored, TensorStorageMetadata):
-        return None
-    if stored.size == parameter.shape:
-        return torch.empty_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
-    device = "cpu" if key == "step" else parameter.device
-    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)

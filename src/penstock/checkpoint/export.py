@@ -24,6 +24,7 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError
+from penstock.files import atomic
 from penstock.pipe.pipeline import Pipeline
 
 _DTYPES = {
@@ -66,10 +67,11 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    own = pipe.state_dict()
+    model = set(pipe.session.first_names().values())  # and nothing of the loss
+    own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
     held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
     entries = in_order(held, pipe.session.all_names())
-    ties = {name: first for name, first in pipe.session.first_names().items() if name != first and first in own}
+    ties = {name: first for name, first in pipe.session.ties().items() if first in own}
     notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
     fails = f"cannot write {path}"
     together(pipe, lambda: _check(entries, notes), fails)
@@ -119,7 +121,7 @@ def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(like[name], device="cpu")
         reader.read({model_key(name): tensor})
-        return _bytes_of(tensor)
+        return bytes_of(tensor)
 
     write_file(Path(path), entries, ties, (read(entry.name) for entry in entries))
     return Path(path)
@@ -135,7 +137,7 @@ class _Exchange:
 
     def take(self, entry: FileEntry) -> Tensor:
         if entry.owner == self._rank:
-            return _bytes_of(self._own[entry.name])
+            return bytes_of(self._own[entry.name])
         if entry.name in self._own:
             _whole(self._own[entry.name])
         data = torch.empty(entry.bytes, dtype=torch.uint8)
@@ -149,7 +151,7 @@ class _Exchange:
                 continue
             whole = _whole(self._own[entry.name])
             if entry.owner == self._rank and entry.bytes:
-                dist.send(_bytes_of(whole), group=self._group, group_dst=0)
+                dist.send(bytes_of(whole), group=self._group, group_dst=0)
 
 
 def write_file(
@@ -171,11 +173,10 @@ def write_file(
     Raises:
         OSError: the file cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")
     with ExitStack() as stack:
         with alone():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(aside.open("wb"))
+            file = stack.enter_context(stack.enter_context(atomic(path)).open("wb"))
             file.write(_header(entries, notes))
         for tensor in data:
             with alone():
@@ -183,8 +184,6 @@ def write_file(
         with alone():
             file.flush()
             os.fsync(file.fileno())
-    with alone():
-        aside.replace(path)
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
@@ -222,5 +221,6 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes on the CPU. A collective if it is sharded."""
     return _whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

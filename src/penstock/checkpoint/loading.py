@@ -8,20 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from penstock.checkpoint import folders
 from penstock.checkpoint.all_or_none import on_first, together
+from penstock.checkpoint.averages import Divided
 from penstock.checkpoint.contents import (
+    LOSS,
+    Optimizers,
     Rest,
-    Stateful,
-    empty_state,
+    empty_entries,
+    entries,
     group_names,
+    labelled,
     load_optimizer,
     merge_groups,
     model_state,
     model_tensors,
+    own_of,
 )
 from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
@@ -48,9 +52,9 @@ class Restored:
 def load(
     folder: str | Path,
     pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
-    others: Mapping[str, Stateful] | None = None,
+    others: Mapping[str, Any] | None = None,
 ) -> Restored | None:
     """Loads the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
 
@@ -60,8 +64,9 @@ def load(
     Args:
         folder: as for `save`, or one of the checkpoints in it.
         pipe: a pipeline of the same model.
-        optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group.
-        others: as for `save`.
+        optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group; or a
+            list or dict, as for `save`.
+        others: as for `save`. Averages are made as they were, from the pipeline.
 
     Returns:
         What was loaded; None, with nothing changed, if there is no checkpoint.
@@ -72,41 +77,52 @@ def load(
         CheckpointError: on every rank, if any rank cannot read it. The model may have been changed in part.
     """
     finish(pipe)
-    others = dict(others or {})
     path = on_first(pipe, partial(folders.find, Path(folder)), f"cannot read {folder}")
     if path is None:
         return None
     fails = f"cannot read {path}"
     reader = together(pipe, lambda: Reader(path), fails)
     rest = together(pipe, reader.rest, fails)
-    own = together(pipe, lambda: None if optimizer is None else group_names(pipe, optimizer), fails)
+    optimizers, items = together(pipe, lambda: labelled(optimizer, others), fails)
+    own = together(pipe, lambda: group_names(pipe, optimizers), fails)
     merge_groups(pipe.gather(own))
 
-    def check() -> None:
-        _check_model(path, pipe, model_tensors(reader.metadata))
-        _check_others(path, others, rest)
-        if optimizer is not None and own is not None:
-            _check_optimizer(path, pipe, type(optimizer).__name__, own, rest)
+    def check() -> tuple[dict[str, Divided], dict[str, Any]]:
+        _check_model(path, pipe, model_tensors(reader.metadata), model_tensors(reader.metadata, LOSS))
+        if missing := [label for label in items if label not in rest.others]:
+            raise ArgumentError(f"{missing[0]} is not in {path}, which has {', '.join(rest.others) or 'none'}")
+        state = model_state(pipe)
+        for label, one in optimizers.items():
+            _check_optimizer(path, pipe, label, type(one).__name__, own[label], rest)
+        divided = {label: Divided(item, pipe) for label, item in items.items()}
+        for label in (*optimizers, *divided):
+            read = empty_entries(pipe, reader.metadata, label)
+            if label in divided and (alone := read.keys() ^ entries(label, divided[label].own).keys()):
+                raise ArgumentError(
+                    f"{label}: {min(alone)} is only {'in ' + str(path) if min(alone) in read else 'in the object'}; "
+                    "make the object from the pipeline as it was when saved, before loading"
+                )
+            state |= read
+        return divided, state
 
-    together(pipe, check, fails)
-    state = model_state(pipe) | ({} if optimizer is None else empty_state(pipe, reader.metadata))
+    divided, state = together(pipe, check, fails)
     together(pipe, lambda: reader.read(state), fails)
 
     def set_all() -> None:
-        if optimizer is not None:
-            load_optimizer(pipe, optimizer, [group.options for group in rest.groups], state)
-        for key, other in others.items():
-            other.load_state_dict(rest.others[key])
+        for label, one in optimizers.items():
+            load_optimizer(pipe, one, rest.optimizers[label][1], own_of(label, state))
+        for label, part in divided.items():
+            part.load(rest.others[label], own_of(label, state))
 
     together(pipe, set_all, f"cannot load {path}")
     pipe.session.restore(step_count=rest.step, seed=rest.seed)
     return Restored(path, rest.step, rest.extra)
 
 
-def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> None:
-    own = pipe.state_dict()
+def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
+    own, there = pipe.state_dict(), {**model, **loss}
     missing = [name for name in own if name not in there]
-    foreign = sorted(there.keys() - set(pipe.session.all_names()))
+    foreign = sorted(model.keys() - set(pipe.session.all_names()))  # another loss may be meant
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
         what = (
@@ -130,30 +146,23 @@ def _check_model(path: Path, pipe: Pipeline, there: Mapping[str, Tensor]) -> Non
             )
 
 
-def _check_others(path: Path, others: Mapping[str, Stateful], rest: Rest) -> None:
-    missing = [key for key in others if key not in rest.others]
-    if missing:
-        there = ", ".join(rest.others) or "none"
-        raise ArgumentError(f"others[{missing[0]!r}] is not in {path}, which has {there}")
-
-
-def _check_optimizer(path: Path, pipe: Pipeline, kind: str, own: list[tuple[str, ...]], rest: Rest) -> None:
-    if rest.optimizer is None:
-        raise ArgumentError(f"{path} has no optimizer; load it without, or save one")
-    if rest.optimizer != kind:
+def _check_optimizer(path: Path, pipe: Pipeline, label: str, kind: str, own: list[tuple[str, ...]], rest: Rest) -> None:
+    if label not in rest.optimizers:
+        has = ", ".join(rest.optimizers) or "no optimizer"
+        raise ArgumentError(f"{label} is not in {path}, which has {has}; load it without, or pass optimizers as saved")
+    saved, groups = rest.optimizers[label]
+    if saved != kind:
+        raise ArgumentError(f"{path} has the state of {saved}, but the {label} is {kind}; make the same kind")
+    if len(groups) != len(own):
         raise ArgumentError(
-            f"{path} has the state of {rest.optimizer}, but the optimizer is {kind}; make the same kind"
-        )
-    if len(rest.groups) != len(own):
-        raise ArgumentError(
-            f"{path} has {len(rest.groups)} groups of parameters, but the optimizer {len(own)}; make the groups as "
+            f"{path} has {len(groups)} groups of parameters, but the {label} {len(own)}; make the groups as "
             "they were, on every rank: a group may be empty"
         )
-    then = {name: index for index, group in enumerate(rest.groups) for name in group.names}
+    then = {name: index for index, (names, _) in enumerate(groups) for name in names}
     now = {name: index for index, names in enumerate(own) for name in names}
     for name, _ in pipe.named_parameters():
         if then.get(name) != now.get(name):
             was, is_ = ("in none" if n is None else f"in group {n}" for n in (then.get(name), now.get(name)))
             raise ArgumentError(
-                f"{path}: {name} was {was} of the optimizer's groups, and is {is_} now; make the groups as they were"
+                f"{path}: {name} was {was} of the {label}'s groups, and is {is_} now; make the groups as they were"
             )

@@ -18,20 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from penstock.checkpoint import folders, storage
 from penstock.checkpoint.all_or_none import OWN_PART, attempt, on_first, together
+from penstock.checkpoint.averages import Divided, check_shared
 from penstock.checkpoint.contents import (
     REST,
-    Group,
+    Optimizers,
     Rest,
-    Stateful,
+    entries,
     group_names,
     group_options,
+    labelled,
     merge_groups,
     model_state,
     optimizer_state,
@@ -91,9 +92,9 @@ class Background:
 def save(
     folder: str | Path,
     pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
-    others: Mapping[str, Stateful] | None = None,
+    others: Mapping[str, Any] | None = None,
     extra: Any = None,
     keep: int | None = 2,
     wait: bool = True,
@@ -108,8 +109,11 @@ def save(
         folder: the folder for this run's checkpoints; created if missing.
         pipe: the pipeline, between two steps.
         optimizer: an optimizer over `pipe.parameters()`, or over groups of `pipe.named_parameters()`, with the same
-            number of groups on every rank.
-        others: a scheduler, a scaler, `Generators()`, under names of your choice. Rank 0's are saved.
+            number of groups on every rank; or a list or dict of several.
+        others: under names of your choice, also in lists and dicts: schedulers, scalers, `Generators()`, of which rank
+            0's are saved; and averages of the weights, of which each rank's own part is saved: a dict of tensors by
+            parameter name, `AveragedModel(pipe.model)`, or what has one, or a list in the order of the parameters, in
+            its `state_dict()`.
         extra: anything that can be pickled, such as the position in the data. Rank 0's is saved.
         keep: how many checkpoints to keep, at least 1; None keeps all.
         wait: if False, return once everything is copied to host memory, and write while training goes on. The next
@@ -124,8 +128,8 @@ def save(
     """
     finish(pipe)
     storage.hush()
-    state = _collect(pipe, optimizer, dict(others or {}), extra, keep)
-    parent = Path(folder)
+    state = _collect(pipe, optimizer, others, extra, keep)
+    parent = Path(folder).absolute()  # a write in the background may outlive a chdir
     aside = on_first(pipe, partial(folders.prepare, parent, pipe.step_count), f"cannot write checkpoints to {parent}")
     path = parent / folders.name_of(pipe.step_count)
     if wait:
@@ -164,35 +168,39 @@ def finish(pipe: Pipeline) -> Path | None:
 
 
 def _collect(
-    pipe: Pipeline,
-    optimizer: torch.optim.Optimizer | None,
-    others: Mapping[str, Stateful],
-    extra: Any,
-    keep: int | None,
+    pipe: Pipeline, optimizer: Optimizers | None, others: Mapping[str, Any] | None, extra: Any, keep: int | None
 ) -> dict[str, Any]:
     """What this process has to write, once every rank has checked its own part. Tensors are live, not copies."""
 
-    def own_groups() -> list[tuple[str, ...]] | None:
+    def parts() -> tuple[dict[str, Any], dict[str, Divided]]:
         if keep is not None and keep < 1:
             raise ArgumentError(f"keep={keep}: expected at least 1, or None to keep all")
-        return None if optimizer is None else group_names(pipe, optimizer)
+        optimizers, rest = labelled(optimizer, others)
+        return optimizers, {label: Divided(item, pipe) for label, item in rest.items()}
 
-    groups = merge_groups(pipe.gather(together(pipe, own_groups, "cannot save")))
+    optimizers, divided = together(pipe, parts, "cannot save")
+    names = together(pipe, lambda: group_names(pipe, optimizers), "cannot save")
+    of_ranks = pipe.gather((names, {label: part.digest() for label, part in divided.items()}))
+    groups = merge_groups([names for names, _ in of_ranks])
+    check_shared([digests for _, digests in of_ranks])
 
     def own_state() -> dict[str, Any]:
         state = model_state(pipe)
-        if optimizer is not None:
-            state |= optimizer_state(pipe, optimizer)
+        for label, one in optimizers.items():
+            state |= entries(label, optimizer_state(pipe, one, label))
+        for label, part in divided.items():
+            state |= entries(label, part.own)
         if pipe.is_first:
-            options = [] if optimizer is None else group_options(optimizer)
             rest = Rest(
                 step=pipe.step_count,
                 seed=pipe.seed,
                 extra=extra,
-                others={key: other.state_dict() for key, other in others.items()},
-                ties={name: first for name, first in pipe.session.first_names().items() if name != first},
-                optimizer=None if optimizer is None else type(optimizer).__name__,
-                groups=tuple(Group(*pair) for pair in zip(groups or (), options, strict=True)),
+                others={label: part.rest for label, part in divided.items()},
+                ties=pipe.session.ties(),
+                optimizers={
+                    label: (type(one).__name__, list(zip(groups[label], group_options(one), strict=True)))
+                    for label, one in optimizers.items()
+                },
             )
             state[REST] = rest.to_bytes()
         return state

@@ -69,6 +69,14 @@ def explain(
             "host=none; several at once with commas; repeat it for others.",
         ),
     ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="How another tool names actions, with groups op, stage and microbatch: "
+            r"'(?P<op>fwd|bwd)-(?P<stage>\d+)-(?P<microbatch>\d+)'.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain a measured step: where its time went, why, and what to change first.
@@ -79,7 +87,7 @@ def explain(
     from penstock.explain import explain as explained
     from penstock.explain import read_run, run_of
 
-    known = run_of(read_run(run))
+    known = run_of(read_run(run, pattern))
     every = step == "all"
     if step is not None and not every and not step.isdigit():
         raise ArgumentError(f"--step {step}: expected the number of a step, or all")

@@ -5,26 +5,20 @@ from __future__ import annotations
 import bisect
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from re import Pattern
 from typing import Any
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError
 from penstock.explain.event import Event, Recording
+from penstock.explain.names import Named, read_name
+from penstock.files import quoted
 from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 
-_RUN = re.compile(r"(?:penstock )?([0-9]{1,9}[FBIW][0-9]{1,9})")
-_TORCH = re.compile(r"PP:([0-9]{1,9}[FBIW][0-9]{1,9})")
-_TORCH_SINGLE = re.compile(r"(Forward|Backward) ([0-9]{1,9})")
-_WORDS = re.compile(
-    r"(F|B|I|W|forward|backward|input[- ]gradient|weight[- ]gradient)[ _:/]*(?:stage|s)?[ _=]*([0-9]{1,9})"
-    r"[ _:/,]+(?:microbatch|mb|m)?[ _=]*([0-9]{1,9})",
-    re.IGNORECASE,
-)
-_OPS = {"f": Op.F, "b": Op.B, "i": Op.I, "w": Op.W}
 _SENT = re.compile(r"(?:^|[ :])([0-9]{1,9})SEND_F[0-9]+")
 _STEP = re.compile(r"ProfilerStep#([0-9]+)")
 _ON_DEVICE = "gpu_user_annotation"
@@ -33,19 +27,18 @@ _ON_DEVICE = "gpu_user_annotation"
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A complete event that names an action; the stage is -1 where it is the process's only one."""
+    """A complete event that names an action."""
 
-    process: Any
-    op: Op
-    stage: int
-    microbatch: int
+    process: int | str
+    named: Named
     start: float
     end: float
     on_device: bool
-    waits: bool
 
 
-def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) -> Recording:
+def read_chrome(
+    events: Any, header: Mapping[str, Any], file: str, number: int, own: Pattern[str] | None = None
+) -> Recording:
     """What one file says. A file is one process, unless several of its processes name actions.
 
     Args:
@@ -53,32 +46,42 @@ def read_chrome(events: Any, header: Mapping[str, Any], file: str, number: int) 
         header: what else the file has; Kineto's `distributedInfo` tells the rank.
         file: its name, whose last number is the rank if nothing else says it.
         number: the file's place among those that are read.
+        own: the user's pattern of names, besides the table's.
     """
     every = events if isinstance(events, list) else []
-    _check_times(every)
+    _check_times(every, own)
     complete = _complete(every)
-    ranges = [found for event in complete if (found := _range(event)) is not None]
+    ranges = [found for event in complete if (found := _range(event, own)) is not None]
     on_device = any(one.on_device for one in ranges)
     ranges = [one for one in ranges if one.on_device == on_device]
     processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     marks = _steps(complete)
     made = []
+    ops = {one.named.op for one in ranges}
+    b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
+    counts: Counter[tuple[Any, Op, int | None]] = Counter()
     for one in sorted(ranges, key=lambda one: one.start):
         place = processes.index(one.process)
         rank = place if len(processes) > 1 else _rank(header, file, number)
-        stage = rank if one.stage < 0 else one.stage
-        action = Action(stage, one.op, one.microbatch)
-        source = ("process", rank)
-        made.append(Event(source, str(action), one.start, one.end, action, marks.at(one.start)))
-    return Recording(tuple(made), any(one.waits for one in ranges), (), max(_stages(complete), _stages_said(every)))
+        step = marks.at(one.start)
+        op = Op.I if b_is_i and one.named.op is Op.B else one.named.op
+        stage = rank if one.named.stage is None else one.named.stage
+        microbatch = counts[one.process, op, step] if one.named.microbatch is None else one.named.microbatch
+        counts[one.process, op, step] += 1
+        action = Action(stage, op, microbatch)
+        made.append(Event(("process", rank), str(action), one.start, one.end, action, step))
+    waits = any(one.named.waits and not one.on_device for one in ranges)
+    return Recording(tuple(made), waits, (), max(_stages(complete), _stages_said(every)))
 
 
-def _check_times(events: Sequence[Any]) -> None:
+def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
     """Raises ArgumentError if an event that names an action is at no time."""
     for event in events:
-        if isinstance(event, dict) and "ts" in event and not _is_time(event["ts"]) and _named(event) is not None:
+        timeless = isinstance(event, dict) and "ts" in event and not _is_time(event["ts"])
+        if timeless and read_name(event.get("name"), event.get("args"), own) is not None:
             raise ArgumentError(
-                f"the trace's event {event.get('name')!r} is at ts {event['ts']}; expected a number of microseconds"
+                f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
+                "microseconds"
             )
 
 
@@ -112,7 +115,7 @@ def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
 def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Events with a start and a duration; a begin (B) and its end (E) become one."""
     found: list[Mapping[str, Any]] = []
-    begun: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
+    begun: defaultdict[tuple[int | str, int | str], list[Mapping[str, Any]]] = defaultdict(list)
     timed = (event for event in events if isinstance(event, dict) and _is_time(event.get("ts")))
     for _, at_once in groupby(sorted(timed, key=_at), key=_at):
         ends = []
@@ -120,11 +123,11 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
             if event.get("ph") == "X":
                 found.append(event)
             elif event.get("ph") == "B":
-                begun[event.get("pid"), event.get("tid")].append(event)
+                begun[_id(event, "pid"), _id(event, "tid")].append(event)
             elif event.get("ph") == "E":
                 ends.append(event)
         for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
-            if open_ones := begun[end.get("pid"), end.get("tid")]:
+            if open_ones := begun[_id(end, "pid"), _id(end, "tid")]:
                 first = open_ones.pop(_begin_of(end, open_ones))
                 found.append({**first, "dur": end["ts"] - first["ts"]})
     return sorted(found, key=_at)
@@ -145,44 +148,24 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _range(event: Mapping[str, Any]) -> _Range | None:
-    named = _named(event)
-    if named is None:
+def _id(event: Mapping[str, Any], key: str) -> int | str:
+    """The number or name of an event's process or thread; 0 if it has none."""
+    value = event.get(key, 0)
+    return value if isinstance(value, (int, str)) else str(value)
+
+
+def _range(event: Mapping[str, Any], own: Pattern[str] | None) -> _Range | None:
+    named = read_name(event.get("name"), event.get("args"), own)
+    if named is None or not named.op.is_compute:
         return None
-    op, stage, microbatch, waits = named
     start = event["ts"] / 1e6
-    on_device = event.get("cat") == _ON_DEVICE
     lasted = event.get("dur")
     if lasted is None or not _is_time(lasted) or lasted < 0:
         raise ArgumentError(
-            f"the trace's event {event.get('name')!r} at ts {event['ts']} has the duration {lasted}; expected "
-            "microseconds of 0 or more"
+            f"the trace's event {quoted(event.get('name'))} at ts {event['ts']} has the duration {quoted(lasted)}; "
+            "expected microseconds of 0 or more"
         )
-    end = start + lasted / 1e6
-    return _Range(event.get("pid", 0), op, stage, microbatch, start, end, on_device, waits and not on_device)
-
-
-def _named(event: Mapping[str, Any]) -> tuple[Op, int, int, bool] | None:
-    """Op, stage, microbatch, and whether the range begins with the wait for the input."""
-    name, args = event.get("name"), event.get("args")
-    if isinstance(args, dict) and isinstance(args.get("action"), str):
-        found, waits = _RUN.fullmatch(args["action"]), False
-    elif not isinstance(name, str):
-        return None
-    elif single := _TORCH_SINGLE.fullmatch(name):
-        return (Op.F if single[1] == "Forward" else Op.B), -1, int(single[2]), True
-    elif words := _WORDS.fullmatch(name):
-        return _OPS[words[1][0].lower()], int(words[2]), int(words[3]), False
-    else:
-        ours = _RUN.fullmatch(name)
-        found, waits = (ours, False) if ours else (_TORCH.fullmatch(name), True)
-    if found is None:
-        return None
-    try:
-        action = Action.parse(found[1])
-    except ScheduleError:
-        return None
-    return action.op, action.stage, action.microbatch or 0, waits
+    return _Range(_id(event, "pid"), named, start, start + lasted / 1e6, event.get("cat") == _ON_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,19 +10,15 @@ from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
+from penstock.explain.names import op_named
+from penstock.files import check_number_of_values
 from penstock.schedule import Action, Op
 
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
-_WORDS = {
-    "forward": Op.F, "forward-compute": Op.F, "backward": Op.B, "backward-compute": Op.B,
-    "forward-send": Op.SEND_F, "forward-recv": Op.RECV_F, "backward-send": Op.SEND_B, "backward-recv": Op.RECV_B,
-}  # fmt: skip
-OPS = _WORDS | {op.value: op for op in Op if op.is_compute or op.is_communication}
-"""What the column `op` may say. Rows with others are something else that a process did."""
 
 
 def read_columns(text: str, file: str) -> Recording:
-    """The events of a CSV.
+    """The events of a CSV, whose columns are divided by commas, semicolons or tabs.
 
     Args:
         text: what it says.
@@ -31,7 +27,9 @@ def read_columns(text: str, file: str) -> Recording:
     Raises:
         ArgumentError: a column is missing, or a row is no event.
     """
-    reader = csv.DictReader(io.StringIO(text))
+    check_number_of_values(text, file)
+    head = text.partition("\n")[0]
+    reader = csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=head.count))
     if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
         raise ArgumentError(f"{file}: has no column {', '.join(missing)}; expected {', '.join(_NEEDED)}")
     events = []
@@ -51,7 +49,7 @@ def _row(row: Mapping[str, Any]) -> Event:
     start, seconds = float(row["start_us"]) / 1e6, float(row["duration_us"]) / 1e6
     if not (math.isfinite(start) and 0 <= seconds < math.inf):
         raise ValueError("its start or duration is no time")
-    op = OPS.get(row["op"])
+    op = op_named(row["op"])
     action = None if op is None else Action(stage, op, int(row["microbatch"]))
     step = int(row["step"]) if row.get("step") else None
     return Event((replica, rank), row["op"], start, start + seconds, action, step, rank, replica)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 import os
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ArgumentError
 from penstock.explain.chrome import read_chrome
-from penstock.explain.columns import OPS, read_columns
+from penstock.explain.columns import read_columns
 from penstock.explain.event import Event, Recording
+from penstock.explain.names import OPS, own_pattern
+from penstock.files import parse_json, read_text
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -23,33 +21,37 @@ from penstock.schedule.timeline import Timeline
 
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
-_MOST_BYTES = 2 << 30
-"""Of a file when unpacked: what a packed one says of its size cannot be trusted, and more would not fit as objects."""
 
 
-def read_run(paths: Sequence[str | os.PathLike[str]]) -> Recording:
+def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None) -> Recording:
     """What the files of a run say; of a folder, all that are JSON or CSV, packed by gzip or not. Of a folder that
     `penstock.pipeline(run=...)` recorded, its timelines, by the numbers of their steps.
 
     A file is a timeline as `Timeline.to_dict` writes it (or a list of them, a step each), a trace in Chrome's format
     whose events name the actions, or columns: op, microbatch, start_us and duration_us, with step, dp_rank and pp_rank.
 
+    Args:
+        paths: the files or folders.
+        pattern: a regular expression for the names of other tools' events, besides those of `explain.names`, with the
+            groups `op`, `microbatch` and, where it is not the process's only one, `stage`.
+
     Raises:
         ArgumentError: a file cannot be read, or no event names an action.
     """
+    own = own_pattern(pattern)
     if len(paths) == 1 and is_run(paths[0]):
         return recording_of_run(read_folder(paths[0]))
     files = [file for path in paths for file in _files(Path(path))]
-    found = [_read(file, number) for number, file in enumerate(files)]
+    found = [_read(file, number, own) for number, file in enumerate(files)]
     events = tuple(event for one in found for event in one.events)
     if not any(event.action is not None for event in events):
         named = ", ".join(repr(name) for name in list(dict.fromkeys(event.name for event in events))[:4])
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline"
             f"{f'; their names are {named}' if named else ''}. Expected names such as 2F3 (stage, op, microbatch), "
-            "PP:2F3, 'Forward 3' or 'F 2 3', an argument `action`, or columns op, microbatch, start_us, duration_us, "
-            f"where op is one of {', '.join(OPS)}. Schedule1F1B of torch.distributed.pipelining marks none (2.13); "
-            "others do"
+            "PP:2F3, 'Forward 3', 'F 2 3' or 'fwd mb3', arguments stage and microbatch, or columns op, microbatch, "
+            f"start_us, duration_us, where op is one of {', '.join(OPS)}; --pattern reads others. Schedule1F1B of "
+            "torch.distributed.pipelining marks none (2.13); others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
     return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))
@@ -70,38 +72,19 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
-def _read(file: Path, number: int) -> Recording:
-    text = _text(file)
+def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
+    text = read_text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
         return read_columns(text, str(file))
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ArgumentError(f"{file} is not JSON: {error}") from None
-    except RecursionError:
-        raise ArgumentError(f"{file}: lists or objects are nested too deeply to be a run's") from None
+    given = parse_json(text, str(file))
     if isinstance(given, dict) and "traceEvents" in given:
-        return read_chrome(given["traceEvents"], given, file.name, number)
+        return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]
     if timelines and all(isinstance(one, dict) and "ranks" in one for one in timelines):
-        return recording_of([Timeline.from_dict(one) for one in timelines], str(file))
+        return recording_of([Timeline.from_dict(one, str(file)) for one in timelines], str(file))
     if isinstance(given, list):
-        return read_chrome(given, {}, file.name, number)
+        return read_chrome(given, {}, file.name, number, own)
     raise ArgumentError(f"{file}: expected a timeline (ranks) or a trace in Chrome's format (traceEvents)")
-
-
-def _text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ArgumentError(f"{file} unpacks to more than {_MOST_BYTES >> 30} GiB: cut out the steps to look at")
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise ArgumentError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{file} cannot be read: {error}") from None
 
 
 def recording_of_run(run: RunRead) -> Recording:

@@ -26,6 +26,16 @@ except ImportError as error:
 T = TypeVar("T")
 
 
+AVERAGE = "keep torch.optim.swa_utils.AveragedModel(self.pipe.model), and update it in training_step"
+CALLBACKS = {
+    "WeightAveraging": AVERAGE,
+    "StochasticWeightAveraging": AVERAGE,
+    "LearningRateFinder": "set the learning rate: with manual optimization, nothing changes it during the search",
+    "ModelPruning": "prune the model before penstock.pipeline(model, ...)",
+}
+"""Callbacks that copy or change the LightningModule's own modules, which are not the stages: what to do instead."""
+
+
 class PipelineStrategy(ParallelStrategy):
     """For `Trainer(strategy=PipelineStrategy(), devices=ranks on each machine, num_nodes=machines)`.
 
@@ -53,8 +63,8 @@ class PipelineStrategy(ParallelStrategy):
     or another schedule.
 
     Raises:
-        ArgumentError: the module has no pipeline, would run backward again, or has several optimizers; or the Trainer's
-            precision is not 32 bits (use `torch.autocast` in `training_step` instead).
+        ArgumentError: a callback does not reach the stages (see CALLBACKS); the module has no pipeline, or would run
+            backward again; or the Trainer's precision is not 32 bits (use `torch.autocast` in `training_step` instead).
     """
 
     @property
@@ -87,6 +97,13 @@ class PipelineStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        trainer: Any = self.lightning_module and self.lightning_module.trainer
+        for callback in trainer.callbacks if trainer else ():
+            for instead in [CALLBACKS[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in CALLBACKS]:
+                name = type(callback).__name__
+                raise ArgumentError(
+                    f"the callback {name} does not reach the pipeline's stages; remove it, and {instead}"
+                )
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo")
 
@@ -104,8 +121,6 @@ class PipelineStrategy(ParallelStrategy):
             )
         _ = self.pipe
         super().setup(trainer)
-        if len(self.optimizers) > 1:
-            raise ArgumentError(f"{len(self.optimizers)} optimizers; expected one, of self.pipe.parameters()")
 
     def model_to_device(self) -> None:
         """Nothing to do: the pipeline has already moved its stages to their devices."""
@@ -168,10 +183,10 @@ class PipelineStrategy(ParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save(filepath, self.pipe, *self.optimizers, extra=checkpoint, keep=1)
+        save(filepath, self.pipe, self.optimizers, extra=checkpoint, keep=1)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        restored = load(checkpoint_path, self.pipe, *self.optimizers)
+        restored = load(checkpoint_path, self.pipe, self.optimizers)
         if restored is None:
             raise ArgumentError(f"ckpt_path={str(checkpoint_path)!r}: there is no checkpoint; give the folder of one")
         extra: dict[str, Any] = restored.extra

@@ -80,7 +80,7 @@ class PipelineTrainer(Trainer):
                 f"microbatches, give penstock.pipeline(reduction={expected!r})"
             )
         self.accelerator.prepare_model = lambda model, *_, **__: model  # it stays where its stages are
-        self.accelerator.clip_grad_norm_ = lambda _, max_norm, *__: pipe.clip_grad_norm_(max_norm)
+        self.accelerator.clip_grad_norm_ = lambda _, *norms: pipe.clip_grad_norm_(*norms)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

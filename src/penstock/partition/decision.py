@@ -18,6 +18,7 @@ from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
 from penstock.partition.cut.best_order import Units, best_order, cut_in_order
 from penstock.partition.cut.choice import Choice
 from penstock.partition.cut.joint_cuts import is_joint, named_cuts, stages_at
+from penstock.partition.cut.places import is_mark, module_at
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
@@ -115,21 +116,21 @@ def decide(
     if choice.profile is not None:
         found = _by_profile(recording, model, stages, choice.profile, room, units)
         return replace(found, notes=(*_cautions(choice.profile), *found.notes))
-    every = candidates(recording, model, choice.by) if units is None else units
+    every = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         every = _of_kind(every, model, choice)
     if (choice.weight is None and not choice.memory and not room.is_limited) or stages > len(every):
         return Decision(balanced_cuts(recording, model, stages, choice.by, every))
     weights = [float(unit.weight) for unit in every]
     if choice.weight is not None:
-        weights = [choice.weight_of(unit.name, model.get_submodule(unit.name)) for unit in every]
-    problem = _problem(recording, model, weights, [unit.position for unit in every], room)
+        weights = [choice.weight_of(unit.name, module_at(model, unit.name)) for unit in every]
+    problem = _problem(recording, model, stages, weights, [unit.position for unit in every], room)
     starts = _best(replace(problem, balanced="bytes") if choice.memory else problem, stages, room)
     return Decision(tuple(every[start].name for start in starts[1:]))
 
 
 def _problem(
-    recording: Recording, model: nn.Module, seconds: Sequence[float], starts: Sequence[int], room: Room
+    recording: Recording, model: nn.Module, stages: int, seconds: Sequence[float], starts: Sequence[int], room: Room
 ) -> Problem:
     """The units that begin at these nodes, with their memory."""
     held, kept = bytes_by_start(recording, model, starts)
@@ -138,7 +139,7 @@ def _problem(
     if not room.counts:
         return plain
     try:
-        positions, units = _memory_of_units(recording, model)
+        positions, units = _memory_of_units(recording, model, stages)
     except UnmeasurableError:
         return plain
     own = [max(bisect_right(starts, position) - 1, 0) for position in positions]
@@ -155,9 +156,9 @@ def _problem(
     )
 
 
-def _memory_of_units(recording: Recording, model: nn.Module) -> tuple[list[int], list[UnitCost]]:
+def _memory_of_units(recording: Recording, model: nn.Module, stages: int) -> tuple[list[int], list[UnitCost]]:
     """All units at which the recording can be cut: where they begin, and what they take."""
-    kept, units = units_held(recording, model, candidates(recording, model, "flops"))
+    kept, units = units_held(recording, model, candidates(recording, model, "flops", stages))
     return [unit.position for unit in kept], units
 
 
@@ -182,7 +183,7 @@ def measured(
     unchanged = tuple(by_work)
     if work_of_recording(recording) < LEAST_WORK:
         return Decision(unchanged)
-    units = candidates(recording, model, "flops")
+    units = candidates(recording, model, "flops", len(by_work) + 1)
     try:
         profile = measure(recording, model, units, args, kwargs)
     except UnmeasurableError as error:
@@ -192,7 +193,7 @@ def measured(
         return Decision(unchanged)
     positions = {unit.name: unit.position for unit in units}
     seconds = [unit.seconds for unit in profile.units]
-    problem = _problem(recording, model, seconds, [positions[name] for name in names], room)
+    problem = _problem(recording, model, len(by_work) + 1, seconds, [positions[name] for name in names], room)
     crossing = [room.crossing_seconds(unit, profile) for unit in profile.units]
     problem = replace(problem, crossing_seconds=crossing)
     starts = _best(problem, len(by_work) + 1, room)
@@ -240,7 +241,7 @@ def _in_best_order(
         problem.limit_bytes,
         tuple(problem.in_flight),
     )
-    order = best_order(recording, model, units, starts)
+    order = None if any(map(is_mark, names)) else best_order(recording, model, units, starts)
     if order is None:
         return recorded
     gain = f"the slowest stage {1 - order.ratio:.0%} faster"
@@ -326,7 +327,8 @@ def _by_profile(
     """The best cuts for a profile, at those of its units that are candidates here; the others join the one before."""
     mine = identity(model)
     profile.check_for(mine.parameters, recording.device.type, mine.dtype)
-    here = {unit.name: unit.position for unit in (candidates(recording, model, "flops") if units is None else units)}
+    units = candidates(recording, model, "flops", stages) if units is None else units
+    here = {unit.name: unit.position for unit in units}
     profile, notes = _of_size(profile, recording)
     pieces: list[list[UnitCost]] = []
     for unit in profile.units:
@@ -345,7 +347,8 @@ def _by_profile(
                 f"balance: the profile is not of this model: there {before!r} runs before {after!r}, and here after "
                 "it. Make one with penstock.profile(...) or `penstock profile`, or use balance='time'"
             )
-    problem = _problem(recording, model, [sum(unit.seconds for unit in units) for units in pieces], positions, room)
+    times = [sum(unit.seconds for unit in units) for units in pieces]
+    problem = _problem(recording, model, stages, times, positions, room)
     problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
     starts = _best(problem, stages, room)
     found = _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
@@ -371,10 +374,10 @@ def _of_kind(units: Sequence[Candidate], model: nn.Module, choice: Choice) -> li
     found = [
         Candidate(unit.name, unit.position, 1)
         for unit in units
-        if choice.kind.search(type(model.get_submodule(unit.name)).__name__)
+        if choice.kind.search(type(module_at(model, unit.name)).__name__)
     ]
     if not found:
-        classes = sorted({type(model.get_submodule(unit.name)).__name__ for unit in units})
+        classes = sorted({type(module_at(model, unit.name)).__name__ for unit in units})
         raise ArgumentError(
             f"balance='type:{choice.kind.pattern}': no module at which the model can be cut is of such a class; there "
             f"are {', '.join(classes)}"

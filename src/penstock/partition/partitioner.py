@@ -27,7 +27,8 @@ from penstock.partition.recorder.attempts import record
 from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.stages.complete import check_complete, unused_note
-from penstock.partition.stages.partition import Partition, describe
+from penstock.partition.stages.lengths import Dims, Lengths, at_length
+from penstock.partition.stages.partition import Leaf, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.stages.totals import draw_offsets, saved_of, work_of_stages
@@ -39,7 +40,7 @@ from penstock.partition.units.units import Grain, find_units, refuse_compiled, r
 from penstock.partition.values.defaults import default_kwargs, other_way
 from penstock.partition.values.objects import input_path
 from penstock.partition.watch.unseen import UnwatchableError
-from penstock.trees import flatten
+from penstock.trees import Flat, flatten, unflatten
 
 Division = tuple[Decision, Opening]
 """Where a model is cut, and which modules are opened for it."""
@@ -59,7 +60,8 @@ class Partitioner:
         model: a module, unedited; or a list of modules, each of which gets what the one before it returned (layers, or
             ready-made stages if there are as many as `stages`).
         stages: how many.
-        cuts: names of the modules at which stages 1.. begin, in program order; chosen by `balance` if not given.
+        cuts: names of the modules or lines at which stages 1.. begin (see `places`), in program order; chosen by
+            `balance` if not given.
             Several modules joined by "+" say that what needs none of them runs before; see `joint_cuts`.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
@@ -102,8 +104,9 @@ class Partitioner:
         self._room = room
         self._sees_saved = sees_saved or room.is_limited or self._choice.memory
         self._partitions: dict[Hashable, list[Partition]] = {}
+        self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
-        self._is_settled = not (self._choice.measures and self._chooses)  # whether neither will come any more
+        self._is_settled = not (self._choice.measures and self._chooses and stages > 1)  # whether neither will come
         self._decision = Decision(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
         self._grain = Grain()
@@ -126,9 +129,9 @@ class Partitioner:
         signature = given.structure, tuple(describe(leaf) for leaf in given.leaves)
         key = (*signature, self._state())
         variants = self._partitions.get(key, [])
-        for partition in variants:
-            if partition.holds(given.leaves):
-                return partition
+        for variant in variants:
+            if variant.holds(given.leaves):
+                return variant
         if len(variants) == VARIANTS:
             guard = variants[-1].guards[-1]
             raise PartitionError(
@@ -140,11 +143,15 @@ class Partitioner:
             del self._weighable[key]
         else:  # none was made, or one for another branch
             known = None
-        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
-        partition = self._partition(args, kwargs, split.recording, split)
-        key = (*signature, self._state())  # recording may have opened blocks
-        if not self._is_settled:
-            self._weighable.setdefault(key, recording)
+        alike = (lengths.at((signature[0], key[-1]), signature[1], given.leaves) for lengths in self._lengths)
+        partition = next((one for one in alike if one is not None), None)
+        if partition is None:
+            recording, partition = self._make(args, kwargs, known)
+            key = (*signature, self._state())  # recording may have opened blocks
+            if not self._is_settled:
+                self._weighable.setdefault(key, recording)
+            elif not self._sees_saved:
+                self._learn(given, signature[1], partition)
         self._partitions.setdefault(key, []).append(partition)
         # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
@@ -157,6 +164,7 @@ class Partitioner:
     def forget(self) -> None:
         """Drops all recordings, and with them every reference to parameters that the model no longer holds."""
         self._partitions.clear()
+        self._lengths.clear()
         self._keep_alive.clear()
         self._weighable.clear()
         self._is_settled = True
@@ -307,6 +315,23 @@ class Partitioner:
             other_way=other_way(model),
         )
 
+    def _make(
+        self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None = None
+    ) -> tuple[Recording, Partition]:
+        recording, split = self._divide(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, known)
+        return recording, self._partition(args, kwargs, split.recording, split)
+
+    def _learn(self, given: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
+        """Looks for other lengths of the same inputs among what was recorded."""
+
+        def probe(dims: Dims, length: int) -> Partition:
+            args, kwargs = unflatten(at_length(given.leaves, dims, length), given.structure)
+            return self._make(args, kwargs)[1]
+
+        family = (given.structure, self._state())
+        if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
+            self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
+
     def _divide(
         self, args: Sequence[Any], kwargs: dict[str, Any], known: Recording | None
     ) -> tuple[Recording, CutRecording]:
@@ -339,7 +364,7 @@ class Partitioner:
         try:
             return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room))
         except PartitionError as error:
-            every = candidates(recording, self.model, self._choice.by)
+            every = candidates(recording, self.model, self._choice.by, self.stages)
             kept = spans(recording, self.model)
             units = joined(every, kept)
             if len(units) == len(every):

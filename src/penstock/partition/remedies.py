@@ -79,10 +79,14 @@ class _Search:
                 scope = scope.rpartition(".")[0]
 
     def _with(self, scope: str) -> list[str]:
-        """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class."""
+        """The leaves plus this one; if it is the second of its class in the way, plus all modules of that class that
+        hold none of the two, as containers do."""
         kind = type(self.model.get_submodule(scope))
-        again = any(type(self.model.get_submodule(leaf)) is kind for leaf in self.leaves)
-        new = [n for n, m in self.model.named_modules() if type(m) is kind] if again else [scope]
+        alike = [leaf for leaf in self.leaves if type(self.model.get_submodule(leaf)) is kind]
+        new = [scope]
+        if alike:
+            around = {"", *(leaf[:end] for leaf in (*alike, scope) for end in range(len(leaf)) if leaf[end] == ".")}
+            new = [n for n, m in self.model.named_modules() if type(m) is kind and n not in around]
         every = dict.fromkeys((*self.leaves, *new))
         return [n for n in every if not any(n.startswith(f"{other}.") for other in every)]
 

@@ -11,19 +11,19 @@ from types import FrameType
 
 import torch
 
-from penstock import compat, trees
-
-OURS = (
-    *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parent)),
-    *(compat.__file__, trees.__file__),
+_OURS = (
+    *(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
+    *("<eval_with_key>", "<frozen "),
 )
-"""Each ends with a separator: other packages whose names begin with "torch" are the user's."""
+"""Each folder ends with a separator: other packages whose names begin with "torch" are the user's."""
+
+_NN, _DEMO = str(Path(torch.nn.__file__).parent) + os.sep, str(Path(__file__).parents[1] / "demo") + os.sep
 
 
 @cache
 def is_ours(file: str) -> bool:
     """Whether a file of code is torch's or Penstock's."""
-    return file.startswith(OURS)
+    return file.startswith(_OURS) and not file.startswith(_DEMO)
 
 
 def current_line() -> str:
@@ -35,8 +35,8 @@ def current_line() -> str:
 
 
 def raising_line(error: BaseException) -> str:
-    """`file:line: code` of the user's innermost frame that the error passed through."""
-    for entry in reversed(traceback.extract_tb(error.__traceback__)):
-        if not entry.filename.startswith((*OURS, "<")):
-            return f"{entry.filename}:{entry.lineno}" + (f": `{entry.line}`" if entry.line else "")
-    return "unknown"
+    """`file:line: code` of the user's innermost frame that the error passed through; without any, of torch.nn's."""
+    entries = traceback.extract_tb(error.__traceback__)[::-1]
+    users = (entry for entry in entries if not is_ours(entry.filename))
+    entry = next(users, next((entry for entry in entries if entry.filename.startswith(_NN)), entries[0]))
+    return f"{entry.filename}:{entry.lineno}" + (f": `{entry.line}`" if entry.line else "")

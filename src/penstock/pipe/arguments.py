@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
+from penstock.partition.units.chain import as_module
 from penstock.runtime.batch import microbatches as batches
+from penstock.runtime.gradients.distribution import parallelized_by
 from penstock.runtime.step.example import tensors_of
 from penstock.words import a
 
@@ -18,20 +20,20 @@ def device_of_run(
     model: nn.Module | Sequence[nn.Module], example: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> torch.device:
     """Where the run is unless the user says: on the accelerator that holds the model or else the example."""
-    roots = [model] if isinstance(model, nn.Module) else model
-    held = next((p.device for root in roots for p in root.parameters()), torch.device("cpu"))
+    held = next((p.device for p in as_module(model).parameters()), torch.device("cpu"))
     if held.type not in ("cpu", "meta"):
         return held
     return next((t.device for t in tensors_of(example) if t.device.type not in ("cpu", "meta")), held)
 
 
-def check_model(model: object) -> None:
-    """Raises ArgumentError if it is no module and no sequence of modules."""
-    if isinstance(model, type):
-        raise ArgumentError(f"model={model.__name__}: this is a class; give an instance, {model.__name__}(...)")
-    layers = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ArgumentError(f"model: expected a module or a sequence of modules, not {type(model).__name__}")
+def check_plain(model: nn.Module) -> None:
+    """Raises ArgumentError if the model, or one of its layers, was parallelized before."""
+    if by := parallelized_by(model, "torch.distributed.fsdp", "torch.distributed._composable"):
+        raise ArgumentError(
+            f"model: fully_shard or replicate was applied before the pipeline was made ({by}); pass the plain model, "
+            "and shard its stages with parallelize=lambda stage: fully_shard(stage, mesh=mesh['dp']); replicas need "
+            "neither, as the pipeline averages gradients over mesh['dp']"
+        )
 
 
 def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
-from penstock.pipe.arguments import check_model, check_numbers, checked_inputs, device_of_run
+from penstock.partition.units.chain import as_module
+from penstock.pipe.arguments import check_numbers, check_plain, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -125,8 +126,9 @@ def pipeline(
         split: `split(args, kwargs, target, microbatches)` returns a list of `penstock.Microbatch`, for batches that no
             dimension describes: graphs, packed sequences, lists of images of different sizes.
         merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
-        cuts: the name of each module that begins a new stage; None: balanced. "left.3+right.2" begins at both, and
-            what needs neither runs before, in whatever order the forward has them.
+        cuts: the name of each module that begins a new stage; None: at marks (`penstock.cut()`), or balanced.
+            "left.3+right.2" begins at both, and what needs neither runs before, in whatever order the forward has them.
+            "layer:2" is a second call, "relu#3" a line: see docs/guides/cuts.md.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.
         balance: what automatic cuts even out: "time", measured by running each unit of the model, on the first process,
@@ -204,7 +206,8 @@ def pipeline(
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
     check_numbers(microbatches=microbatches, chunks=chunks)
-    check_model(model)
+    model = as_module(model)
+    check_plain(model)
     example = checked_inputs(args, kwargs)
     options = Options(
         loss_fn=loss_fn,
@@ -245,6 +248,8 @@ def pipeline(
     order = order_of(schedule, world.ranks, microbatches, chunks)
     pipe = build(model, example, world, order, options, plan=followed.plan)
     followed.check_rows(pipe.session.rows)
+    for note in options.loss_notes:
+        warn(note)
     return pipe
 
 
@@ -304,6 +309,7 @@ def build(
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
+                loss=options.loss,
             )
         except TooFewLayersError as error:
             raise _with_chunks(error, order) from None

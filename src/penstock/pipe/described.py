@@ -14,6 +14,7 @@ import torch
 
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
+from penstock.partition.units.chain import unwrapped
 from penstock.pipe.forecast import activation_bytes, memory_after_actions, predicted, to_file
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
@@ -102,7 +103,7 @@ def modules_of(stage: Stage) -> tuple[str, ...]:
         if node.op == "call_module":
             called = module.get_submodule(str(node.target))
             inside = called.inside.graph.nodes if isinstance(called, Gate) else (node,)
-            names.update({str(n.target): None for n in inside if n.op == "call_module"})
+            names.update({unwrapped(str(n.target)): None for n in inside if n.op == "call_module"})
     return tuple(names)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,6 +23,7 @@ from penstock.runtime.features.context import MakeFeature
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice, refuse_class
 from penstock.runtime.loss.functions import checked_loss
 from penstock.runtime.loss.loss import Loss, Reduction
+from penstock.runtime.loss.of_torch import advice
 from penstock.runtime.model.materialize import Materialize
 from penstock.schedule import Schedule, in_flight_by_stage
 from penstock.simulate import LinkCost
@@ -91,6 +92,12 @@ class Options:
         """Has later batches cut as this example of so many rows is."""
         object.__setattr__(self, "cutting", self.cutting.following(example, rows))
 
+    @property
+    def loss_notes(self) -> tuple[str, ...]:
+        """What `reduction` should be, if it does not fit a loss of torch's."""
+        note = advice(self.loss, self.reduction)
+        return () if note is None else (note,)
+
     def room(self, order: Schedule) -> Room:
         """What ranks have for their stages under this schedule, memory only if that matters for the cuts."""
         if self.memory_limit is None and not self.choice.memory:
@@ -107,6 +114,8 @@ class Options:
         for name, value in {"cuts": self.cuts, "leaves": self.leaves, "opens": self.opens}.items():
             if isinstance(value, str):
                 raise ArgumentError(f"{name}={value!r}: expected a list of names, such as [{value!r}]")
+            if value is not None and not (isinstance(value, Collection) and all(isinstance(n, str) for n in value)):
+                raise ArgumentError(f"{name}={value!r}: expected a list of names of modules, or None")
         transports = get_args(TransportName)
         if self.transport not in transports and not callable(self.transport):
             raise ArgumentError(
@@ -150,15 +159,11 @@ class Options:
         if self.link is not None and not by_time:
             instead = f"balance={self.balance!r} asks for others" if self.cuts is None else "cuts= says where they are"
             raise ArgumentError(f"link={self.link}: it is for cuts by time, but {instead}; leave one of them out")
+        arguments_of(self.compile)
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
                 "give parallelize= too, or leave it out"
-            )
-        if arguments_of(self.compile) is not None and self.check_finite:
-            raise ArgumentError(
-                "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
-                "out while you look for a NaN"
             )
 
 

@@ -12,14 +12,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ArgumentError
+from penstock.partition.units.chain import unwrapped
+from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
 from penstock.runtime.execute.assembly import RECOMPUTE
-from penstock.runtime.features import compiled, recompute, trips
+from penstock.runtime.features import compiled, deferred_norm, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
-from penstock.runtime.gradients.distribution import local, on_host, whole
-from penstock.runtime.loss.loss import checked_scale
+from penstock.runtime.loss.loss import check_grad_enabled, checked_scale
+from penstock.runtime.model.remote_tensors import WRITE_ALL
 from penstock.runtime.model.state_dicts import evaluating, load_into
 from penstock.runtime.split_backward import weight_gradients
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -74,10 +77,12 @@ class Pipeline:
         Raises:
             ShapeError: tensors disagree on the number of rows.
             PartitionError: the model cannot be recorded for this batch.
-            ArgumentError: a target is missing, the loss is not a scalar, or the ranks do not make the same call.
+            ArgumentError: a target is missing, the loss is not a scalar, the ranks do not make the same call, or
+                gradients are switched off (`torch.no_grad`): see `evaluate`.
             PipelineFailure: another rank failed.
         """
         self.session.refuse_closed()
+        check_grad_enabled("pipe.step")
         _refuse_misspelt(self, kwargs)
         self.loss_scale = checked_scale(loss_scale)
         number, recorder = self.session.step_count, self.session.recorder
@@ -105,12 +110,13 @@ class Pipeline:
 
         Takes what `step` takes. Without a target there is no loss, unless the model computes its own.
         """
+        return self._evaluate(args, kwargs, target=target, outputs=outputs, timeline=timeline)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> StepResult:
         self.session.refuse_closed()
         _refuse_misspelt(self, kwargs)
         with evaluating(self.session.split, self.session.options.loss):
-            return self.session.steps.run_batch(
-                self.step_count, args, kwargs, target, training=False, outputs=outputs, timeline=timeline
-            )
+            return self.session.steps.run_batch(self.step_count, args, kwargs, training=False, **options)
 
     def predict(self, *args: Any, outputs: Wanted = True, **kwargs: Any) -> Any:
         """The model's output for a whole batch, in evaluation mode, as the unsplit model would return it: the
@@ -126,7 +132,10 @@ class Pipeline:
             ShapeError: an output cannot be joined: it is a scalar, has other than its microbatch's rows, or
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
-        result = self.evaluate(*args, outputs=outputs, **kwargs)
+        options = {"target": None, "timeline": False} | {
+            k: kwargs.pop(k) for k in ("target", "timeline") if k in kwargs
+        }
+        result = self._evaluate(args, kwargs, outputs=outputs, evaluates=False, **options)
         return None if result._outputs is None else self.session.options.cutting.join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------
@@ -186,7 +195,7 @@ class Pipeline:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The module that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
+        """The call that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
         return self.session.split.cuts
 
     @property
@@ -208,17 +217,20 @@ class Pipeline:
         partition = self.session.partition
         draws = bool(partition.drawing_modules) or self.session.draws_in_glue
         options, order = self.session.options, self.session.order
-        compiling = compiled.notes_of(options.compile, draws=draws)
+        compiling = compiled.notes_of(self.session.compile, draws=draws, blocks=self.session.has_compiled_blocks)
         unsplit = compiled.whole_notes([stage for stage, split in self._splits().items() if split.is_whole_as_compiled])
+        deferred = deferred_norm.notes(partition.stages) if options.deferred_batch_norm else ()
         again = recompute.notes(recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE), order)
         on_host = [device.type == "cpu" for device in self.session.engine.devices]
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *partition.notes,
+            *self.session.options.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
+            *deferred,
             *again,
             *moved,
             *adding,
@@ -239,7 +251,8 @@ class Pipeline:
         return {runner.index: runner.splits[0] for runner in runners if runner.splits}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, each once, by their names in the unsplit model."""
+        """The parameters of this process's stages, each once, by their names in the unsplit model; and, on the last
+        stage, what the loss trains (a learned temperature, centers of classes), by names that begin with "loss."."""
         return iter(self.session.split.held_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -260,29 +273,31 @@ class Pipeline:
         """
         return parameter_groups(self.session.all_parameters(), self.named_parameters(), options_of)
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
         """Scales all gradients so that their norm, over all ranks, is at most `max_norm`. Every rank calls it.
 
         `torch.nn.utils.clip_grad_norm_(pipe.parameters())` would take each rank's own norm. Here a tied parameter
         counts once, and norms are added in the unsplit model's order: the same bits for any number of ranks.
 
+        Args:
+            max_norm, norm_type, error_if_nonfinite: as for torch's.
+            foreach: taken for torch's sake; it makes no difference.
+
         Returns the norm before clipping, a scalar on the CPU.
 
         Raises:
-            ArgumentError: the last step was within `no_sync`: each replica has its own gradients.
+            ArgumentError: an argument is wrong; or the last step was within `no_sync`: replicas' gradients differ.
+            RuntimeError: on every rank, with `error_if_nonfinite`, if the norm is NaN or infinite; gradients stay.
         """
+        if not (foreach is None or isinstance(foreach, bool)):
+            raise ArgumentError(f"foreach={foreach!r}: expected True, False or None")
         self.session.refuse_unaveraged("clip_grad_norm_")
-        norms: dict[str, Tensor] = {}
-        held = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        mine = on_host([whole(torch.linalg.vector_norm(grad)) for _, grad in held])
-        for part in self.gather({name: norm for (name, _), norm in zip(held, mine, strict=True)}):
-            norms.update(part)
-        ordered = [norms[name] for name, _ in self.session.all_parameters() if name in norms]
-        total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for _, grad in held:
-            local(grad).mul_(factor)  # a scalar on the CPU goes along with the call; a copy would wait for the device
-        return total
+        held = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        order = [name for name, _ in self.session.all_parameters()]
+        limits: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        return clip(held, order, self.gather, **limits)
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers of this process's stages, by their names in the unsplit model."""
@@ -299,13 +314,16 @@ class Pipeline:
         return {name: held[name].detach() for name in self.session.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Copies values into what this process holds. `state` may be that of the whole unsplit model.
+        """Copies values into what this process holds. `state` may be that of the whole unsplit model alone.
 
         Raises:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        load_into(self.state_dict(), state, {*self.model.state_dict(), *self.session.all_names()}, strict=strict)
+        names, state = self.session.first_names(), {unwrapped(name): state[name] for name in state}
+        own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
+        known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
+        load_into(own, state, known, strict=strict)
 
     def train(self, mode: bool = True) -> Self:
         """Sets training or evaluation mode on every module, as `nn.Module.train` does."""
@@ -351,6 +369,14 @@ class Pipeline:
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
             lines.append(f"  stage {stage} on {ranks}: from {module or 'the start'}")
         return "\n".join(lines)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Names what to copy or save instead: Lightning's WeightAveraging copies the module that holds the pipeline."""
+        raise ArgumentError(
+            "a pipeline cannot be copied or pickled, nor can an object that holds one: its threads and process groups "
+            "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
+            f"copy the model, copy.deepcopy(pipe.model); to write it, {WRITE_ALL}"
+        )
 
     def __enter__(self) -> Self:
         return self

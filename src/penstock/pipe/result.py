@@ -49,6 +49,13 @@ class StepResult:
         return loss
 
     @property
+    def parts(self) -> dict[str, Tensor]:
+        """What else the loss function returned, by name, or the scalars in the output of a model that computes its own
+        loss: averaged like the loss, and where that is. See docs/guides/batches.md.
+        """
+        return {} if self._loss is None else self._loss.read_parts()
+
+    @property
     def outputs(self) -> tuple[Any, ...]:
         """The model's output for each microbatch, in order; on the rank of the last stage, or the ranks that asked.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ArgumentError, ClosedError
+from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
@@ -18,6 +19,7 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
+from penstock.runtime.features.compiled import Compile, any_compiled, chosen
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
@@ -62,6 +64,16 @@ class Session:
         """What the model was recorded as and cut into, for the first microbatch."""
         return self.split.partitions(training=True)[0]
 
+    @property
+    def compile(self) -> Compile:
+        """How stages are compiled: as `compile=` says, or as the model compiled itself."""
+        return chosen(self.options.compile, self.split.model, self.partition.stages)
+
+    @property
+    def has_compiled_blocks(self) -> bool:
+        """Whether the model compiled blocks of its stages itself."""
+        return any(any_compiled(stage.module.modules()) for stage in self.partition.stages)
+
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter of the unsplit model, each once, including those that no stage uses."""
         return self.split.all_parameters()
@@ -73,6 +85,11 @@ class Session:
     def first_names(self) -> dict[str, str]:
         """For every name of a parameter or buffer in the unsplit model, including tied ones, its first name."""
         return self.split.names()
+
+    def ties(self) -> dict[str, str]:
+        """For each further name of a tied parameter or buffer, or of a list's, its first name."""
+        every = ((unwrapped(name), first) for name, first in self.first_names().items())
+        return {name: first for name, first in every if name != first}
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What is passed to the model besides the caller's inputs (`use_cache=False` for models of `transformers`)."""

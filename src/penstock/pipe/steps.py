@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat import gradient_edge
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
@@ -25,14 +25,15 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
-from penstock.runtime.features.compiled import arguments_for
+from penstock.runtime.features.compiled import arguments_for, chosen
 from penstock.runtime.features.context import Binding
-from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_none, refuse_unseen
+from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
 from penstock.runtime.front_end import Partition
-from penstock.runtime.kinds import Kinds, all_uses
+from penstock.runtime.kinds import Kinds
 from penstock.runtime.loss.functions import OutputLoss, saying_what_is_missing
 from penstock.runtime.loss.loss import Loss, Reduction, weights
+from penstock.runtime.loss.of_torch import padding
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
@@ -86,14 +87,13 @@ class Steps:
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
+        self._parts: dict[bool, Sequence[str]] = {}
+        self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
         self.bound_schedules = BoundSchedules(engine, split, self._bind, order.placement.rank_of[0])
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
-        if norms is not None:
-            with engine.control.agreed():
-                refuse_none(all_uses(first.partitions))
         self.schedule = first.schedule
 
     @cached_property
@@ -134,10 +134,17 @@ class Steps:
         outputs: Wanted,
         timeline: bool,
         loss_scale: float = 1.0,
+        evaluates: bool = True,
     ) -> StepResult:
-        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well."""
+        """One step, the `number`-th; see `Pipeline.step`. If it fails, the other ranks end as well.
+
+        Args:
+            evaluates: whether the loss is wanted, and not the outputs alone.
+        """
         if training and self._announce is not None:
             self._announce(number)
+        if not isinstance(timeline, bool):
+            raise ArgumentError(f"timeline={timeline!r}: expected True or False")
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
@@ -146,7 +153,7 @@ class Steps:
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
             if training:
                 self._pass_gradients_on(prepared.cached, prepared.cut)
-            return self._result(prepared, call, moments)
+            return self._result(prepared, call, moments, evaluates)
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
@@ -255,7 +262,7 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_for(self._options.compile, self._order),
+                compile=arguments_for(chosen(self._options.compile, split.model, partitions[0].stages), self._order),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )
@@ -313,6 +320,12 @@ class Steps:
         """The weights of the microbatches' losses in the batch of all replicas."""
         reduction: Reduction = "mean" if targets is None else self._reduction(cached)
         replicas, engine = self._engine.replicas, self._engine
+        if targets and reduction == "mean" and not self._padding_checked:
+            on_host = all(not isinstance(target, Tensor) or target.device.type == "cpu" for target in targets)
+            advice = padding(self._options.loss, targets, cached.sizes)
+            self._padding_checked = advice is not None or not on_host  # reading a device's targets waits for it
+            if advice is not None:
+                warn(advice)
         if replicas is None:
             return weights(reduction, cached.sizes, targets or ())
         watched, settings = engine.control.watchdog, self.bound_schedules.settings()
@@ -363,9 +376,27 @@ class Steps:
         edges = [gradient_edge(tensors[key]) for key in found]
         exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
 
-    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any]) -> StepResult:
+    def _agree_on_parts(self, bound: BoundSchedule) -> None:
+        """Lets every rank know the parts of the loss by name, from the first loss in this mode on."""
+        found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
+        if self._options.share_loss and bound.training not in self._parts:
+            has_loss = any(loss is not None for loss in bound.head.losses)
+            given = [names for names in self._engine.control.gather(found if has_loss else None) if names is not None]
+            if given:
+                self._parts[bound.training] = [*dict.fromkeys(name for names in given for name in names)]
+        bound.head.names = self._parts.get(bound.training, found if not self._options.share_loss else ())
+        new = [name for name in found if name not in bound.head.names]
+        if new and self._options.loss is not None:
+            raise ArgumentError(
+                f"loss_fn returned {new[0]!r} besides its loss, which it did not in the first step, when all ranks "
+                "learned what there is; return the same parts every time (NaN for one that has no value)"
+            )
+
+    def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
         cached, feed, _ = prepared
         bound = cached.bound
+        if call.training or evaluates:
+            self._agree_on_parts(bound)
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)

@@ -79,14 +79,15 @@ class WholeBatch:
         microbatches: the loss that the microbatches' losses make, according to `reduction`.
         whole: the loss of the whole batch.
         verdict: "close" within rounding; "explained" if intended behaviour makes them differ (batch norm, dropout), or
-            they could not be compared; "warning" if the loss is not a mean over rows, or rows depend on each other;
-            "different" if these are signs that the batch is cut along the wrong dimension.
+            both are not finite; "missing" if there is nothing to compare with; "warning" if the loss is not a mean over
+            rows, or rows depend on each other; "different" if these are signs that the batch is cut along the wrong
+            dimension.
         why: what explains it; empty if they are close.
     """
 
     microbatches: float
     whole: float
-    verdict: Literal["close", "explained", "warning", "different"]
+    verdict: Literal["close", "explained", "missing", "warning", "different"]
     why: str = ""
 
     @property
@@ -98,6 +99,8 @@ class WholeBatch:
         """In words."""
         if self.verdict == "close":
             return "the microbatches' loss is that of the whole batch"
+        if self.verdict == "missing":
+            return f"the comparison with the whole batch is missing: {self.why}"
         return (
             f"the microbatches' loss is {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
         )
@@ -149,7 +152,7 @@ class Report:
             return self._unproven()
         if self.whole_batch is not None and not self.whole_batch.ok:
             return f"the batch is not the sum of its microbatches: {self.whole_batch.text}"
-        warned = self.whole_batch is not None and self.whole_batch.verdict == "warning"
+        warned = self.whole_batch is not None and self.whole_batch.verdict in ("missing", "warning")
         return self._proven() + (f"; warning: {self.whole_batch.text}" if self.whole_batch and warned else "")
 
     def _proven(self) -> str:

@@ -249,7 +249,7 @@ def _run_unsplit(
             elif any(map(needs_backward, alone.stages)):
                 raise no_gradient()
             losses.append(value.detach())
-            outputs.append(output)
+            outputs.append([tensor.detach().clone() for tensor in tensors_in(output)])
             if (k + 1) * replicas == len(pieces):
                 first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
         with torch.no_grad():

@@ -6,7 +6,7 @@ import copy
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import getattr_static
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
+from penstock.partition.units.chain import Chain, as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
 from penstock.words import a, in_a_line
@@ -58,7 +59,8 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
         return _copied(first)
     _refuse_different(first, second)
     if second.loss is first.loss:
-        second = second._replace(loss=_copied_loss(first.loss, {}))
+        memo: dict[int, Any] = {}
+        second = second._replace(loss=_rebound(_copied_loss(first.loss, memo), memo))
     return first, second
 
 
@@ -76,10 +78,11 @@ def _made(make: Callable[[], Any], loss: Any) -> Made:
 
 
 def _modules(model: Any) -> list[nn.Module]:
-    layers = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(layers, Sequence) or not all(isinstance(layer, nn.Module) for layer in layers):
+    try:
+        module = as_module(model)
+    except ArgumentError:
         return []
-    return list(layers)
+    return [each for each in module._modules.values() if each] if isinstance(module, Chain) else [module]
 
 
 @contextmanager
@@ -169,20 +172,22 @@ def _copied_loss(loss: Any, memo: dict[int, Any]) -> Any:
         ) from error
 
 
-def _rebound(loss: Any, memo: Mapping[int, Any]) -> Any:
-    """A loss function that reads the copy wherever it directly names the model or a part of it."""
+def _rebound(loss: Any, memo: dict[int, Any]) -> Any:
+    """A loss function with variables of its own: it reads the copy wherever it directly names the model or a part of
+    it, and copies of the modules and parameters that it has itself.
+    """
     if not isinstance(loss, FunctionType):
         return loss
 
     def other(value: Any) -> Any:
+        if (isinstance(value, nn.Module) and value.training) or (isinstance(value, Tensor) and value.requires_grad):
+            return copy.deepcopy(value, memo)
         return memo.get(id(value), value) if isinstance(value, (nn.Module, Tensor)) else value
 
     names = {name: other(loss.__globals__[name]) for name in loss.__code__.co_names if name in loss.__globals__}
     moved = {name: value for name, value in names.items() if value is not loss.__globals__[name]}
     cells = tuple(CellType(other(cell.cell_contents)) if _filled(cell) else cell for cell in loss.__closure__ or ())
-    if not moved and all(
-        not _filled(a) or a.cell_contents is b.cell_contents for a, b in zip(cells, loss.__closure__ or (), strict=True)
-    ):
+    if not moved and not cells:
         return loss
     twin = FunctionType(loss.__code__, {**loss.__globals__, **moved}, loss.__name__, loss.__defaults__, cells)
     twin.__kwdefaults__ = loss.__kwdefaults__

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.pipe.arguments import checked_inputs
@@ -22,11 +23,7 @@ from penstock.proof.reference import Expected, forget_gradients, reference, tens
 from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.gradients.distribution import whole
-from penstock.runtime.loss.loss import (
-    Loss,
-    Reduction,
-)
-from penstock.runtime.loss.order import LossState
+from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
@@ -75,6 +72,7 @@ def verify(
     known = {**inspect.signature(pipeline).parameters, **inspect.signature(verify).parameters}
     for name in options.keys() - known.keys():
         raise TypeError(f"verify() has no argument {name}={nearest(name, known)}")
+    check_grad_enabled("penstock.verify")
     args, kwargs = checked_inputs(args, kwargs)
     if isinstance(schedule, str) and options.get("microbatches") is None and is_whole((args, kwargs)):
         cutting = Cutting.of(options.get("batch_dims"), options.get("split"), options.get("merge"))
@@ -84,11 +82,12 @@ def verify(
     with pipeline(mine.model, args, kwargs, **options) as pipe:
         args, kwargs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
         batch = Microbatch(tuple(args), kwargs, target)
-        with LossState(mine.loss, 1, [pipe.session.partition]).undone():  # a function shares its state with its copy
-            found = reference(other, pipe, batch, reduction, options, whole_batch)
+        compiles = pipe.session.compile is not False or pipe.session.has_compiled_blocks
+        with torch.compiler.set_stance("force_eager"):  # hooks and draws of compiled code are others
+            found = reference(other, pipe, batch, reduction, {**options, "compile": compiles}, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
-            exact = found.can_be_exact and not options.get("compile") and not divided
+            exact = found.can_be_exact and not compiles and not divided
         compared = []
         for expected in found.steps:
             forget_gradients(pipe, expected.inputs)

@@ -8,7 +8,7 @@ with batch norm and dropout off and in double precision, so that what remains is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,8 @@ from penstock.runtime.batch.batch_dims import Dims
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
+from penstock.runtime.loss.of_torch import advice, padding
+from penstock.runtime.loss.parts import loss_in
 from penstock.trees import flatten, unflatten
 from penstock.words import shortened
 
@@ -37,6 +39,12 @@ _QUIET_TOLERANCE = 1e-7
 _WHOLE = Dims("batch", (("", None),))
 
 _UNLESS = "If that is meant, pass whole_batch=False"
+
+_TOGETHER = (
+    "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
+    "as two inputs that are cut alike (chosen and rejected), or cut the batch yourself with split="
+)
+"""What to do about samples that a loss or a model compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +85,7 @@ class Whole:
             told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
                 told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
-            return WholeBatch(float("nan"), float("nan"), "explained", told)
+            return WholeBatch(float("nan"), float("nan"), "missing", told)
         parts = self._run(self.pieces)
         if not math.isfinite(parts.loss) and not math.isfinite(whole.loss):
             return WholeBatch(parts.loss, whole.loss, "explained", "what is not finite cannot be compared")
@@ -112,7 +120,7 @@ class Whole:
                 return "explained", "the model draws random numbers, which cannot be switched off"
             depend = self._rows_depend(parts.outputs, whole.outputs[0])
             if depend is False:
-                return "warning", self._no_mean(whole, run)
+                return "warning", self._no_mean(whole, run, wide=wide)
             elsewhere = self._along_another(run, whole, tolerance)
             if elsewhere:
                 return "different", elsewhere
@@ -120,15 +128,15 @@ class Whole:
                 return "explained", "something in the model that acts in training alone, and looks at several rows"
         if depend is None:
             return "warning", (
-                "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=), or the loss is "
-                "not a mean over them (see reduction=)"
+                "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=; if pairs of "
+                f"them are compared, {_TOGETHER}), or the loss weights them (see reduction=)"
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
-            return "warning", "rows of the batch depend on each other, as batch_dims= or split= cuts it"
+            return "warning", f"rows of the batch depend on each other, as batch_dims= or split= cuts it: {_TOGETHER}"
         sequence_first = self._sequence_first()
         return "different" if sequence_first else "warning", (
             "rows of the batch depend on each other. Is the batch in dimension 1? Then pass batch_dims=1"
-            + (f"{sequence_first}. {_UNLESS}" if sequence_first else "")
+            + (f"{sequence_first}. {_UNLESS}" if sequence_first else f". Or does it compare samples? Then {_TOGETHER}")
         )
 
     def _meant(
@@ -165,14 +173,53 @@ class Whole:
                 if sum(sizes) == leaf.shape[dim]:
                     yield torch.cat(list(column), dim), leaf
 
-    def _no_mean(self, whole: _Ran, run: Any) -> str:
+    def _no_mean(self, whole: _Ran, run: Any, *, wide: bool) -> str:
         losses = [run([piece]).loss for piece in self.pieces]
         if self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss):
             return "the outputs agree, and the loss is a sum over rows; pass reduction='sum'"
+        if self._loss_compares(whole.outputs[0], wide=wide):
+            return (
+                "the outputs agree, but in the loss samples depend on each other (pairs, a contrastive loss), and each "
+                f"microbatch has only its own: {_TOGETHER}"
+            )
+        advised = padding(self.loss, [piece.target for piece in self.pieces], [p.rows or 1 for p in self.pieces])
         return (
-            "the outputs agree, so that the loss is not a mean over rows (masked targets? see reduction=); gradients "
-            "are those of the microbatches' losses"
+            "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights of "
+            "classes), and gradients are those of the microbatches' losses; "
+            f"{advice(self.loss, self.reduction) or advised or 'pass reduction= what gives the weight of a microbatch'}"
         )
+
+    def _loss_compares(self, output: Any, *, wide: bool) -> bool:
+        """Whether a sample's gradient depends on other samples' outputs. For this, those of one half, then every second
+        one, are mixed with their neighbors'. False if that cannot be determined.
+        """
+        flat, target = flatten(output), _owned(_wide(self.batch) if wide else self.batch, self.alone.device).target
+        dims: list[Any] = [self.cutting.output.of(path) for path in flat.paths]
+        some = [i for i, x in enumerate(flat.leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
+        some = [i for i in some if isinstance(dims[i], int)]
+
+        def gradients(mixed: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+            leaves = list(flat.leaves)
+            for i in some:
+                rows = leaves[i].movedim(dims[i], 0)
+                which = mixed(torch.arange(len(rows), device=rows.device)).reshape(-1, *[1] * (rows.dim() - 1))
+                leaves[i] = torch.where(which, (rows + rows.roll(1, 0)) / 2, rows).movedim(0, dims[i]).requires_grad_()
+            with torch.enable_grad(), self.alone.session.drawing() as streams:
+                streams.begin_loss(0)
+                value = loss_in(self.loss(unflatten(leaves, flat.structure), target))  # type: ignore[misc]
+                return torch.autograd.grad(value, [leaves[i] for i in some], materialize_grads=True)
+
+        def differ(mixed: Callable[[Tensor], Tensor]) -> bool:
+            for i, one, other in zip(some, gradients(lambda row: row < 0), gradients(mixed), strict=True):
+                rest = ~mixed(torch.arange(one.shape[dims[i]], device=one.device))
+                if not _same(one.movedim(dims[i], 0)[rest], other.movedim(dims[i], 0)[rest]):
+                    return True
+            return False
+
+        try:
+            return differ(lambda row: row < len(row) // 2) or differ(lambda row: row % 2 == 0)
+        except Exception:  # from the user's loss, or there is none
+            return False
 
     def _along_another(self, run: Any, whole: _Ran, tolerance: float) -> str:
         """What to say about a batch whose rows are independent along dimension 1; empty if they are not."""
@@ -240,7 +287,7 @@ class Whole:
                 streams.begin(stream + k, {})
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
-                value = own_loss(output) if loss is None else loss(output, target)
+                value = own_loss(output) if loss is None else loss_in(loss(output, target))
                 if value is None:
                     raise no_loss(output)
                 losses.append(value.detach().reshape(()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +50,16 @@ class RunFolder:
 
     @classmethod
     def of(cls, given: Any) -> RunFolder | None:
-        """What `run=given` asks for. Raises ArgumentError if it is neither a path, a RunFolder nor None, or if there is
-        a file by that name."""
+        """What `run=given` asks for, in a folder that no later `chdir` moves: hydra's jobs run in one of their own.
+
+        Raises ArgumentError if it is neither a path, a RunFolder nor None, or if there is a file by that name.
+        """
         if given is None:
             return None
         made = given if isinstance(given, RunFolder) else cls(given)
         if (path := Path(made.path)).exists() and not path.is_dir():
             raise ArgumentError(f"run={os.fspath(made.path)!r} is a file; expected a folder to record the run in")
-        return made
+        return replace(made, path=path.absolute())
 
     def times(self, step: int, since_start: int) -> bool:
         """Whether a step is recorded with its timeline.

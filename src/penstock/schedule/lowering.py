@@ -23,6 +23,7 @@ from penstock.schedule import (
     summary,
     whole_last_backward,
 )
+from penstock.second_names import schedule_of_peer
 from penstock.stages import StageMeta, backward_links, forward_links, links_of, needs_backward
 from penstock.words import counted
 
@@ -99,7 +100,8 @@ def order_of(schedule: str | Schedule, ranks: int, microbatches: int | None, chu
 def _check_kind(schedule: object) -> None:
     if isinstance(schedule, Schedule):
         return
-    called = "; give what this returns" if callable(schedule) else ""
+    peer = schedule_of_peer(getattr(schedule, "__name__", type(schedule).__name__))
+    called = f"; pass {peer}" if peer else "; give what this returns" if callable(schedule) else ""
     raise ArgumentError(
         f"schedule={schedule!r}: expected a name, such as '1f1b', or a penstock.schedule.Schedule{called}"
     )

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import bound_to, is_bound
+from penstock.errors import ArgumentError
 from penstock.runtime.execute import clock
 from penstock.runtime.transport.courier import Courier, Operation
 
@@ -208,7 +209,15 @@ def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[N
     Args:
         eager: apply the rules with `device_id=`.
         lazy_loading: load kernels as CUDA does; see `LazyLoading`.
+
+    Raises:
+        ArgumentError: `eager`, but there is no default process group.
     """
+    if eager and not dist.is_initialized():
+        raise ArgumentError(
+            "nccl_rules(eager=True) needs the default process group, which it treats as bound to a device; call "
+            "torch.distributed.init_process_group before, or omit eager"
+        )
     rules = NcclRules(eager=eager)
     with (
         mock.patch.object(dist, "isend", rules.isend),

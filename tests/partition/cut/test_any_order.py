@@ -126,7 +126,7 @@ def test_memory_counts_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
         return [0] * len(starts), [kept.get(facts[start].scope.split(".")[0], 1) for start in starts]
 
     monkeypatch.setattr(decision, "bytes_by_start", bytes_by_start)
-    monkeypatch.setattr(decision, "_memory_of_units", lambda recording, model: ([], []))
+    monkeypatch.setattr(decision, "_memory_of_units", lambda *_: ([], []))
 
     def first(limit: int) -> set[str]:
         with pipeline(Towers(), (X, Y), balance=times, memory_limit=limit, **OPTIONS) as pipe:

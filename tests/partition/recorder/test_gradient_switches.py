@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,44 @@ def test_it_holds_for_what_crosses_cuts_in_a_run() -> None:
         microbatches=2,
     )
     assert report.ok, report.summary()
+
+
+class Clamped(nn.Module):
+    """Registers a hook on an activation in the model's own forward, as code that clips or looks at its gradient does.
+
+    `early`: on one that stays on its stage, else on one that crosses a cut, and is used on two stages.
+    """
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.limit, self.early = 1e-2, early
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        if self.early:
+            x.register_hook(lambda g: g.clamp(-self.limit, self.limit))
+        y = self.layers[1](x.tanh())
+        if not self.early:
+            y.register_hook(lambda g: g.clamp(-self.limit, self.limit))
+        return self.layers[2](y.relu()) + y
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"schedule": "zb-h1"},
+        {"recompute": "always"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_hook_on_an_activation(options: dict[str, Any], early: bool) -> None:
+    torch.manual_seed(0)
+    model, x, target = Clamped(early), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    options = {"ranks": 3, "microbatches": 4} | options
+    penstock.verify(model, (x,), target=target, loss_fn=squared_error, **options).check()
 
 
 class Sampler(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -61,6 +62,75 @@ class Remembers(Chain):
         return y
 
 
+class Decides(Chain):
+    """Decides by a number that every call changes, in a way that does not show in the first two calls."""
+
+    def __init__(self, decides: Any) -> None:
+        super().__init__()
+        self.decides, self.named, self.rate, self.turn = decides, {"n": 0}, 1.0, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.named["n"] += 1
+        self.turn[0] += 1
+        self.shared.calls += 1
+        self.rate *= 0.9
+        x = super().forward(x)
+        return x.detach() if self.decides(self) else x
+
+
+@pytest.mark.parametrize(
+    "decides",
+    [
+        lambda m: m.calls > 10,
+        lambda m: m.calls % 7 == 6,
+        lambda m: m.named["n"] * 0.1 >= 1,
+        lambda m: m.turn[0] == 9,
+        lambda m: m.shared.calls > 10,
+        lambda m: m.rate < 0.1,
+        lambda m: min(m.calls, 10) == 10,
+    ],
+)
+def test_a_counter_by_which_the_forward_decides_later_is_refused_with_the_line(decides: Any) -> None:
+    model = Decides(decides)
+    with pytest.raises(PartitionError, match=r"calls'.*, by which it decides at .*test_carried_over\.py:\d+.*frozen"):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)
+    assert (model.calls, model.named, model.turn, model.rate) == (0, {"n": 0}, [0], 1.0)
+
+
+class Follows(nn.Linear):
+    """A block that decides by what its model counts."""
+
+    def __init__(self, shared: SimpleNamespace) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.shared.calls < 10 else x
+
+
+def test_a_counter_by_which_a_block_decides_later_is_refused() -> None:
+    model = Decides(lambda m: False)
+    inspect(model, (torch.randn(4, WIDTH),), stages=2)
+    model.blocks[1] = Follows(model.shared)
+    with pytest.raises(PartitionError, match="forward changes 'calls'"):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)
+
+
+def test_a_counter_that_is_used_in_another_way_than_to_decide_is_refused() -> None:
+    with pytest.raises(PartitionError, match="forward changes"):
+        inspect(Decides(lambda m: any(False for _ in range(m.calls))), (torch.randn(4, WIDTH),), stages=2)
+
+
+class Stamps(Chain):
+    """Sets numbers that differ in each call, and looks at them only after it has set them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.memory = perf_counter()
+        return super().forward(x) if self.memory > 0 else x
+
+
 class OnlyCounts(Chain):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -117,7 +187,7 @@ def test_state_that_the_next_forward_sees_is_refused_by_name(kind: type[Chain], 
         inspect(kind(), (torch.randn(4, WIDTH),), stages=2)
 
 
-@pytest.mark.parametrize("kind", [OnlyCounts, Shows, Tables])
+@pytest.mark.parametrize("kind", [OnlyCounts, Shows, Stamps, Tables])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_what_the_next_forward_does_not_see_is_kept_equal(kind: type[Chain], schedule: str) -> None:
     torch.manual_seed(0)

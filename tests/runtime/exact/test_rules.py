@@ -401,3 +401,31 @@ def test_products_that_are_added_in_place(break_in_step: Break) -> None:
     assert penstock.verify(copy.deepcopy(model), (x,), exact=True, **given).ok
     break_in_step(exact, "computes_apart", lambda device: False)
     assert "0.weight" in wrong_gradients(penstock.verify(model, (x,), exact=True, **given))
+
+
+class Memory(nn.Module):
+    """Writes each result into the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x)
+        memory = getattr(self, "memory", h)
+        self.memory = memory.detach() if memory.shape == h.shape and memory is not h else torch.zeros_like(h)
+        return self.memory.copy_(h)
+
+
+def test_a_result_that_waits_in_memory_which_its_module_writes_into(break_in_step: Break) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+    def report() -> penstock.Report:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Memory())
+        options: dict[str, Any] = {"ranks": 2, "microbatches": MICROBATCHES, "cuts": ["1"]}
+        return penstock.verify(model, (x,), target=y, loss_fn=squared_error, exact=True, **options)
+
+    assert report().ok
+    break_in_step(exact, "handed_on", lambda values: [None if value is None else value.detach() for value in values])
+    assert {row.kind for row in report().wrong} == {"output"}

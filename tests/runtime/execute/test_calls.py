@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import penstock
-from penstock.runtime.loss.order import LossState
 
 STEADY = 8
 """After so many steps features have looked at all forwards and backwards that they look at closely."""
@@ -42,17 +41,3 @@ def test_an_action_takes_few_calls() -> None:
     few, many = 8, 16
     more_actions = 2 * 2 * (many - few)
     assert calls_of_a_step(many) - calls_of_a_step(few) <= MOST * more_actions
-
-
-def test_losses_are_not_compared() -> None:
-    """`None in losses` would compare each tensor with None in vain, in every call for all microbatches before it."""
-
-    class Loss(torch.Tensor):
-        def __eq__(self, other: object) -> bool:  # type: ignore[override]
-            raise AssertionError("compared")
-
-        __hash__ = torch.Tensor.__hash__
-
-    losses = [torch.zeros(()).as_subclass(Loss), torch.zeros(()).as_subclass(Loss), None]
-    state = LossState(F.mse_loss, 1, [])  # it needs the partitions for later copies only
-    assert state.call(losses, 2, lambda: "called", lambda: "again") == "called"

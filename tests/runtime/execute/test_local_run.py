@@ -23,7 +23,7 @@ from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.models import GPT, squared_error, token_error
 from scaffolding.representatives import representatives
-from scaffolding.small import ONE_STAGE
+from scaffolding.small import ONE_STAGE, batch, mlp
 
 CPU = torch.device("cpu")
 
@@ -170,6 +170,26 @@ def test_nothing_of_a_step_that_raised_is_kept_in_the_next_one() -> None:
             assert left == expected
 
 
+def test_a_step_that_raised_leaves_gradients_as_they_were_or_says_so() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if target.sum() > 1e6:
+            raise ValueError("in the last microbatch")
+        return squared_error(output, target)
+
+    model, (x, y) = mlp(), batch()
+    bad = y.clone()
+    bad[-1] = 1e7
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=loss) as pipe:
+        with pytest.raises(ValueError, match="last microbatch") as caught:
+            pipe.step(x, target=bad)
+        assert all(p.grad is None for p in model.parameters())
+        assert not any("zero_grad" in note for note in caught.value.__notes__)
+        pipe.step(x, target=y)
+        with pytest.raises(ValueError, match="last microbatch") as caught:
+            pipe.step(x, target=bad)
+        assert any("call zero_grad()" in note for note in caught.value.__notes__)
+
+
 def test_a_first_step_that_raised_leaves_nothing_for_the_next_ones() -> None:
     """Neither half of what its channels agree on, for an evaluation to take as all of it, nor mail."""
     fails = False
@@ -196,6 +216,24 @@ def test_a_first_step_that_raised_leaves_nothing_for_the_next_ones() -> None:
         (squared_error(model(x_k), x_k) / 4).backward()
     for gradient, parameter in zip(got, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_and_forwards_run(mode: Any) -> None:
+    model, (x, y) = mlp(), batch()
+    refused = pytest.raises(ArgumentError, match=rf"under torch.{mode.__name__}\(\), but .* use pipe.evaluate")
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        expected = pipe.predict(x)
+        with mode():
+            with refused:
+                pipe.step(x, target=y)
+            with refused:
+                penstock.verify(mlp(), (x,), target=y, ranks=2, microbatches=2, loss_fn=squared_error)
+            assert torch.equal(pipe.predict(x), expected)
+            assert pipe.evaluate(x, target=y).loss is not None
+        assert pipe.step_count == 0
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(x, target=y)
 
 
 def test_a_step_that_raised_leaves_no_terms_of_a_tied_gradient() -> None:

@@ -37,12 +37,16 @@ class Counting:
     """A backend that runs graphs as they are, and counts them."""
 
     def __init__(self) -> None:
-        self.graphs = 0
+        self.graphs = self.calls = 0
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
-        forward: Callable[..., Any] = graph.forward
-        return forward
+
+        def run(*args: Any) -> Any:
+            self.calls += 1
+            return graph.forward(*args)
+
+        return run
 
 
 @pytest.mark.parametrize(
@@ -164,6 +168,38 @@ def test_autocast_in_compiled_stages(around: bool) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Clamped(nn.Module):
+    """Registers a hook on an activation in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            x.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+        return x
+
+
+def test_hooks_on_activations_of_compiled_stages() -> None:
+    x, y = batch(8)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 4, "compile": SAME_BITS}
+    penstock.verify(Clamped(), (x,), target=y, exact=True, **options).check()
+
+
+class Scaled(nn.Module):
+    """A matrix that is used in no product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).tanh()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +236,90 @@ def test_a_model_with_compiled_blocks_runs_unedited(in_place: bool, schedule: st
     ).check()
 
 
-def test_blocks_that_the_model_compiles_have_a_whole_backward_and_the_pipeline_says_so() -> None:
+def ways_to_compile() -> dict[str, Callable[[nn.Sequential, Any], nn.Module]]:
+    """How users compile a model: as a whole or block by block, in place or wrapped, or its forward."""
+
+    def in_place(model: nn.Sequential, backend: Any) -> nn.Module:
+        model.compile(backend=backend)
+        return model
+
+    def forward(model: nn.Sequential, backend: Any) -> nn.Module:
+        model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+        return model
+
+    def each(model: nn.Sequential, backend: Any) -> nn.Module:
+        for block in model:
+            block.compile(backend=backend)
+        return model
+
+    return {
+        "torch.compile(model)": lambda model, backend: torch.compile(model, backend=backend),
+        "model.compile()": in_place,
+        "model.forward = torch.compile()": forward,
+        "block.compile()": each,
+        "torch.compile(block)": lambda model, backend: nn.Sequential(
+            *(torch.compile(b, backend=backend) for b in model)
+        ),
+        "block.forward = torch.compile()": lambda model, backend: nn.Sequential(*(forward(b, backend) for b in model)),
+    }
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("way", ways_to_compile())
+def test_what_the_model_compiles_runs_compiled_in_the_pipeline_and_outside(way: str, schedule: str) -> None:
+    x, y = batch(8)
+    plain, backend = Counting(), Counting()
+    blocks = [nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)) for _ in range(4)]
+    ways_to_compile()[way](nn.Sequential(*copy.deepcopy(blocks)), plain)(x).sum().backward()
+    torch.compiler.reset()
+    model = ways_to_compile()[way](nn.Sequential(*blocks), backend)
+    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+        pipe.step(x, target=y)
+        once = backend.graphs
+        assert once == max(plain.graphs, 2)  # at least one a stage
+        pipe.step(x, target=y)
+        assert backend.graphs == once
+        if schedule == "zb-h1":
+            assert pipe.split_share == {0: 0.9, 1: 0.9}
+        assert any("close, not equal" in note for note in pipe.notes)
+    before = backend.calls
+    model(x)
+    assert backend.calls == before + plain.calls
+
+
+def test_functions_that_a_model_compiles_run_compiled() -> None:
+    x, y = batch(8)
+    backend = Counting()
+    gate = torch.compile(lambda one, other: one.sigmoid() * other, backend=backend)
+
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return gate(super().forward(x), x)
+
+    with penstock.pipeline(
+        nn.Sequential(Gated(9, 9), Gated(9, 9)), (x,), ranks=2, microbatches=4, loss=F.mse_loss
+    ) as p:
+        p.step(x, target=y)
+    assert (backend.graphs, backend.calls) == (2, 8)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_blocks_compiled_before_the_pipeline_draws_get_its_masks(schedule: str) -> None:
     case = compiled_blocks(in_place=True)
-    with penstock.pipeline(case.model, case.args, schedule="zb-h1", ranks=2, microbatches=4, loss=case.loss) as pipe:
+    case.model(*case.args)  # compiled without the hooks that set streams
+    options = {"target": case.target, "loss_fn": case.loss, "ranks": 2, "microbatches": 4, "schedule": schedule}
+    penstock.verify(case.model, case.args, exact=True, **options).check()
+
+
+def test_a_stage_whose_compiled_weights_cannot_wait_says_so() -> None:
+    x, y = batch(8)
+    blocks = [Scaled() for _ in range(4)]
+    for block in blocks:
+        block.compile(backend="eager")
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": F.mse_loss, "schedule": "zb-h1"}
+    with penstock.pipeline(nn.Sequential(*blocks), (x,), **options) as pipe:
         assert not any("split_share" in note for note in pipe.notes)
-        pipe.step(*case.args, target=case.target)
+        pipe.step(x, target=y)
         assert pipe.split_share == {0: 0.0, 1: 0.0}
         assert [note.split(":")[0] for note in pipe.notes if "split_share is 0" in note] == ["stage 0", "stage 1"]
 

@@ -210,8 +210,6 @@ class Holder(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: mlp(2), "no batch norm of the model updates running statistics"),
-        (lambda: normed().eval(), "no batch norm of the model updates running statistics"),
         (lambda: nn.Sequential(*mlp(1), Functional()), r"'1' \(Functional\) keeps running statistics of its own"),
         (lambda: Holder(Functional("a", "b")), "is a call of batch norm as a function"),
         (
@@ -225,6 +223,14 @@ def test_what_cannot_be_deferred_is_refused(model: Any, words: str) -> None:
     x = torch.randn(4, 3, 5, 5) if any(isinstance(m, nn.Conv2d) for m in made.modules()) else batch()[0]
     with pytest.raises(ArgumentError, match=rf"deferred_batch_norm=True: .*{words}"):
         pipeline(made, (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True)
+
+
+@pytest.mark.parametrize("model", [lambda: mlp(2), lambda: normed().eval()])
+def test_nothing_to_defer_is_noted(model: Any) -> None:
+    with pipeline(model(), batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
+        assert any("deferred_batch_norm=True does nothing" in note for note in pipe.notes)
+    with pipeline(normed(), batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
+        assert not any("deferred_batch_norm" in note for note in pipe.notes)
 
 
 def test_a_step_in_evaluation_mode_leaves_the_statistics() -> None:

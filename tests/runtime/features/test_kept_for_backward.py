@@ -1,4 +1,4 @@
-"""What a microbatch's own forward, or its loss, has left is what its backward finds, in whatever part of it code runs;
+"""What a microbatch's own forward has left is what its backward finds, in whatever part of it code runs;
 or the step is refused."""
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 def as_one_device(
     make: Callable[[], nn.Module],
     *,
-    loss: Callable[[], Any] = lambda: F.mse_loss,
     between: Callable[[nn.Module, int], object] = lambda model, step: None,
     steps: int = 2,
     **options: Any,
 ) -> None:
     """Two steps give the gradients of plain torch."""
     (mine, its), (x, y) = (seeded(make), seeded(make)), batch()
-    losses = loss(), loss()
-    with pipeline(mine, (x,), loss=losses[0], ranks=2, microbatches=4, **options) as pipe:
+    with pipeline(mine, (x,), loss=F.mse_loss, ranks=2, microbatches=4, **options) as pipe:
         for step in range(steps):
             between(mine, step)
             between(its, step)
             pipe.step(x, target=y)
-            step_by_hand(its, (x,), y, losses[1], 4)
+            step_by_hand(its, (x,), y, F.mse_loss, 4)
             assert_same_gradients(mine, its)
 
 
@@ -113,39 +111,6 @@ class FromTensor(Scales):
 def test_hooks_in_w_that_read_what_later_forwards_wrote_are_refused(kind: type[Scales], recompute: str) -> None:
     with pytest.raises(PartitionError, match=r"reads|carries"):
         as_one_device(lambda: around(kind()), schedule="zb-h1", recompute=recompute)
-
-
-# -- the loss ---------------------------------------------------------------------------------------------------------
-
-
-class Noting:
-    """Keeps a weight for a hook in its backward."""
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self.weight = output.detach().abs().mean()
-        output.register_hook(lambda gradient: gradient * self.weight)
-        return F.mse_loss(output, target)
-
-
-class Writing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.ones(()))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.weight.copy_(output.detach().abs().mean())
-        output.register_hook(lambda gradient: gradient * self.weight)
-        return F.mse_loss(output, target)
-
-
-@pytest.mark.parametrize("recompute", ["never", "except_last", "always", 1])
-def test_what_a_loss_keeps_is_there_in_its_own_backward(recompute: Any) -> None:
-    as_one_device(around, loss=Noting, schedule="gpipe", recompute=recompute)
-
-
-def test_a_loss_whose_backward_reads_what_later_calls_wrote_is_refused() -> None:
-    with pytest.raises(PartitionError, match="reads 'weight'"):
-        as_one_device(around, loss=Writing, schedule="gpipe")
 
 
 # -- buffers beside deferred batch norms ------------------------------------------------------------------------------
@@ -343,30 +308,17 @@ class RaisesAtFirst(Scales):
         return super().forward(x)
 
 
-class NotingAfter(Noting):
-    def __init__(self) -> None:
-        self.fails = False
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if self.fails:
-            raise BadBatchError
-        return super().__call__(output, target)
-
-
-@pytest.mark.parametrize("where", ["a block", "the loss"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_what_is_kept_is_learned_after_a_first_step_that_raised(where: str, schedule: str) -> None:
+def test_what_is_kept_is_learned_after_a_first_step_that_raised(schedule: str) -> None:
     (mine, its), (x, y) = (seeded(lambda: around(RaisesAtFirst())) for _ in range(2)), batch()
-    loss = NotingAfter()
-    with pipeline(mine, (x,), loss=loss, ranks=2, microbatches=4, schedule=schedule) as pipe:
-        failing = loss if where == "the loss" else mine[2]
-        failing.fails = True
+    with pipeline(mine, (x,), loss=F.mse_loss, ranks=2, microbatches=4, schedule=schedule) as pipe:
+        mine[2].fails = True
         with pytest.raises(BadBatchError):
             pipe.step(x, target=y)
-        failing.fails = False
+        mine[2].fails = False
         mine.zero_grad()
         pipe.step(x, target=y)
-    step_by_hand(its, (x,), y, Noting(), 4)
+    step_by_hand(its, (x,), y, F.mse_loss, 4)
     assert_same_gradients(mine, its)
 
 
@@ -455,17 +407,6 @@ class KeepsLate(KeepsIfOn):
         return super().forward(x)
 
 
-class NotingIfOn(Noting):
-    """A loss that keeps something from some step on."""
-
-    weight = 1.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        if SWITCHES["on"]:
-            return super().__call__(output, target)
-        return F.mse_loss(output, target)
-
-
 SWITCHES = {"on": False}
 
 SETTINGS: dict[str, Callable[[Any], object]] = {
@@ -490,14 +431,12 @@ def test_what_a_forward_keeps_from_some_step_on_for_any_reason(setting: str) -> 
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-@pytest.mark.parametrize("kind", [KeepsInMode, KeepsInDict, KeepsLate, NotingIfOn])
+@pytest.mark.parametrize("kind", [KeepsInMode, KeepsInDict, KeepsLate])
 def test_what_no_look_between_steps_sees(kind: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def change(model: Any, step: int) -> None:
         monkeypatch.setitem(SWITCHES, "on", step >= 2)
 
-    options: dict[str, Any] = {"loss": kind} if kind is NotingIfOn else {}
-    make = around if options else lambda: around(kind())
-    as_one_device(make, schedule=schedule, between=change, steps=4, **options)
+    as_one_device(lambda: around(kind()), schedule=schedule, between=change, steps=4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

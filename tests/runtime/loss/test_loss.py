@@ -137,12 +137,12 @@ def test_head_keeps_losses_and_outputs_by_microbatch() -> None:
     assert [output.tolist() for output in made.outputs] == [[2, 2], [3, 3]]
     assert not any(t.requires_grad for t in (*made.losses, *made.outputs))
     assert [float(made.seed(k)) for k in (0, 1)] == [0.25, 0.75]
-    assert made.total() == 4.0
+    assert made.totals() == [4.0]
     made.start([torch.zeros(2), torch.ones(2)], [0.5, 0.5], keep_outputs=False)
     made(0, [leaves[0]])
     assert made.outputs == [None, None]
     assert made.seed(0) == 0.5
-    assert made.total() is None  # the other microbatch has none yet
+    assert made.totals() == [None]  # the other microbatch has none yet
 
 
 def test_head_without_a_target_has_a_loss_only_if_the_model_has() -> None:

@@ -37,7 +37,9 @@ def test_what_lies_elsewhere_is_not_computed_with(way: str, made: Tensor) -> Non
         pytest.raises(penstock.ArgumentError, match=r"'student\.weight' has no values on this rank") as e,
     ):
         WAYS[way](mine, theirs)
-    assert "To run the model, call pipe.predict; to save it, gather pipe.state_dict()" in str(e.value)
+    assert "To run the model, call pipe.predict; to save it, call penstock.checkpoint.export_safetensors" in str(
+        e.value
+    )
     assert mine.eq(torch.full((3, 3), 0.9 if way == "of a product" else 1.0)).all()
 
 
@@ -53,6 +55,8 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
         layer.weight.mul_(0.9).add_(torch.ones(3, 3))  # the rank that has it does so
         nn.init.zeros_(layer.weight)
         assert not torch.zeros_like(layer.weight, device="cpu").is_meta
+    layer.register_buffer("there", remote(torch.ones(3), "there"))
+    assert copy.deepcopy(layer).there.is_meta
     for again in (copy.deepcopy(layer), copy.copy(layer)):
         assert isinstance(again.weight, nn.Parameter)
         with torch.no_grad(), pytest.raises(penstock.ArgumentError, match="no values on this rank"):
@@ -62,9 +66,9 @@ def test_what_lies_elsewhere_may_be_looked_at_copied_and_written_to() -> None:
 def test_what_lies_elsewhere_is_not_saved() -> None:
     layer = nn.Linear(3, 3)
     layer.weight = remote(layer.weight, "0.weight")  # type: ignore[assignment]
-    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
+    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*export_safetensors\(path, pipe\)"):
         torch.save(layer.state_dict(), io.BytesIO())
-    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*pipe\.state_dict\(\)"):
+    with pytest.raises(penstock.ArgumentError, match=r"'0\.weight' has no values.*export_safetensors\(path, pipe\)"):
         pickle.dumps(dict(layer.named_parameters()))
 
 

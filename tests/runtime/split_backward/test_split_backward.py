@@ -660,7 +660,7 @@ def test_a_backward_inside_a_later_forward_is_refused() -> None:
         value = module(x)
     uses.decide([value.grad_fn])
     module.on = True
-    with uses.putting_off([], x), pytest.raises(PartitionError, match="a backward of its own"):
+    with uses.putting_off([], set(), x), pytest.raises(PartitionError, match="a backward of its own"):
         module(x)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock import pipeline
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+from scaffolding.models import squared_error
 
 
 def test_trap_16_all_weights_of_linear_layers_wait_for_w() -> None:
@@ -17,3 +21,38 @@ def test_trap_16_all_weights_of_linear_layers_wait_for_w() -> None:
     ) as pipe:  # fmt: skip
         pipe.step(x, target=target)
         assert pipe.split_share == {0: 1.0, 1: 1.0}
+
+
+class Trims(nn.Module):
+    """Trims padding, so that the strides of a linear layer's input, and so its operators, differ by microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.first(x[:, : int(lengths.max())]).tanh()).sum(1)
+
+
+class Trimmed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.last = nn.Embedding(9, 6), Trims(), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        return self.last(self.block(self.embed(ids), lengths))
+
+
+def test_a_layer_that_runs_otherwise_in_a_later_microbatch_waits_for_w_as_a_whole() -> None:
+    torch.manual_seed(0)
+    model, ids, target = Trimmed(), torch.randint(0, 9, (8, 5)), torch.randn(8, 6)
+    lengths = torch.tensor([5, 5, 3, 2, 5, 4, 4, 4])
+    reference = copy.deepcopy(model)
+    with pipeline(
+        model, (ids, lengths), ranks=2, microbatches=4, schedule="zb-h1", loss=squared_error, cuts=["last"]
+    ) as pipe:
+        for _ in range(2):
+            pipe.step(ids, lengths, target=target)
+            step_by_hand(reference, (ids, lengths), target, squared_error, 4)
+            assert_same_gradients(model, reference)
+        assert pipe.split_share[0] > 0.9

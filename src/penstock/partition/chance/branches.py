@@ -79,10 +79,14 @@ class _Merger:
             facts=self.facts,
             inputs={self.new[node]: place for node, place in base.inputs.items()},
             outputs=tuple(self.new[node] for node in base.outputs),
-            calls={name: tuple(self.numbers[i] for i in calls) for name, calls in base.calls.items()},
+            calls=self._renumbered(base.calls),
+            entered=self._renumbered(base.entered),
             notes=(*base.notes, note) if count else base.notes,
             asks=(),
         )
+
+    def _renumbered(self, calls: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self.numbers.get(i, len(self.facts)) for i in each) for name, each in calls.items()}
 
     def _outputs(self, number: int) -> tuple[fx.Node, ...]:
         """The values of a region that are used after it."""

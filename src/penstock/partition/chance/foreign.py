@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.partition.source import OURS
+from penstock.partition.source import is_ours
 
 Handler = Callable[[str, Callable[..., Any], Any, Any], Any]
 """Takes the name of a function that draws, the function, and its arguments."""
@@ -106,7 +106,7 @@ def enclosing_function() -> FunctionType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(OURS):
+        if not is_ours(code.co_filename):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_varnames else None
             if isinstance(first, nn.Module):
                 return found

@@ -1,9 +1,9 @@
-"""Finds the positions in a recording at which to cut, given names of modules, and the names that balance the stages."""
+"""Finds the positions in a recording at which to cut, given names, and the names that balance the stages."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
@@ -11,17 +11,23 @@ from typing import Literal
 from torch import fx, nn
 
 from penstock.errors import PartitionError
+from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording
-from penstock.partition.units.units import resolve
+from penstock.partition.stages.split import HELD, CutRecording
+from penstock.partition.units.chain import unwrapped
 from penstock.words import counted
 
 Weighed = Literal["flops", "parameters", "layers"]
 """What a recording says of each module by itself."""
 
 
+EVENER = 0.8
+"""More places for cuts are taken if these make the largest stage smaller than this fraction of its size."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A module before whose first call the model can be cut.
+    """A call, usually the first one of a module, before which the model can be cut; see `places`.
 
     `weight`: the total from here to the next candidate, in the measure to be balanced.
     """
@@ -31,29 +37,69 @@ class Candidate:
     weight: int
 
 
-def candidates(recording: Recording, model: nn.Module, balance: Weighed) -> list[Candidate]:
-    """Every unit in the order of first calls, and opened modules with nothing inside.
+def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages: int = 0) -> list[Candidate]:
+    """Every unit in the order of first calls, opened modules with nothing inside, and marks (`penstock.cut()`), as far
+    as they run something which no other stage can compute for itself.
 
-    For "layers", only repeated blocks, if there are any.
+    For "layers", only repeated blocks, if there are any. If these stages have enough marks, only marks. If they have
+    too few candidates, or would be far from even, also later calls of units, and calls outside the units that take a
+    parameter.
     """
-    blocks_only = balance == "layers" and bool(recording.blocks)
-    bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
-    found: list[Candidate] = []
-    seen: set[str] = set()
-    weight = position = 0
-    name = ""
-    for node, fact in recording.facts.items():
-        begins = fact.kind == "unit" or (fact.kind in ("call", "parameter", "buffer") and fact.scope in bare)
-        if begins and fact.scope not in seen and (not blocks_only or fact.scope in recording.blocks):
-            if seen:
-                found.append(Candidate(name, position, weight))
-                weight = 0
-            name, position = fact.scope, fact.index
-            seen.add(name)
-        weight += _weight(recording, model, node, "parameters" if balance == "layers" and not blocks_only else balance)
-    if seen:
-        found.append(Candidate(name, position, weight))
+    found = _weighed(recording, model, balance, _places(recording, model, balance, finer=False))
+    marks = [one for one in found[1:] if is_mark(one.name)]
+    if 0 < stages - 1 <= len(marks):
+        return _weighed(recording, model, balance, {one.name: one.position for one in (found[0], *marks)})
+    if stages > 1:
+        more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
+        is_even = stages <= len(found) and _largest(more, stages) >= EVENER * _largest(found, stages)
+        found = found if is_even or stages > len(more) else more
     return found
+
+
+def _largest(units: Sequence[Candidate], stages: int) -> int:
+    return _smallest_limit([unit.weight for unit in units], stages)
+
+
+def _weighed(recording: Recording, model: nn.Module, balance: Weighed, places: Mapping[str, int]) -> list[Candidate]:
+    own = CutRecording(recording, model, (), [*places.values()][1:]).own
+    found, waits = dict[str, int](), False  # waits: no call has followed a mark, which goes before a module there
+    for (name, position), calls in zip(places.items(), own, strict=False):
+        found |= {name: position} if not waits and (calls or is_mark(name)) else {}
+        waits = (waits or is_mark(name)) and not calls
+    if waits:
+        found.popitem()
+    positions, weights = [*found.values()], [0] * len(found)
+    by = "parameters" if balance == "layers" and not recording.blocks else balance
+    for node, fact in recording.facts.items() if found else ():
+        weights[max(bisect_right(positions, fact.index) - 1, 0)] += _weight(recording, model, node, by)
+    return [Candidate(*place, weight) for place, weight in zip(found.items(), weights, strict=True)]
+
+
+def _places(recording: Recording, model: nn.Module, balance: Weighed, *, finer: bool) -> dict[str, int]:
+    """Where candidates begin, by name. Calls on parameters alone (`weight[i]`) go with the call that follows them."""
+    bare = {n for n in recording.grain.opened if not any(True for _ in model.get_submodule(n).children())}
+    blocks_only = balance == "layers" and bool(recording.blocks)
+    found, first, alone = dict[str, int](), dict[str, int](), False
+    for node, name in named_calls(recording, model):
+        fact, begin = recording.facts[node], _begin(recording, node)
+        kinds = {recording.facts[given].kind for given in node.all_input_nodes}
+        first = first or {name: begin}
+        counts = not blocks_only or fact.scope in recording.blocks
+        if is_mark(name):
+            found = {**(found or first), name: begin}
+        elif counts and (fact.kind == "unit" or fact.scope in bare) and unwrapped(fact.scope) not in found:
+            found[unwrapped(fact.scope)] = begin
+        elif counts and finer and (fact.kind == "unit" or ("parameter" in kinds and not alone)):
+            found[name] = begin
+        alone = bool(kinds) and kinds <= {*HELD}
+    return found
+
+
+def _begin(recording: Recording, node: fx.Node) -> int:
+    """The index of a call, or of the first parameter or buffer that it is the first to use."""
+    facts = recording.facts
+    own = (given for given in node.all_input_nodes if facts[given].kind in HELD and next(iter(given.users)) is node)
+    return min(facts[each].index for each in (node, *own))
 
 
 def _weight(recording: Recording, model: nn.Module, node: fx.Node, balance: Weighed) -> int:
@@ -75,7 +121,7 @@ def balanced_cuts(
 
     Chosen from all candidates, or from `units`. Raises TooFewLayersError if there are more stages than candidates.
     """
-    units = candidates(recording, model, balance) if units is None else units
+    units = candidates(recording, model, balance, stages) if units is None else units
     if stages > max(1, len(units)):
         raise TooFewLayersError(_too_few(recording, model, stages, balance, units))
     starts = linear_partition([unit.weight for unit in units], stages)
@@ -93,7 +139,8 @@ def _too_few(recording: Recording, model: nn.Module, stages: int, balance: Weigh
             "Use 1 stage, or a model that is made of several modules"
         )
     kind = "repeated block" if balance == "layers" and recording.blocks else "layer"
-    nested = [unit for unit in units if any(True for _ in model.get_submodule(unit.name).children())]
+    modules = dict(model.named_modules())
+    nested = [unit for unit in units if any(True for _ in modules.get(unit.name, nn.Identity()).children())]
     heaviest = max(nested, key=lambda unit: unit.weight).name if nested else None
     return (
         f"stages={stages}, but the model has only {counted(len(units), kind)} to share among them. Use at most "
@@ -161,8 +208,7 @@ def _smallest_limit(weights: Sequence[int], parts: int) -> int:
 
 def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -> list[int]:
     """The index of the first node of each stage from stage 1 on. Raises PartitionError for names that give no stage."""
-    names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-    positions = [_position(recording, names[id(resolve(model, cut, "cuts"))], cut) for cut in cuts]
+    positions = [position_of(recording, model, cut) for cut in cuts]
     for (before, start), (after, end) in pairwise(zip(cuts, positions, strict=True)):
         if start >= end:
             first, second = (after, before) if start > end else (before, after)
@@ -172,18 +218,3 @@ def cut_positions(recording: Recording, model: nn.Module, cuts: Sequence[str]) -
                 f"module once, in the order in which the model runs them"
             )
     return positions
-
-
-def _position(recording: Recording, name: str, given: str) -> int:
-    inside = next((u for u in _units(recording) if name.startswith(f"{u}.")), None)
-    if inside:
-        raise PartitionError(f"cuts: {given!r} is inside {inside!r}, which runs as a whole. Cut at {inside!r} instead")
-    for fact in recording.facts.values():
-        scopes = (fact.scope, *fact.units)
-        if fact.kind in ("call", "unit") and any(s == name or s.startswith(f"{name}.") for s in scopes):
-            return fact.index
-    raise PartitionError(f"cuts: {given!r} never runs for these inputs. Name a module that the forward calls")
-
-
-def _units(recording: Recording) -> Iterator[str]:
-    return (f.scope for f in recording.facts.values() if f.kind == "unit")

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -69,6 +70,9 @@ class Choice:
                 return cls(profile=given)
             case _ if callable(given) and not isinstance(given, type):
                 return cls(weight=given)
+        if isinstance(given, (list, tuple)) and all(isinstance(layers, int) for layers in given):  # torchgpipe
+            first = [str(layers) for layers in accumulate(given)][:-1]
+            raise ArgumentError(f"balance={given!r}: pass cuts={first}, the layers at which stages begin")
         names = ", ".join(map(repr, BALANCES))
         raise ArgumentError(
             f"balance={given!r}: expected one of {names}, 'type:' and a pattern of class names, a Profile, the path of "

@@ -13,7 +13,9 @@ from penstock.balance import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Weighed, candidates, linear_partition
 from penstock.partition.cut.joint_cuts import modules_in
+from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
+from penstock.partition.units.chain import unwrapped
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import LISTS, Unit, canonical_names, find_units, resolve
 
@@ -31,7 +33,7 @@ def opening_for(
     names = canonical_names(model)
     whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
     asked = {names[id(resolve(model, name, "opens"))] for name in opens}
-    inside = {names[id(resolve(model, name, "cuts"))] for cut in cuts or () for name in modules_in(model, cut)}
+    inside = {place_of(model, name).path for cut in cuts or () for name in modules_in(model, cut)}
     for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
         for name in wanted:
             leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)
@@ -66,9 +68,13 @@ def more_to_open(
 ) -> Opening:
     """What to open now that weights are known. The recording's own opening if nothing else is worth opening."""
     opening = recording.opening
-    units = {unit.name: unit for unit in find_units(model, leaves, recording.grain, opening.names).values()}
+    found_units = find_units(model, leaves, recording.grain, opening.names).values()
+    units = {unwrapped(unit.name): unit for unit in found_units}
     found = candidates(recording, model, balance)
-    order = [units.get(one.name) or Unit(one.name, model.get_submodule(one.name), block=False) for one in found]
+    if sum(is_mark(one.name) for one in found) >= stages - 1:
+        return opening
+    modules = dict(model.named_modules())
+    order = [units.get(one.name) or Unit(one.name, modules.get(one.name, nn.Identity()), block=False) for one in found]
     names = canonical_names(model)
     whole = opening.whole | {names[id(resolve(model, name, "leaves"))] for name in leaves}
     worth = _worth_opening(order, [one.weight for one in found], stages, whole)

@@ -21,7 +21,7 @@ def finest_cut(
 
     The weight of the others goes to the candidate before them. Raises PartitionError if not even one cut is possible.
     """
-    kept = joined(_with_calls(recording, model, units), spans(recording, model))
+    kept = joined(units, spans(recording, model))
     try:
         return kept, _cut(recording, model, kept)
     except PartitionError:
@@ -32,21 +32,6 @@ def finest_cut(
             else:
                 possible[-1] = replace(possible[-1], weight=possible[-1].weight + unit.weight)
         return possible, _cut(recording, model, possible)
-
-
-def _with_calls(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that run something which no other stage can compute for itself."""
-    split = CutRecording(recording, model, (), [unit.position for unit in units[1:]])
-    found: list[Candidate] = []
-    for unit, own in zip(units, split.own, strict=True):
-        if found and not own:
-            found[-1] = replace(found[-1], weight=found[-1].weight + unit.weight)
-        else:
-            found.append(unit)
-    if len(found) > 1 and not split.own[0]:  # the first one cannot join an earlier one
-        first, second, *rest = found
-        found = [replace(first, weight=first.weight + second.weight), *rest]
-    return found
 
 
 def _cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:

@@ -28,7 +28,7 @@ def profiled(
     splits: Splits | None,
 ) -> Profile:
     """What each unit of a recording costs. Arguments and errors are those of `Partitioner.profile`."""
-    units = candidates(recording, model, "flops")
+    units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
     _, held = units_held(recording, model, units)
 
     def complete(found: Profile) -> Profile:

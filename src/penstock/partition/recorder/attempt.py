@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
 from penstock.errors import PartitionError
+from penstock.marks import heard
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
@@ -34,7 +35,7 @@ from penstock.partition.recording.recording import Constant, Recording
 from penstock.partition.run.known_values import Restart
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
-from penstock.partition.state.carried_over import carried_over, same
+from penstock.partition.state.carried_over import Entry, carried_over, numbers, same
 from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
 from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
@@ -115,11 +116,20 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                     gone=recorder.observer.gone,
                 )
                 recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
-                changed = carried_over(reach, provenance, [u.name for u in units.values()])
+                names_of_units = [u.name for u in units.values()]
+                changed = carried_over(reach, provenance, names_of_units)
                 if changed:
-                    second = new(once=True)
-                    stack.callback(second.observer.provenance.restore)
-                    _check_stateless(recorder, second, mode, given, attempt.functions, changed)
+
+                    def again(unknown: Iterable[Entry] = ()) -> Recorder:
+                        other = new(once=True)
+                        stack.callback(other.observer.provenance.restore)
+                        for place, key in unknown:
+                            place.replace(key, other.chance.unknown())
+                        with other.chance.replaced(attempt.functions):
+                            _run(other, mode, _inputs(other, mode, given), given.structure)
+                        return other
+
+                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units), changed)
                 if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
                     raise Watch
                 return recording
@@ -171,25 +181,33 @@ def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
 
 def _check_stateless(
     recorder: Recorder,
-    second: Recorder,
-    mode: Any,
-    given: Flat,
-    functions: frozenset[FunctionType],
+    again: Callable[..., Recorder],
+    numbers: Callable[[], dict[Entry, Any]],
     changed: Sequence[str],
 ) -> None:
-    """Raises Obstacle if the forward behaves differently when it starts from what the recorded one left."""
-    inputs = _inputs(second, mode, given)
+    """Raises Obstacle if the forward behaves differently when it starts from what the recorded one left, or decides by
+    a number that each call changes (`self.it += 1; if self.it > 10`, for warm-up and annealing).
+
+    `again` records once more, with stand-ins for some numbers; `numbers` returns those that were changed.
+    """
+    first, line = numbers(), ""
     try:
-        with second.chance.replaced(functions):
-            _run(second, mode, inputs, given.structure)
+        second = again()
         alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
+        counters = [entry for entry, value in numbers().items() if first.get(entry) != value]
+        if alike and counters:
+            known = {ask.source_line for ask in recorder.chance.asks}
+            asked = [ask.source_line for ask in again(counters).chance.asks if ask.source_line not in known]
+            alike, line = not asked, f", by which it decides at {asked[0]}" if asked else ""
     except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads values that cannot be known
         alike = False
     if not alike:
         raise Obstacle(
-            f"the forward changes {shortened(changed)}, and so behaves differently the next time, which a recording "
-            "cannot follow. Keep such state in a block, whose own code runs for every microbatch",
+            f"the forward changes {shortened(changed)}{line}, and so behaves differently the next time, which a "
+            "recording cannot follow",
             "",
+            otherwise="Take such state as an input of the model and return it with the result; count steps in the "
+            "training loop, and set there, between steps, what depends on the count (model.frozen = True)",
         )
 
 
@@ -216,7 +234,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                with observer.saved.watching():
+                with observer.saved.watching(), heard(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error
@@ -299,18 +317,18 @@ def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) 
 
 
 def _calls(recorder: Recorder) -> dict[str, tuple[int, ...]]:
-    """The positions of the calls of each module that draws, by name."""
-    called: dict[int, list[int]] = {id(module): [] for module in recorder.drawing.values()}
+    """The positions of the calls of each of the model's modules, by name."""
+    called: dict[str, list[int]] = {}
     for module, position in recorder.observer.calls:
-        if id(module) in called:
-            called[id(module)].append(position)
-    return {name: tuple(called[id(module)]) for name, module in recorder.drawing.items()}
+        if id(module) in recorder.module_names:
+            called.setdefault(recorder.module_names[id(module)], []).append(position)
+    return {name: tuple(positions) for name, positions in called.items()}
 
 
 def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind], grain: Grain) -> Recording:
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
-    leaves = tuple(_result_leaves(recorder, flat, outputs))
+    leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
     recorder.returned.settle(recorder.facts)
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
@@ -331,7 +349,8 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.provenance.held),
         drawing=dict(sorted(recorder.drawing.items())),
-        calls=_calls(recorder),
+        calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
+        entered=entered,
         device=recorder.entry.device,
         guards=tuple(recorder.guards),
         notes=recorder.all_notes,

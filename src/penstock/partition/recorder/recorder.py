@@ -13,11 +13,12 @@ from itertools import count
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
+from penstock.marks import cut
 from penstock.partition import source
 from penstock.partition.chance.draws import Chance, holds_drawn, stand_ins
 from penstock.partition.obstacle import Obstacle
@@ -118,6 +119,9 @@ class Recorder(Writer, TorchFunctionMode):
             if getattr(function, "__name__", "") == "__get__" and calls.name_of(function) in self.READS:
                 self._shapes_read(args, kwargs)
                 return function(*args, **kwargs)
+            seen = self._seen.get(id(args[0])) if function is Tensor.register_hook else None
+            if seen is not None and not seen[1].users:  # whatever uses it comes after the hook's node
+                return self._hook(seen[1], *args, **kwargs)
             why = calls.refusal(function, args, kwargs)
             if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
@@ -164,6 +168,14 @@ class Recorder(Writer, TorchFunctionMode):
             self._see(tensor, node)
         return result
 
+    def _hook(self, node: fx.Node, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        """Records that an activation has a hook on its gradient from here on."""
+        handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        hooked = self.graph.call_function(calls.hooked, (node, self._argument(hook)))
+        self._fact(hooked, "call", tensor)
+        self._see(tensor, hooked)
+        return handle
+
     def call_unit(self, original: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replaces a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
@@ -207,6 +219,14 @@ class Recorder(Writer, TorchFunctionMode):
                 self._take_out(fact, unit)
             return result
 
+    def mark(self) -> None:
+        """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened."""
+        unit, _ = self.observer.provenance.place
+        if threading.get_ident() == self._thread:
+            if unit:
+                raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+            self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
+
     def _take_out(self, fact: Fact, unit: Unit) -> None:
         """Writes a node that reads what a unit that cannot be opened left in attributes."""
         node = next(node for node in reversed(self.facts) if self.facts[node] is fact)
@@ -239,9 +259,10 @@ class Recorder(Writer, TorchFunctionMode):
         """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
-        if unit is not None:
-            given |= self.sideways.held_by(unit)
-        call = Running(next(self._numbers), self.scope if unit is None else unit.name, unit is not None, given)
+        held = frozenset[int]() if unit is None else self.sideways.held_by(unit)
+        passed = frozenset[int]() if unit is None else given - held
+        name = self.scope if unit is None else unit.name
+        call = Running(next(self._numbers), name, unit is not None, given | held, passed)
         with provenance.calling(call):
             yield call
 

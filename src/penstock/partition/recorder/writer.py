@@ -31,6 +31,7 @@ from penstock.partition.values.objects import (
     OPAQUE,
     child_items,
     free_name,
+    hidden_tensors,
     hides_tensors,
     holds_tensors,
     is_named_tuple,
@@ -265,7 +266,8 @@ class Writer:
         """Why a leaf cannot be passed on (a closure, say, that no recorded call returned); None if it can."""
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
             return None
-        if not hasattr(type(value), "__next__") and not hides_tensors(value, fake_only=True):
+        hidden = hidden_tensors(value)  # of these, integers among the model's inputs are no fakes
+        if not hasattr(type(value), "__next__") and not any(isinstance(t, FakeTensor) or self.seen(t) for t in hidden):
             return None
         return f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 

@@ -63,6 +63,7 @@ class Recording:
         memory: the storage number of each parameter and buffer -> its canonical name.
         drawing: qualified name -> module, for the modules in units that draw random numbers.
         calls: for each drawing module, the index of the unit's node at each of its calls.
+        entered: for each module that ran, the index of the first node of each of its calls.
         device: the device that the forward was recorded as if on.
         guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
         notes: what the user should know.
@@ -92,6 +93,7 @@ class Recording:
     memory: Mapping[int, str]
     drawing: Mapping[str, nn.Module]
     calls: Mapping[str, tuple[int, ...]]
+    entered: Mapping[str, tuple[int, ...]]
     device: torch.device
     guards: tuple[Guard, ...]
     notes: tuple[str, ...]

@@ -48,7 +48,7 @@ def operators(
     now, context = [(place, place.copied()) for place in reach.changed()], in_context()
     depth, called, work = len(observer.stack), len(observer.calls), observer.work
     copies = map_tensors(_copy, (args, kwargs))
-    first, returned = len(observer.provenance.numbers), len(observer.returned)
+    first, returned, kept = len(observer.provenance.numbers), len(observer.returned), len(observer.kept)
     observer.take()
     if from_start:
         reach.restore()
@@ -75,6 +75,7 @@ def operators(
         for key in list(observer.returned)[returned:]:
             del observer.returned[key]
         observer.take(keep=False)
+        del observer.kept[kept:]  # what is updated in place in this run ends with it
         observer.work = work
         observer.provenance.forget(call)
     del copies

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.compat import storage_of
@@ -23,9 +24,9 @@ from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Regroup, Unit
-from penstock.partition.values.objects import hides_tensors
+from penstock.partition.values.objects import hides_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
-from penstock.trees import flatten
+from penstock.trees import flatten, map_tensors
 from penstock.words import shortened
 
 Run = Callable[[Any, Any], Any]
@@ -121,7 +122,8 @@ class Sideways:
         if not on_fakes:
             _refuse_numbers(unit, own)
         if written and unit.name not in self.remembered and self._remembers(unit, args, kwargs, run, log, updates):
-            self.remembered[unit.name] = Remembered(_names(written), frozenset((unit.name,)))
+            follows = self._follows(args, kwargs, run)
+            self.remembered[unit.name] = Remembered(_names(written), frozenset((unit.name,)), follows=follows)
         if changed and before != log:
             self._swayed[unit.name] = _names(changed)
         if own:
@@ -171,6 +173,32 @@ class Sideways:
             next(runs)(args, kwargs)
 
         return self._operators(following, args, kwargs, from_start=False, times=2) != second
+
+    def _follows(self, args: Any, kwargs: Any, run: Run) -> frozenset[int]:
+        """The sizes, of tensors that a unit has just left, that grow if its arguments do along dimension 0 or 1."""
+
+        def left() -> dict[Any, torch.Size]:
+            changed = [(place, key, value) for place in self._reach.changed() for key, value in place.changes()]
+            return {(p, key, n): t.shape for p, key, value in changed for n, t in enumerate(tensors_in(value))}
+
+        def grown(dim: int) -> dict[Any, torch.Size]:
+            def running(args: Any, kwargs: Any) -> None:
+                size = next(tensors_in((args, kwargs))).shape[dim]
+
+                def longer(t: Tensor) -> Tensor:
+                    same = t.dim() > dim and t.shape[dim] == size
+                    return torch.cat((t, t.narrow(dim, 0, 1)), dim) if same else t
+
+                run(*map_tensors(longer, (args, kwargs)))
+                shapes.update(left())
+
+            shapes: dict[Any, torch.Size] = {}
+            self._operators(running, args, kwargs, from_start=True)
+            return shapes
+
+        now = left()
+        pairs = [(now.get(entry, other), other) for dim in (0, 1) for entry, other in grown(dim).items()]
+        return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
 
     def check_units(self, known: Collection[int]) -> None:
         """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""

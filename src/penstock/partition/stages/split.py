@@ -375,10 +375,11 @@ class CutRecording:
             if storage in written & saved or id(self.recording.held[name]) in rare
         )
 
-    def overwritten_strays(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    def overwritten_strays(self, nodes: Collection[fx.Node]) -> tuple[str, ...]:
         """The same for other tensors that these calls remember, as users know them."""
         saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
-        return tuple(each.text for each in self.recording.remembered if each.storage in saved)
+        used = [each for each in self.recording.remembered if any(self.uses(node, each) for node in nodes)]
+        return tuple(each.text for each in used if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value through which memory came to a stage, traced back through the views made there."""

@@ -140,20 +140,27 @@ def retarget(stage: Stage, device: torch.device) -> Stage:
         if id(tensor) not in held and any(n.op == "get_attr" and n.target == name for n in module.graph.nodes):
             owner, _, field = name.rpartition(".")
             module.get_submodule(owner)._buffers[field] = tensor.to(device)
-    _keep_persistence(old, module)
     return replace(stage, module=module, device=device)
 
 
 def _changed(old: fx.GraphModule, change: Callable[[Any], Any]) -> fx.GraphModule:
     """The same code with its constants changed, including those in gates."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(old.graph, {}))
-    for node in graph.nodes:
-        node.args, node.kwargs = map_aggregate(node.args, change), map_aggregate(node.kwargs, change)
-    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    module = with_arguments(old, [map_aggregate((node.args, node.kwargs), change) for node in old.graph.nodes])
     for name, part in old.named_children():
         if isinstance(part, Gate):
             setattr(module, name, part.with_inside(_changed(part.inside, change)))
+    return module
+
+
+def with_arguments(old: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:
+    """The same code with other arguments, for each node of the old graph."""
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(old.graph, new))
+    for node, given in zip(old.graph.nodes, arguments, strict=True):
+        if node in new:
+            new[node].args, new[node].kwargs = fx.map_arg(given, new.__getitem__)
+    module = fx.GraphModule(old, graph, old.__class__.__name__)
+    _keep_persistence(old, module)
     return module
 
 

@@ -13,8 +13,11 @@ from typing import Any
 from torch import Tensor, fx
 
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Holder, Reach
+from penstock.partition.state.reach import Holder, Reach, is_below
 from penstock.partition.values.objects import tensors_in
+
+Entry = tuple[Holder, Any]
+"""A place and a key in it."""
 
 IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
@@ -26,15 +29,26 @@ def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -
     numbers beside it.
     """
     found = []
-    for place in reach.changed():
-        if any(place.text.startswith((f"{unit}.", f"{unit}[")) or place.text == unit for unit in units):
-            continue
+    for place in _outside(reach, units):
         changes = [(key, value) for key, value in place.changes() if key != "training"]
         constant = [key for key, value in changes if _is_constant(value, provenance)]
         if constant:
             _put_back(place, {key for key, value in changes if key in constant or isinstance(value, IMMUTABLE)})
         found += [place.name(key) for key, _ in place.changes() if key != "training"]
     return found
+
+
+def numbers(reach: Reach, units: Collection[str]) -> dict[Entry, Any]:
+    """The numbers in places outside the units that the forward has changed."""
+    found: dict[Entry, Any] = {}
+    for place in _outside(reach, units):
+        entries = enumerate(place.entries) if isinstance(place.entries, list) else place.changes()
+        found |= {(place, key): value for key, value in entries if type(value) in (int, float)}
+    return found
+
+
+def _outside(reach: Reach, units: Collection[str]) -> list[Holder]:
+    return [place for place in reach.changed() if not any(is_below(place.text, unit) for unit in units)]
 
 
 def same(one: fx.Graph, other: fx.Graph, constants: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:

@@ -240,18 +240,11 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     before = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            _set(entry, filled(entry.value, outputs))
+            entry.place.replace(entry.key, filled(entry.value, outputs))
         yield
     finally:
         for place, entries in reversed(before):
             place.put(entries)
-
-
-def _set(entry: Left, value: Any) -> None:
-    if entry.key is None:
-        entry.place.put(value)
-    else:
-        entry.place.entries[entry.key] = value
 
 
 def filled(template: Any, outputs: Sequence[Tensor]) -> Any:

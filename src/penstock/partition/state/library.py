@@ -9,8 +9,8 @@ from torch import nn
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) - {"__main__"}
 
-OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes that torch itself keeps in every module."""
+OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
+"""The attributes that torch itself keeps in every module, or in recurrent ones."""
 
 
 @functools.cache

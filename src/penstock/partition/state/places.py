@@ -11,7 +11,7 @@ import dis
 import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -220,26 +220,17 @@ class Survey:
     """All places that some objects reach: their attributes, the contents of containers and plain objects, and `traces`.
 
     Args:
-        roots: modules, functions, objects.
-        modules: whether to look into modules found there too; `skips`: except these.
+        roots: modules, functions, objects. Modules found in them are not opened.
 
     Attributes:
         tensors: the tensors found there, by where they are, including the parameters and buffers of modules.
         attributes: the `__dict__` of each module and object found.
     """
 
-    def __init__(
-        self,
-        roots: Iterable[Any],
-        traces: Iterable[Trace] = (),
-        *,
-        modules: bool = False,
-        skips: Callable[[Any], bool] = lambda module: False,
-    ) -> None:
+    def __init__(self, roots: Iterable[Any], traces: Iterable[Trace] = ()) -> None:
         self.places: dict[Key, Place] = {}
         self.tensors: dict[int, tuple[str, Tensor]] = {}
         self.attributes: list[dict[str, Any]] = []
-        self._modules, self._skips = modules, skips
         self._owners: dict[int, Any] = {}  # kept alive so that their ids are not reused
         level = [("", value) for value in roots if isinstance(value, nn.Module) or self._can_be_opened(value, 1)]
         for depth in range(DEEPEST):
@@ -270,10 +261,8 @@ class Survey:
             return len(value) <= LARGEST
         if isinstance(value, (ContextVar, bytearray)) or kind.__name__ == "ndarray":
             return True
-        if depth >= DEPTH:
+        if depth >= DEPTH or isinstance(value, nn.Module):
             return False
-        if isinstance(value, nn.Module):
-            return self._modules and not self._skips(value)
         if isinstance(value, FunctionType):
             return not is_of_others(value.__module__)
         if isinstance(value, (Tensor, MethodType, partial, threading.local)):
@@ -308,7 +297,7 @@ class Survey:
         elif isinstance(value, Tensor):
             self.tensors.setdefault(id(value), (name, value))
         elif isinstance(value, nn.Module):
-            for held in (value._parameters, value._buffers, value._modules if self._modules else {}):
+            for held in (value._parameters, value._buffers):
                 inside += list(held.items())
         inside += self._open_slots(value)
         return inside + self._open_attributes(value)

@@ -34,12 +34,14 @@ class Call:
         scope: the name of the module that it is in; for a unit, the unit's own name.
         unit: whether it is a unit.
         given: the memory of its arguments, and of what its own module holds.
+        passed: the part of a unit's that only its arguments have.
     """
 
     number: int
     scope: str
     unit: bool
     given: frozenset[int]
+    passed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Stray:
 
     Attributes:
         root: the number of its memory.
-        users: for each unit that takes it (empty: calls outside all units), the first place.
+        users: for each unit that takes it (empty: calls outside all units), the first place. A unit that only reads
+            what it is passed is none: where it is on another stage, a message brings it what was written.
         writer: the first to update it in place.
     """
 
@@ -155,8 +158,10 @@ class Provenance:
         self._alias(tensor, root)
 
     def maker(self, tensor: Tensor) -> Made | None:
-        """What made a tensor during this forward; None if it existed before."""
-        return self._made.get(self.root(tensor))
+        """What made a tensor during this forward, or wrote its result into one that existed before; None for others."""
+        root = self.root(tensor)
+        stray = self.strays.get(root)
+        return self._made.get(root) if stray is None else stray.writer
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
@@ -212,15 +217,20 @@ class Provenance:
         if root not in self.strays:
             self.strays[root] = Stray(root, tuple(tensor.shape))
             self.numbers.append(WeakStorage(tensor))
-        unit = call.scope if call is not None and call.unit else ""
-        if unit not in self.strays[root].users:
-            self.strays[root].users[unit] = Made(call, *_user_line())
+        if call is None or root not in call.passed:
+            self._use(self.strays[root])
+
+    def _use(self, stray: Stray) -> None:
+        unit = self.place[0]
+        if unit not in stray.users:
+            stray.users[unit] = Made(self._call, *_user_line())
 
     def writing(self, tensor: Tensor) -> None:
         """Call this after `read`, before an operator updates a tensor in place."""
         stray = self.strays.get(self.root(tensor))
         if stray is None or (self._call is not None and self._call.number < 0):
             return
+        self._use(stray)
         if stray.writer is None:
             stray.writer = Made(self._call, *_user_line())
         if storage_of(tensor) == stray.root and stray.root not in self._before:  # a unit that runs for real changes it
@@ -286,7 +296,7 @@ SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones
 @cache
 def is_seeded(operator: Any) -> bool:
     """Whether an operator draws random numbers, unless its arguments say otherwise."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
 
 
 @cache

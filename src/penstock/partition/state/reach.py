@@ -110,6 +110,13 @@ class Holder:
         else:
             refill(now, entries)
 
+    def replace(self, key: Any, value: Any) -> None:
+        """Replaces one entry; all of them if `key` is None."""
+        if key is None:
+            self.put(value)
+        else:
+            self.entries[key] = value
+
     def copied(self) -> Any:
         """The entries as they are now."""
         return contents(self.entries) if isinstance(self.entries, CellType) else self.entries.copy()

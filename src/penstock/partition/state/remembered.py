@@ -7,7 +7,7 @@ fails if two copies of a stage each see part of the batch, or if a forward is re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CellType
@@ -30,6 +30,7 @@ class Remembered:
         units: the units that use it.
         storage: the memory of a tensor, which calls outside the units may also use; None for anything else.
         changed, used: where in the user's code it is changed and used.
+        follows: sizes of kept tensors that follow the number of samples, or of steps, that the unit is given.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Remembered:
     storage: int | None = None
     changed: str = ""
     used: str = ""
+    follows: frozenset[int] = frozenset()
 
     def refusal(self, stages: Collection[int]) -> PartitionError:
         """The error for something that is used on several stages."""
@@ -141,6 +143,22 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
             raise PartitionError(
                 f"recompute: {each.text} of stage {index} carries something over from one microbatch to the next, so "
                 f"that running a forward again would give something else; choose recompute={{{index}: 'never'}}"
+            )
+
+
+def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> None:
+    """Raises PartitionError if a block keeps tensors with a row for each sample (the state of a recurrent layer that is
+    trained over steps): the next microbatch, whose samples are others, would begin with them.
+
+    Args:
+        sizes: how many samples each microbatch has.
+    """
+    for each in remembered if len(sizes) > 1 else ():
+        if not each.follows.isdisjoint(sizes):
+            raise PartitionError(
+                f"{each.text} holds tensors with a row for each of a microbatch's samples, with which the next "
+                "microbatch, of other samples, would begin. Pass such state in and out: take it as an input, which is "
+                "cut like the batch, and return it with the result; or set microbatches=1"
             )
 
 

@@ -1,41 +1,88 @@
-"""A list of modules as one model, in which each module gets what the previous one returned."""
+"""A list of layers as one model, in which each layer gets what the previous one returned."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
 from penstock.errors import ArgumentError
+from penstock.words import shortened
 
 
 class Chain(nn.Module):
-    """Runs modules one after another. A returned tuple is passed on as positional arguments."""
+    """Runs layers one after another: modules and, as in DeepSpeed's lists, functions.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    A returned tuple is passed on as positional arguments, or whole to a layer that takes only one (DeepSpeed,
+    torchgpipe). Keyword arguments go to every layer that accepts them.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module | Callable[..., Any]]) -> None:
         super().__init__()
         for index, layer in enumerate(layers):
-            self.add_module(str(index), layer)
+            self.add_module(str(index), layer if isinstance(layer, nn.Module) else Function(layer))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *rest = self._modules.values()
-        assert first is not None
-        value = first(*args, **kwargs)
-        for layer in rest:
+        value, unknown = args, {*kwargs}
+        for layer in self._modules.values():
             assert layer is not None
-            value = layer(*value) if isinstance(value, tuple) else layer(value)
+            given = value if isinstance(value, tuple) else (value,)
+            given = given if _accepts(layer, *given) or not _accepts(layer, given) else (given,)
+            own = {name: kwargs[name] for name in kwargs if _accepts(layer, *given, **{name: None})}
+            value, unknown = layer(*given, **own), unknown - own.keys()
+        if unknown:
+            raise ArgumentError(
+                f"kwargs: no layer accepts {shortened(sorted(unknown))}; omit what the layers do not take"
+            )
         return value
 
 
-def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+class Function(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def _accepts(layer: nn.Module, *args: Any, **kwargs: Any) -> bool:
+    """Whether a call with these arguments, and perhaps more, fits the layer's signature."""
+    try:
+        signature(layer.function if isinstance(layer, Function) else layer.forward).bind_partial(*args, **kwargs)
+    except ValueError:  # one of torch's functions
+        return not kwargs
+    except TypeError:
+        return False
+    return True
+
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What `torch.compile` and torch's `checkpoint_wrapper` add to the names in a module."""
+
+
+def unwrapped(name: str) -> str:
+    """The name of a module, parameter or buffer as if nothing around it were wrapped."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def as_module(model: Any) -> nn.Module:
     """The model itself, or its layers as a `Chain`. Raises ArgumentError for anything else."""
+    while isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        model = model.module
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         return model
-    layers = list(model) if isinstance(model, (list, tuple, nn.ModuleList)) else []
-    if not layers or not all(isinstance(layer, nn.Module) for layer in layers):
-        raise ArgumentError(f"model: expected a module or a list of modules, not {model!r}")
+    layers = list(model) if isinstance(model, (Sequence, nn.ModuleList)) and not isinstance(model, str) else [model]
+    for layer in layers:
+        if isinstance(layer, type):
+            raise ArgumentError(f"model={layer.__name__}: this is a class; pass an instance, {layer.__name__}(...)")
+    if not layers or layers == [model] or not all(map(callable, layers)):
+        raise ArgumentError(f"model: expected a module or a list of modules and functions, not {model!r}")
     return Chain(layers)
 
 
@@ -45,18 +92,21 @@ def public_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     These are the model's own names; for a `Chain`, the layers' own names, prefixed with the layer's index only if two
     layers would share one.
     """
+    plain = {name: unwrapped(name) for name in names}
     if not isinstance(model, Chain):
-        return {name: name for name in names}
-    bare = {name: name.partition(".")[2] for name in names}
-    counts = Counter([*bare.values(), *names])
-    return {name: short if counts[short] == 1 else name for name, short in bare.items()}
+        return plain
+    bare = {name: plain[name].partition(".")[2] for name in names}
+    counts = Counter([*bare.values(), *plain.values()])
+    return {name: short if counts[short] == 1 else plain[name] for name, short in bare.items()}
 
 
 def known_names(model: nn.Module) -> dict[str, str]:
-    """Maps every name of a parameter or buffer in the model to the first, by which users know it."""
+    """Maps every name of a parameter or buffer in the model, with and without wrappers, to the first, by which users
+    know it.
+    """
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     for name, tensor in every:
         first.setdefault(id(tensor), name)
     public = public_names(model, list(first.values()))
-    return {name: public[first[id(tensor)]] for name, tensor in every}
+    return {each: public[first[id(tensor)]] for name, tensor in every for each in (name, unwrapped(name))}

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PartitionError
-from penstock.partition.units.chain import Chain
+from penstock.partition.units.chain import Chain, unwrapped
 
 Call = Callable[..., Any]
 
@@ -196,9 +196,16 @@ _SHOWN = 4
 """How many modules a message lists if no name is close."""
 
 
+def real_name(model: nn.Module, name: str) -> str:
+    """The name in `named_modules()` of what has this name without the wrappers around it."""
+    names = [known for known, _ in model.named_modules(remove_duplicate=False)]
+    return name if name in names else next((known for known in names if known and unwrapped(known) == name), name)
+
+
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
     """The module of that name. Raises PartitionError with the closest name if there is none."""
     known: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+    name = real_name(model, name)
     if name and name in known:
         return known[name]
     near = get_close_matches(name, [k for k in known if k], n=1)

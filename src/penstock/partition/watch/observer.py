@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import FakeTensor, storage_of
+from penstock.marks import cut
 from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
 from penstock.partition.watch.seeds import Seeds
 from penstock.partition.watch.unseen import Saved
@@ -62,11 +63,13 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
-        self._kept: list[Any] = []
+        self.kept: list[Any] = []
         self.gone: list[tuple[nn.Module, str]] = []  # attributes that real runs set, removed again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "pippy":  # torch's pipe_split()
+            cut()
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         writing: list[Tensor] = []
@@ -161,7 +164,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         drew, written = self._drew, frozenset(self._written)
         if keep:
-            self._kept += self._written.values()
+            self.kept += self._written.values()
         self._drew, self._written = [], {}
         return drew, written
 

@@ -19,6 +19,7 @@ Every rule was found by experiment. Break one and bits change: tests/runtime/exa
    Under autocast, products that the forward made in float32 would get gradients in half precision.
 9. W computes a product before it adds it to `.grad`, as autograd does (`computes_apart`). BLAS, told to add it, adds
    each block of the inner dimension on its own. Only on the CPU are bits promised; elsewhere W adds in place.
+10. What waits to be sent or read is in memory that nothing else may write into (`handed_on`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from penstock.compat import any_autocast, run_backward
+from penstock.compat import any_autocast, holders, run_backward, storage_of
 from penstock.partition.values.memory import extent
 
 CACHE_LINE_BYTES = 64
@@ -154,9 +155,24 @@ class Buffer(NamedTuple):
     """Whether `flat` is separate memory, which `unpack` copies into `tensor` once it has arrived."""
 
 
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, and with any conjugation or negation that torch has put off carried out."""
-    return tensor.detach().resolve_conj().resolve_neg()
+def handed_on(values: list[Tensor | None]) -> list[Tensor | None]:
+    """The tensors without their graphs, with any conjugation or negation that torch has put off carried out. Empties
+    `values`: whatever else holds a tensor's memory by then (a module with static results, as of CUDA graphs, `out=` or
+    scratch memory) may write into it before the tensor has been sent or read, so that it is copied.
+    """
+    nodes = [None if value is None else value.grad_fn for value in values]
+    values.reverse()
+    given = [_settled(values.pop()) for _ in nodes]
+    for index, (value, node) in enumerate(zip(given, nodes, strict=True)):
+        if value is None or (held := holders(value, node)) == 1:
+            continue
+        if held > sum(other is not None and storage_of(other) == storage_of(value) for other in given):
+            given[index] = copy_as(Layout.of(value), value)
+    return given
+
+
+def _settled(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.data.resolve_conj().resolve_neg()  # `detach` would hold on to the tensor
 
 
 def pack(tensor: Tensor) -> Tensor:

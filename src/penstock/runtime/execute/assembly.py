@@ -21,14 +21,14 @@ from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_order import ForwardOrder
-from penstock.runtime.features.forward_state import ForwardState, LossMemory
+from penstock.runtime.features.forward_state import ForwardState
 from penstock.runtime.features.in_flight import Overwritten
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
-from penstock.runtime.features.tensor_state import LossTensors, TensorState
+from penstock.runtime.features.tensor_state import TensorState
 from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.alike import weight_uses
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -72,11 +72,9 @@ FEATURES: tuple[MakeFeature, ...] = (
     Reduced.of,
     _deferred_norms,
     ForwardState.of,
-    LossMemory.of,
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
     TensorState.of,
-    LossTensors.of,
     BackwardCounts.of,
     BackwardDraws.of,
 )

@@ -152,11 +152,13 @@ class StageRunner:
             self._saved[microbatch] = saved
         routes = self._kinds[microbatch].routes.values_out
         if routes:
-            _dispatch(routes, microbatch, [exact.settled(output) for output in outputs], self._values)
+            _dispatch(routes, microbatch, exact.handed_on(outputs), self._values)
+        elif self._head is not None and rerun is None:
+            self._head.keep(microbatch, outputs)
 
     def _run_code(
         self, microbatch: int, args: list[Any], *, runs_again: bool = False
-    ) -> tuple[_Saved, Sequence[Tensor]]:
+    ) -> tuple[_Saved, list[Tensor | None]]:
         """Runs the forward, and the loss if there is one. Empties `args`.
 
         Returns what backward starts from, and the outputs with their graph.
@@ -189,7 +191,7 @@ class StageRunner:
         if split is not None and not (runs_again and self._head is not None):
             split.learn(roots)
         roots += passed_on
-        return _Saved(roots, slots), outputs
+        return _Saved(roots, slots), [*outputs]
 
     def _outputs(
         self, microbatch: int, args: list[Any], split: SplitBackward | None, runs_again: bool
@@ -204,7 +206,10 @@ class StageRunner:
         """Runs a forward again on the same inputs to get its graph, and drops what was kept for that."""
         rerun = self._kept.pop(microbatch)
         with rerun.as_before(), self.features.again(microbatch):
-            return self._run_code(microbatch, rerun.args())[0]
+            saved, outputs = self._run_code(microbatch, rerun.args())
+        if self._head is not None:
+            self._head.keep(microbatch, outputs)
+        return saved
 
     def await_grads(self, microbatch: int) -> list[Tensor | None]:
         """Waits for everything that a microbatch's backward needs: a gradient, or None, for each root."""
@@ -231,13 +236,13 @@ class StageRunner:
             self._run_autograd(microbatch, saved.roots, grads)
             for position in kind.given:
                 if slot := saved.slots[position]:
-                    self.batch_gradients[microbatch, position] = exact.settled(slot[0])
+                    self.batch_gradients[microbatch, position] = slot[0].detach().resolve_conj().resolve_neg().clone()
             if kind.routes.grads_out:
                 given: list[Tensor | None] = [None] * len(kind.meta.inputs)
                 for position, slot in saved.slots.items():
                     if slot:
-                        given[position] = exact.settled(slot[0])
-                _dispatch(kind.routes.grads_out, microbatch, given, self._grads)
+                        given[position] = slot.pop()
+                _dispatch(kind.routes.grads_out, microbatch, exact.handed_on(given), self._grads)
 
     def _run_autograd(self, microbatch: int, roots: Sequence[GradientEdge | None], grads: list[Tensor | None]) -> None:
         """Runs backward from the roots that have a gradient. Empties `grads`."""

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from penstock.compat_compiler import backend_named, inductor_options, noticing_hooks
+from penstock.compat_compiler import backend_named, compiled, inductor_options, noticing_hooks
 from penstock.errors import ArgumentError
+from penstock.partition.recording.calls import hooked
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature, Forward
 from penstock.runtime.front_end import Stage
-from penstock.runtime.split_backward.backward import is_compiled
 from penstock.runtime.split_backward.compiled_products import SplittingBackend
 from penstock.schedule import Action, Op, Schedule
 
@@ -56,15 +56,27 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
     return arguments
 
 
+def chosen(compile: Compile, model: nn.Module, stages: Sequence[Stage]) -> Compile:
+    """What `compile=` asks for; if it asks for nothing, how the model compiled itself, or a module that was opened."""
+    if compile is not False:
+        return compile
+    whole = {id(module) for stage in stages for module in stage.module.modules()}
+    opened = (found for module in model.modules() if id(module) not in whole and (found := compiled(module)))
+    return next((found.arguments for found in opened), False)
+
+
 def arguments_for(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
     """The arguments of `torch.compile` for a stage of a schedule: if that splits backwards, the backend does, too."""
     arguments = arguments_of(compile)
-    if arguments is None or not _splits(schedule):
-        return arguments
+    return arguments if arguments is None or not _splits(schedule) else _configured(arguments, SplittingBackend)
+
+
+def _configured(arguments: dict[str, Any], wrap: Callable[[_Configured], Any]) -> dict[str, Any]:
+    """The same arguments of `torch.compile` with a backend of our own around theirs."""
     backend, mode = arguments.pop("backend", "inductor"), arguments.pop("mode", None)
     options = arguments.pop("options", None)
     compiler = _Configured(backend, _given(backend, mode, options, arguments.get("dynamic")))
-    return {**arguments, "backend": SplittingBackend(compiler)}
+    return {**arguments, "backend": wrap(compiler)}
 
 
 @dataclass(frozen=True)
@@ -101,15 +113,17 @@ def draws_as_torch_does(arguments: Mapping[str, Any]) -> bool:
     return arguments.get("mode") is None and (arguments.get("options") or {}).get("fallback_random", True)
 
 
-def notes_of(compile: Compile, *, draws: bool) -> tuple[str, ...]:
+def notes_of(compile: Compile, *, draws: bool, blocks: bool = False) -> tuple[str, ...]:
     """What the user should know about a compiled pipeline.
 
     Args:
         draws: whether the model draws random numbers.
+        blocks: whether the model compiled blocks of its stages itself.
     """
     arguments = arguments_of(compile)
     if arguments is None:
-        return ()
+        where = "blocks of the model are compiled: a compiler may add in another order than the model as it is"
+        return (f"{where} (close, not equal)",) if blocks else ()
     notes = ["stages are compiled: a compiler may add in another order than the model as it is (close, not equal)"]
     if draws and not draws_as_torch_does(arguments):
         notes.append(
@@ -123,8 +137,7 @@ def whole_notes(stages: Sequence[int]) -> tuple[str, ...]:
     """What the user should know about compiled stages in which W has nothing to do."""
     return tuple(
         f"stage {stage}: W does nothing (split_share is 0), since no weight gradient can be taken out of its compiled "
-        "code: blocks that the model compiles itself run their whole backward in I (leave that to compile=), and so do "
-        "weights that are used other than in products"
+        "code: weights are used other than in products, or a forward is compiled in its class"
         for stage in stages
     )
 
@@ -133,15 +146,23 @@ class Compiled(Feature):
     """Runs the stage compiled.
 
     Args:
-        arguments: of `torch.compile`.
+        arguments: of `torch.compile`; None if only blocks of the stage are compiled, by the model itself.
     """
 
     @classmethod
     def of(cls, stage: StageContext) -> Compiled | None:
-        """If `compile=` asks for it. Raises ArgumentError if another choice excludes it."""
+        """If `compile=` asks for it, or the model. Raises ArgumentError if another choice excludes it."""
         arguments = stage.binding.compile
         if arguments is None:
-            return None
+            blocks = [module for module in stage.modules() if compiled(module)]
+            for block in blocks if stage.recorded.frame is None else ():
+                _compile_again(block, stage.binding.schedule)
+            return cls(None) if blocks else None
+        if stage.binding.check_finite:
+            raise ArgumentError(
+                "check_finite=True looks at every call of a stage, which compiled stages do not show; leave compile= "
+                "out, and pass the model as it is before torch.compile, while you look for a NaN"
+            )
         if stage.recorded.frame is not None:
             raise ArgumentError(
                 "compile= compiles each stage as a whole, hooks of parallelize= and all, which torch's compiler does "
@@ -149,14 +170,14 @@ class Compiled(Feature):
             )
         return cls(arguments)
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any] | None) -> None:
         self._arguments = arguments
 
     def forward_of(self, run: Forward, stage: Stage) -> Forward:
         """The stage's module, compiled once, and again for hooks that come or go."""
-        if not is_compiled(stage.module):
+        if self._arguments is not None and not compiled(stage.module):
             if isinstance(stage.module, fx.GraphModule):
-                _change_modes_outside(stage.module)
+                _keep_outside(stage.module)
             stage.module.compile(**self._arguments)
         noticing = noticing_hooks()
 
@@ -168,9 +189,23 @@ class Compiled(Feature):
         return run_compiled
 
 
-def _change_modes_outside(module: fx.GraphModule) -> None:
-    """Lets Python enter and leave autocast: the compiler loses the state in between."""
-    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast)]
+def _compile_again(block: nn.Module, schedule: Schedule) -> None:
+    """Compiles a block that the model compiled itself, as `compile=` compiles stages: if the schedule splits backwards,
+    or if there are hooks in the block, which code that was compiled before would not call.
+    """
+    found, splits = compiled(block), _splits(schedule)
+    assert found is not None
+    hooked = any(m._forward_pre_hooks or m._forward_hooks for m in block.modules())
+    enough: Any = SplittingBackend if splits else (SplittingBackend, _Configured)
+    arguments = arguments_of(found.arguments)
+    if arguments is not None and found.name and (splits or hooked) and not isinstance(arguments["backend"], enough):
+        arguments = _configured(arguments, SplittingBackend if splits else lambda compiler: compiler)
+        vars(block)[found.name] = torch.compile(found.function, **arguments)
+
+
+def _keep_outside(module: fx.GraphModule) -> None:
+    """Lets Python enter and leave autocast, whose state the compiler loses in between, and register hooks."""
+    nodes = [node for node in module.graph.nodes if node.target in (enter_autocast, leave_autocast, hooked)]
     for node in nodes:
         node.target = torch.compiler.disable(node.target)  # type: ignore[no-untyped-call]
     if nodes:
@@ -179,7 +214,7 @@ def _change_modes_outside(module: fx.GraphModule) -> None:
 
 def any_compiled(modules: Iterable[nn.Module]) -> bool:
     """Whether any module is already compiled."""
-    return any(map(is_compiled, modules))
+    return any(map(compiled, modules))
 
 
 class OwnGradients(Feature):

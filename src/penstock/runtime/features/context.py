@@ -107,11 +107,6 @@ class StageContext:
         return self.binding.training
 
     @property
-    def remembering_head(self) -> LossHead | None:
-        """In training, what follows the last stage, if its loss may hold state."""
-        return self.head if self.training and self.head is not None and self.head.may_remember else None
-
-    @property
     def copies(self) -> bool:
         """Whether the schedule runs several copies of the stage."""
         return self.binding.schedule.placement.pipelines > 1

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase  # the public classes' common base
 from torch.utils.hooks import RemovableHandle
 
+from penstock.compat_compiler import compiled as compiled_as
 from penstock.errors import ArgumentError
 from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.kinds import distinct
-from penstock.runtime.split_backward.backward import is_compiled
 
 
 class Moments(NamedTuple):
@@ -243,7 +243,7 @@ class _Compare(_Hook):
 def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
     """Raises ArgumentError for running statistics that no hook sees."""
     owners = {id(b): (name, m) for name, m in model.named_modules() for b in m.buffers(recurse=False)}
-    compiled = {id(part) for m in model.modules() if is_compiled(m) for part in m.modules()}
+    compiled = {id(part) for m in model.modules() if compiled_as(m) for part in m.modules()}
     for stage in (stage for partition in distinct(partitions) for stage in partition.stages):
         _refuse_calls(stage)
         for buffer_name in stage.meta.updated:
@@ -258,13 +258,12 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
                 _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
 
 
-def refuse_none(stages: Iterable[Stage]) -> None:
-    """Raises ArgumentError if there are no running statistics at all."""
+def notes(stages: Iterable[Stage]) -> tuple[str, ...]:
+    """What the user should know who asks to defer running statistics: if there are none at all."""
     updated = (name for stage in stages for name in (*stage.meta.updated, *stage.may_update))
-    if not any(name.rpartition(".")[2] == "running_mean" for name in updated):
-        raise ArgumentError(
-            "deferred_batch_norm=True: no batch norm of the model updates running statistics in training; leave it out"
-        )
+    if any(name.rpartition(".")[2] == "running_mean" for name in updated):
+        return ()
+    return ("deferred_batch_norm=True does nothing: no batch norm of the model updates running statistics in training",)
 
 
 def _refuse_calls(stage: Stage) -> None:

@@ -231,24 +231,6 @@ class ForwardState(Feature):
             self._places[key].write(value)
 
 
-class OfLoss(Feature):
-    """Of the loss, which follows the last stage's forward. If that runs again, backward calls the loss."""
-
-    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
-        """Wraps a forward, and the loss after it."""
-        return NOTHING if runs_again else super().forward(microbatch, runs_again=False)
-
-
-class LossMemory(OfLoss, ForwardState):
-    """The state that the loss keeps between its call and the backward."""
-
-    @classmethod
-    def of(cls, stage: StageContext) -> LossMemory | None:
-        """In training, on a last stage whose loss may hold state."""
-        head = stage.remembering_head
-        return None if head is None else cls(head.survey, head.owners(), stage.microbatches(Op.W))
-
-
 def roots_of(modules: Iterable[nn.Module]) -> list[Any]:
     """These modules, and the global objects that their code names."""
     own = dict.fromkeys(modules)

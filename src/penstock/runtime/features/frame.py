@@ -18,7 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.gradients import gradient_dtype
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
-from penstock.runtime.gradients.distribution import is_distributed
+from penstock.runtime.gradients.distribution import is_distributed, parallelized_by
 
 Parallelize = Callable[[nn.Module], nn.Module | None]
 """Called with each stage of this process, to shard it in place."""
@@ -170,6 +170,11 @@ class Frames:
     def _apply(self, index: int, frame: Frame, parallelize: Parallelize) -> None:
         before = dict(frame.named_parameters(remove_duplicate=False))
         result = parallelize(frame)
+        if by := parallelized_by(frame, "torch.distributed._composable"):  # torchtitan's stages that are not sharded
+            raise ArgumentError(
+                f"parallelize applied torch's replicate to stage {index} ({by}), which averages gradients in each "
+                "backward; omit it: the pipeline averages them over its mesh's data-parallel dimensions, once per step"
+            )
         if result is not None and result is not frame:
             raise ArgumentError(
                 f"parallelize returned a {type(result).__name__} for stage {index}; it must change the module that it "

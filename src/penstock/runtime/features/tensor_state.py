@@ -22,7 +22,7 @@ from penstock.partition.values.memory import same_bits
 from penstock.runtime.features.backward_updates import Reads
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
-from penstock.runtime.features.forward_state import OfLoss, roots_of
+from penstock.runtime.features.forward_state import roots_of
 from penstock.schedule import Op
 
 BACKWARDS = 4
@@ -148,13 +148,3 @@ class TensorState(Feature):
         if tensor.layout is not torch.strided or (tensor.is_leaf and tensor.requires_grad):
             return False
         return tensor.numel() > 0 and storage_of(tensor) not in self._known
-
-
-class LossTensors(OfLoss, TensorState):
-    """The same for tensors that the loss writes to."""
-
-    @classmethod
-    def of(cls, stage: StageContext) -> LossTensors | None:
-        """In training, on a last stage whose loss may hold state."""
-        head = stage.remembering_head
-        return None if head is None else cls(stage.index, head.survey, (), stage.microbatches(Op.W))

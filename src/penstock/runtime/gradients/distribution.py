@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.front_end import Stage
@@ -15,6 +15,16 @@ from penstock.runtime.front_end import Stage
 def is_distributed(tensor: Any) -> bool:
     """Whether a tensor is a `DTensor`."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
+
+
+def parallelized_by(root: nn.Module, *packages: str) -> str:
+    """The first module that torch's `fully_shard` or `replicate` gave a class of these packages; empty if there is
+    none. Imports no FSDP, which is slow."""
+    for name, module in root.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith(packages):
+                return f"module {name!r}, now {type(module).__name__}" if name else type(module).__name__
+    return ""
 
 
 def local(tensor: Tensor) -> Tensor:

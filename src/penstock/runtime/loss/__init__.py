@@ -1,1 +1,1 @@
-"""The user's loss: weighted by microbatch, run in order, and watched for what it reads and keeps."""
+"""The user's loss: weighted by microbatch, with its own parameters, and watched for what it reads."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from inspect import unwrap
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock.compat import size_of
 from penstock.errors import ArgumentError
-from penstock.partition.state.places import Survey
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.front_end import Partition
 from penstock.runtime.kinds import distinct
-from penstock.runtime.loss.order import LossState
+from penstock.runtime.loss.of_torch import is_of_torch, may_draw
+from penstock.runtime.loss.parts import loss_in, parts_in
 from penstock.runtime.loss.reads import check_graph, check_own, watching
 
 Loss = Callable[[Any, Any], Tensor]
@@ -85,6 +81,8 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
     """
     if loss is None and function is None:
         raise no_loss(output)
+    if not isinstance(loss, Tensor):
+        loss = loss_in(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
             return loss
@@ -104,41 +102,14 @@ def no_gradient() -> ArgumentError:
     )
 
 
-def is_of_torch(loss: Callable[..., Any] | None) -> bool:
-    """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
-    function = _plain_function(loss)
-    return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
-
-
-def may_draw(loss: Callable[..., Any] | None) -> bool:
-    """Whether a loss may draw random numbers: torch's own losses do not."""
-    if loss is None:
-        return False
-    function = _plain_function(loss)
-    if isinstance(function, nn.Module):
-        takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
-        return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
-    return not any(function is one for one in _LOSSES)
-
-
-def _plain_function(loss: Callable[..., Any] | None) -> Any:
-    """The function or module that a loss is made of; None for a module with parts or hooks, which are the user's."""
-    function: Any = None if loss is None else unwrap(loss)
-    while isinstance(function, partial):
-        function = function.func
-    if isinstance(function, nn.Module) and (
-        function._modules or function._forward_hooks or function._forward_pre_hooks
-    ):
-        return None
-    return function
-
-
-_LOSSES = tuple(
-    function
-    for name, function in vars(F).items()
-    if name.endswith(("_loss", "cross_entropy", "_with_logits")) and "distance" not in name  # which calls the user's
-)
-"""Torch's own losses that are functions."""
+def check_grad_enabled(call: str) -> None:
+    """Raises ArgumentError if gradients are switched off where they are to be computed."""
+    if not torch.is_grad_enabled():
+        mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ArgumentError(
+            f"{call} was called under torch.{mode}(), but computes gradients; call it outside, or use pipe.evaluate or "
+            "pipe.predict, which run forwards only"
+        )
 
 
 class LossHead:
@@ -167,7 +138,6 @@ class LossHead:
     ) -> None:
         self._loss = loss
         apart = distinct(partitions)
-        self._state = LossState(loss if needed else None, pipelines, apart)
         self._partitions = partitions
         self._streams = streams
         self._needed = needed
@@ -182,6 +152,8 @@ class LossHead:
         elsewhere = {id(tensor): name for each in apart for name, tensor in each.elsewhere.items()}
         self._elsewhere = {key: name for key, name in elsewhere.items() if key not in last}
         self._watched = not self._elsewhere
+        # With several copies of the last stage, each calls the loss for a part of the batch.
+        self._fixed = {n: b for stage in lasts for n, b in stage.buffers.items() if pipelines > 1}
         self._shared = shared and needed
         self._parameters = (
             {id(p) for each in apart for stage in each.stages for p in stage.parameters.values()}
@@ -189,20 +161,11 @@ class LossHead:
             else set[int]()
         )
         self.losses: list[Tensor | None] = []
+        self.parts: list[dict[str, Tensor]] = []
+        """What each microbatch's loss consists of, if the loss function returns that, too."""
+        self.names: Sequence[str] = ()
+        """The parts that `terms` and `totals` have."""
         self.outputs: list[Any] = []
-
-    @property
-    def may_remember(self) -> bool:
-        """Whether the loss can reach anything in which a call could store state."""
-        return self._state.may_remember
-
-    def survey(self) -> Survey:
-        """The places that the loss reaches."""
-        return self._state.survey()
-
-    def owners(self) -> Sequence[Any]:
-        """The loss, if it is an object with attributes, and the modules that make it up."""
-        return self._state.owners()
 
     def start(
         self, targets: Sequence[Any] | None, weights: Sequence[float], keep_outputs: bool, scale: float = 1.0
@@ -216,6 +179,7 @@ class LossHead:
         self._draws_foreign = self._draws and not is_of_torch(self._loss)
         self._seeds.clear()
         self.losses = [None] * len(weights)
+        self.parts = [{} for _ in weights]
         self.outputs = [None] * len(weights)
 
     def __call__(self, microbatch: int, leaves: Sequence[Tensor]) -> Tensor | None:
@@ -223,9 +187,8 @@ class LossHead:
         partition = self._partitions[microbatch]
         build = partition.build_output
         output = build(leaves)
-        if self._keep_outputs:
-            self.outputs[microbatch] = build([leaf.detach() for leaf in leaves])
         loss: Any
+        returned = output
         if self._loss is None:
             loss = own_loss(output)
         else:
@@ -235,14 +198,16 @@ class LossHead:
             loss = None
             if self._targets is not None:
                 target = self._targets[microbatch]
-                plain = self._watched and not partition.left
-                if plain and self._state.needs_no_look(self.losses, microbatch):
-                    loss = self._loss(output, target)
+                versions = [buffer._version for buffer in self._fixed.values()]
+                if self._watched and not partition.left:
+                    returned = self._loss(output, target)
                 else:
-                    run = partial(self._loss, output, target)
-                    again = partial(_apart, self._loss, build, leaves, target)
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
-                        loss = self._state.call(self.losses, microbatch, run, again)
+                        returned = self._loss(output, target)
+                loss = returned if isinstance(returned, Tensor) else loss_in(returned)
+                for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
+                    if buffer._version != version:
+                        raise _updates(name)
             if isinstance(loss, Tensor) and not self._watched:
                 check_graph(loss, self._elsewhere)
                 self._watched = True
@@ -251,8 +216,16 @@ class LossHead:
         if loss is None and not self._needed:
             return None
         loss = checked_value(loss, output, self._loss)
-        self.losses[microbatch] = _alone(loss.detach())
+        self.losses[microbatch] = loss.detach().clone()  # `mse_loss` leaves it in memory as large as the output
+        if returned is not loss:
+            self.parts[microbatch] = parts_in(returned, loss)
         return root_of(loss, self._weights[microbatch], leaves)
+
+    def keep(self, microbatch: int, leaves: list[Tensor | None]) -> None:
+        """Keeps a microbatch's output, if the step is to. Empties `leaves`."""
+        if self._keep_outputs:
+            kept = [leaf for leaf in exact.handed_on(leaves) if leaf is not None]
+            self.outputs[microbatch] = self._partitions[microbatch].build_output(kept)
 
     def seed(self, microbatch: int) -> Tensor | None:
         """The gradient that the microbatch's backward starts from: the weight of its loss, times the scale."""
@@ -268,25 +241,27 @@ class LossHead:
         """Whether a microbatch's loss counts in the batch's: its weight is not 0."""
         return self._weights[microbatch] != 0
 
-    def terms(self, microbatches: range) -> list[Tensor | None]:
-        """The terms that some microbatches add to the batch's loss, in order; None for a loss that is elsewhere."""
+    def terms(self, microbatches: range) -> Sequence[Tensor | None]:
+        """The terms that some microbatches add to the batch's loss, in order, then those of each of its parts; None for
+        a loss that is elsewhere."""
         if not self.losses:
-            return [None] * len(microbatches)
-        return [weighted_sum([self.losses[k]], [self._weights[k]]) for k in microbatches]
+            return [None] * len(microbatches) * (1 + len(self.names))
+        return [weighted_sum([row[k]], [self._weights[k]]) for row in self._rows() for k in microbatches]
 
-    def total(self) -> Tensor | None:
-        """The batch's loss: the weighted sum, ascending by microbatch."""
-        return weighted_sum(self.losses, self._weights)
+    def totals(self) -> list[Tensor | None]:
+        """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""
+        return [weighted_sum(row, self._weights) for row in self._rows()]
 
-
-def _apart(loss: Loss, build: Callable[[Sequence[Tensor]], Any], leaves: Sequence[Tensor], target: Any) -> Any:
-    """The loss of a copy of the output from which no backward starts, so that hooks added to it do nothing."""
-    return loss(build([leaf.detach().requires_grad_(leaf.requires_grad) for leaf in leaves]), target)
+    def _rows(self) -> list[Sequence[Tensor | None]]:
+        return [self.losses, *([parts.get(name) for parts in self.parts] for name in self.names)]
 
 
-def _alone(loss: Tensor) -> Tensor:
-    """The loss in memory of its own size: `mse_loss` leaves it in memory as large as the output."""
-    return loss.clone() if size_of(loss) > loss.nbytes else loss
+def _updates(name: str) -> ArgumentError:
+    return ArgumentError(
+        f"the loss updates its buffer {name!r} (a moving average, as in DINO), but this schedule has several copies of "
+        "the last stage, each of which calls the loss for a part of the batch only; use a schedule with one copy "
+        "(dualpipe-v for dualpipe)"
+    )
 
 
 def weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

@@ -70,9 +70,8 @@ def check_own(loss: Tensor, outputs: Sequence[Node], model: Collection[int]) -> 
             raise ArgumentError(
                 f"the loss trains a tensor of shape {list(leaf.shape)} that is not part of the model, but several "
                 "processes compute losses (replicas, or a schedule with two copies of the model): each would get only "
-                "part of its gradient, and nothing would add the parts up. Make the tensor part of the model (one "
-                "module around both, which computes the loss), or call its requires_grad_(False) if it is not to be "
-                "trained"
+                "part of its gradient, and nothing would add the parts up. Pass a loss_fn that is a module with the "
+                "tensor as a parameter, or call its requires_grad_(False) if it is not to be trained"
             )
 
 

@@ -17,6 +17,13 @@ from penstock.compat import plain_tensors
 from penstock.errors import ArgumentError
 from penstock.partition import tensors_in
 
+WRITE_ALL = (
+    "call penstock.checkpoint.export_safetensors(path, pipe) on every rank (for torch.save: pipe.gather("
+    "pipe.state_dict()) on every rank is a list of each one's part); to resume, penstock.checkpoint.save(folder, pipe, "
+    "optimizer)"
+)
+"""What writes the stages of every rank: `pipe.state_dict()` is only those of this one."""
+
 
 class RemoteTensor(Tensor):
     """A tensor on the meta device, or one computed from it; it knows the name of the missing tensor."""
@@ -28,10 +35,15 @@ class RemoteTensor(Tensor):
         with plain_tensors():
             return _run(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Another stand-in: an average of the weights starts with a copy of the model (`AveragedModel(pipe.model)`)."""
+        copied: Tensor = memo.setdefault(id(self), remote(self, self.penstock_name))
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ArgumentError(
-            f"{self.penstock_name!r} has no values on this rank, so that a file of the model would lack them: save "
-            "pipe.state_dict(), which has those of every rank, or use penstock.checkpoint"
+            f"{self.penstock_name!r} has no values on this rank, so that a file of the model would lack them: to "
+            f"write the whole model, {WRITE_ALL}"
         )
 
 
@@ -112,10 +124,10 @@ def _is_here(tensor: Tensor) -> bool:
 def _refusal(name: str) -> ArgumentError:
     return ArgumentError(
         f"{name!r} has no values on this rank: it belongs to a stage of another one. To run the model, call "
-        "pipe.predict; to save it, gather pipe.state_dict(), or use penstock.checkpoint. In a loop over parameters, "
-        "use those of pipe.named_parameters(), which are this rank's. What combines parameters of several ranks (an "
-        "average that a part of the model keeps of another part) belongs in the model's forward, under "
-        "torch.no_grad(), where stages get what they read"
+        f"pipe.predict; to save it, {WRITE_ALL}. In a loop over parameters, use those of pipe.named_parameters(), "
+        "which are this rank's. Make an average of the weights from the pipeline, not before: "
+        "AveragedModel(pipe.model). What combines parameters of several ranks (an average that a part of the model "
+        "keeps of another part) belongs in the model's forward, under torch.no_grad(), where stages get what they read"
     )
 
 

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
+from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, telling_rows
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.kinds import all_uses
+from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, tensors_of, with_loss
 from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
@@ -53,7 +55,10 @@ class SplitModel:
         *,
         rule: Materialize | None,
         parallelize: Parallelize | None = None,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
+        self._loss_tensors = tensors_of(loss)
+        self._of_loss: dict[str, Tensor] | None = None
         self._frames: Frames | None = None
         self._stages: Sequence[Stage] = ()
         self._engine = engine
@@ -122,7 +127,7 @@ class SplitModel:
         """What a recording depends on besides its inputs: each module's mode, which parameters are trained, autocast,
         and the plain attributes of modules whose forwards were recorded call by call."""
         with plain_tensors():  # those of other ranks would look at each call
-            trained = tuple(map(_requires_grad, self._originals.parameters))
+            trained = tuple(map(_requires_grad, (*self._originals.parameters, *(self._of_loss or {}).values())))
         return (
             tuple(map(_training, self._modules)),
             trained,
@@ -142,15 +147,21 @@ class SplitModel:
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model.
+        raises may have ended before anything was learned about the model, and leaves no gradient where none was.
 
         Args:
             signature: what `signature` returned before the step.
         """
+        held = [parameter for _, parameter in self.held_parameters()]
+        without = [parameter for parameter in held if parameter.grad is None]
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._touched.changes += 1
+            for parameter in without:
+                parameter.grad = None
+            if len(without) < len(held):
+                error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
             raise
         self._partitioner.settle(signature[-1])
         self._touched.settle()
@@ -171,15 +182,17 @@ class SplitModel:
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Every parameter of the unsplit model, each once, in the model's order."""
         names = self._partitioner.names()
-        return [(names[name], parameter) for name, parameter in self.model.named_parameters()]
+        own = [(names[name], parameter) for name, parameter in self.model.named_parameters()]
+        known, of_loss = set(names.values()), (self._of_loss or {}).items()
+        return own + [(name, p) for name, p in of_loss if is_trained(p) and name not in known]  # type: ignore[misc]
 
     def all_names(self) -> list[str]:
         """Every parameter and persistent buffer of the unsplit model, each once."""
         names = self._partitioner.names()
-        saved = self.model.state_dict(keep_vars=True)
-        return [
-            names[name] for name, _ in (*self.model.named_parameters(), *self.model.named_buffers()) if name in saved
-        ]
+        saved = {*map(unwrapped, self.model.state_dict(keep_vars=True))}
+        every = (*self.model.named_parameters(), *self.model.named_buffers())
+        own = [names[name] for name, _ in every if unwrapped(name) in saved]
+        return [*dict.fromkeys((*own, *(self._of_loss or ())))]
 
     def held_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, each once, in the unsplit model's order."""
@@ -190,7 +203,8 @@ class SplitModel:
         """The buffers of this process's stages, each once, in the unsplit model's order."""
         names = self._partitioner.names()
         held = {name: b for stage in self._stages_here() for name, b in stage.buffers.items()}
-        return [(names[name], held[names[name]]) for name, _ in self.model.named_buffers() if names[name] in held]
+        own = [names[name] for name, _ in self.model.named_buffers()]
+        return [(name, held[name]) for name in dict.fromkeys((*own, *(self._of_loss or ()))) if name in held]
 
     def held_unused(self) -> list[tuple[str, Tensor]]:
         """The parameters and persistent buffers that no stage uses, if this process is rank 0, which keeps them."""
@@ -304,8 +318,19 @@ class SplitModel:
         """The partition with the stages of all pipelines."""
         if id(partition) not in self._copied:
             # Stored with the original: an id is unique only while its object lives.
-            self._copied[id(partition)] = partition, with_copies(partition, self._placement.pipelines)
+            whole = with_loss(partition, self._named(partition))
+            self._copied[id(partition)] = partition, with_copies(whole, self._placement.pipelines)
         return self._copied[id(partition)][1]
+
+    def _named(self, partition: Partition) -> Mapping[str, Tensor]:
+        """The loss's tensors that no stage holds, by their names in state dicts. A loss may be a part of the model."""
+        if self._of_loss is None:
+            held = {id(t) for stage in partition.stages for t in (*stage.parameters.values(), *stage.buffers.values())}
+            known = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+            prefix = next(p for p in PREFIXES if not any(name.startswith(p) for name in known.values()))
+            own = {name: tensor for name, tensor in self._loss_tensors.items() if id(tensor) not in held}
+            self._of_loss = {known.get(id(tensor), prefix + name): tensor for name, tensor in own.items()}
+        return self._of_loss
 
     def _place(self, partition: Partition) -> Partition:
         """The partition with this process's stages on their devices."""

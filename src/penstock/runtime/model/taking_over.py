@@ -4,15 +4,16 @@ processes' stages are freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from torch import Tensor, nn
 
+from penstock.errors import ArgumentError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import Stage
 from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
 from penstock.runtime.model.moving import move
-from penstock.runtime.model.remote_tensors import remote
+from penstock.runtime.model.remote_tensors import RemoteTensor, remote
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -35,6 +36,7 @@ def take_over(
         whether recordings made so far hold on to other ranks' parameters, or to old buffers.
     """
     kept = _kept_by_rank(model, stages, rank_of, engine)
+    _refuse_elsewhere(model, kept, engine)
     named = list(model.named_modules())
     if not engine.world.is_local:
         here = set().union(*(kept[rank] for rank in engine.ranks))
@@ -71,6 +73,18 @@ def _kept_by_rank(
     return kept
 
 
+def _refuse_elsewhere(model: nn.Module, kept: Mapping[int, Set[int]], engine: Engine) -> None:
+    """Raises ArgumentError if this process is to hold what an earlier pipeline over the same modules (a GAN's
+    discriminator) holds in another.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, RemoteTensor) and any(id(tensor) in kept[rank] for rank in engine.ranks):
+            raise ArgumentError(
+                f"{name!r} is to be on rank {engine.ranks[0]}, but an earlier pipeline over the same modules holds it "
+                "on another rank; pass both pipelines cuts= that put the modules which they share on the same ranks"
+            )
+
+
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
@@ -79,8 +93,8 @@ def _release(module: nn.Module, path: str, kept: set[int], released: dict[int, T
     """Moves tensors that are not kept to the meta device. One with several names stays one object, as names require."""
     for names in (module._parameters, module._buffers):
         for name, tensor in list(names.items()):
-            if tensor is None or id(tensor) in kept:
-                continue
+            if tensor is None or id(tensor) in kept or isinstance(tensor, RemoteTensor):
+                continue  # an earlier pipeline over the same modules knows its stand-ins
             if id(tensor) not in released:
                 released[id(tensor)] = remote(tensor, path + name)
             setattr(module, name, released[id(tensor)])

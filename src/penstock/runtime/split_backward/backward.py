@@ -15,7 +15,7 @@ are left out by chance, all microbatches up to the first in which the whole stag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.compat_compiler import compiled as compiled_as
 from penstock.errors import PartitionError, ScheduleError
 from penstock.gradients import gradient_dtype
 from penstock.partition import gates_of
@@ -42,7 +43,7 @@ class SplitBackward:
         in_order: whether F, and I or B, come in ascending order of microbatch, and all microbatches use its weights
             alike, so that I adds to `.grad` in that order. Otherwise its terms are kept until W.
         keeper: keeps what W needs of a forward; None: it stays as it is.
-        compiled: whether the whole stage is compiled, with `SplittingBackend`.
+        compiled: whether the whole stage is compiled. All compiled code is, with `SplittingBackend`.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class SplitBackward:
         keeper: Keeper | None = None,
         compiled: bool = False,
     ) -> None:
+        every = list(module.modules())
+        hidden = every[:1] if compiled else [part for part in every if compiled_as(part)]
         self._given = parameters
         self._module = module
         self._looked = False
@@ -66,9 +69,11 @@ class SplitBackward:
         self._learning = False
         self._deferred: list[nn.Parameter] = []  # those whose gradient waits
         self._keeper = keeper
-        self._compiled = compiled
+        self._hidden = hidden
+        self._compiled: frozenset[int] = frozenset()  # by id, the parameters of compiled code
         self._uses = WeightUses(())
         self._waiting: dict[int, list[Waiting]] = {}
+        self._put: dict[int, set[int]] = {}
         self._early: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
 
     @property
@@ -86,14 +91,15 @@ class SplitBackward:
     @property
     def is_whole_as_compiled(self) -> bool:
         """Whether it is known that nothing in compiled code waits for W, though the stage trains matrices."""
-        compiled = self._compiled or any(map(is_compiled, self._module.modules()))
-        return compiled and self.decided and not self._uses.can_wait and any(p.dim() > 1 for p in self._parameters)
+        whole = self.decided and not self._uses.can_wait
+        return whole and bool(self._hidden) and any(p.dim() > 1 for p in self._parameters)
 
     def begin_step(self) -> None:
         """Drops anything left by a step that raised."""
         self._unsplit.clear()
         self._learning = False
         self._waiting.clear()
+        self._put.clear()
         self._early.clear()
 
     def forward(self, microbatch: int, *, runs_again: bool = False) -> AbstractContextManager[None]:
@@ -108,7 +114,8 @@ class SplitBackward:
         if runs_again:
             return nullcontext()
         waiting = self._waiting[microbatch] = []
-        return self._uses.putting_off(waiting, self._anchor)
+        put = self._put[microbatch] = set()
+        return self._uses.putting_off(waiting, put, self._anchor)
 
     def _look(self) -> None:
         """Reads the parameters. Sharded ones are whole only now, and distributed ones never wait."""
@@ -116,9 +123,8 @@ class SplitBackward:
         parameters = self._given()
         self._names = {id(p): name for name, p in parameters.items()}
         self._parameters = [p for p in parameters.values() if p.requires_grad]
-        parts = () if self._compiled else filter(is_compiled, self._module.modules())
-        hidden = {id(p) for part in parts for p in part.parameters()}
-        able = [p for p in self._parameters if id(p) not in hidden and not is_distributed(p)]
+        self._compiled = frozenset(id(p) for part in self._hidden for p in part.parameters())
+        able = [p for p in self._parameters if not is_distributed(p)]
         self._uses = WeightUses(able, self._keeper, compiled=self._compiled)
 
     def learn(self, roots: Iterable[GradientEdge | None]) -> None:
@@ -131,17 +137,24 @@ class SplitBackward:
             self._deferred = [p for p in self._parameters if id(p) in self._uses.can_wait]
 
     def input_gradients(self, microbatch: int) -> AbstractContextManager[None]:
-        """Wraps the backward of a microbatch, at I."""
+        """Wraps the backward of a microbatch, at I.
+
+        A parameter of which its forward put off no gradient, unlike that of the first microbatch, gets its own from
+        autograd here, and waits for W with it: a linear layer's operators depend on its input's strides, as where
+        padding is trimmed (`x[:, : lengths.max()]`).
+        """
         early = self._early[microbatch] = []
-        if self._in_order:
+        put = self._put.pop(microbatch, None)
+        whole = set[int]() if put is None or self._compiled else self._uses.can_wait.keys() - put
+        if self._in_order and not whole:
             return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
-        return self._diverting(microbatch, early)
+        return self._diverting(microbatch, early, whole)
 
     @contextmanager
-    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]], whole: Set[int]) -> Iterator[None]:
         with self._kept_until_w(early):
             yield
-        self._refuse_found(microbatch, {id(p) for p, _ in early} & self._uses.can_wait.keys())
+        self._refuse_found(microbatch, ({id(p) for p, _ in early} & self._uses.can_wait.keys()) - whole)
 
     def _refuse_found(self, microbatch: int, found: set[int]) -> None:
         """Ends the backward at I. Raises PartitionError if it has found a gradient that was to wait.
@@ -151,7 +164,7 @@ class SplitBackward:
         """
         if microbatch in self._unsplit:
             self._unsplit.remove(microbatch)
-        elif refused := {key for key in found if not self._compiled or _has_hooks(self._uses.candidates[key])}:
+        elif refused := {key for key in found if key not in self._compiled or _has_hooks(self._uses.candidates[key])}:
             raise PartitionError(
                 f"parameter {self._names[refused.pop()]!r} is used in microbatch {microbatch} as it was not in the "
                 "first one, from which the split of the backward was learned; give a schedule that does not split it: "
@@ -231,11 +244,6 @@ class _Untouched:
         if kind is None:
             after = [each for each in self._before if each[0].grad is not None]  # FSDP may take it away
             self._end({id(p) for p, grad, version in after if p.grad is not grad or _version(p.grad) != version})
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether the module was compiled by `torch.compile`, in either way."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
 
 
 def _version(tensor: Tensor | None) -> int | None:

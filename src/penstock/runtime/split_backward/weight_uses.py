@@ -50,7 +50,7 @@ class WeightUses:
     Args:
         parameters: the weights.
         keeper: keeps what is needed later, for autograd and for W, if not they themselves.
-        compiled: whether only compiled code may put off gradients.
+        compiled: by id, those whose gradients only compiled code may put off.
 
     Attributes:
         decided: whether it is known which weights can wait.
@@ -58,18 +58,19 @@ class WeightUses:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None, *, compiled: bool = False
+        self, parameters: Iterable[nn.Parameter], keeper: Keeper | None = None, *, compiled: Collection[int] = ()
     ) -> None:
         self.decided = False
         self._keeper = keeper
         self.can_wait: dict[int, bool] = {}
         self.candidates = {id(p): p for p in parameters if _is_ordinary(p)}
-        self._watched = [p for p in self.candidates.values() if p.dim() > 1 and not compiled]
+        self._watched = [p for p in self.candidates.values() if p.dim() > 1 and id(p) not in compiled]
         self._of_parameters = self._watching(nn.Parameter)
         self._of_views = self._watching(Tensor)
         self._seen: list[tuple[Tensor, ...]] | None = None
         self._learned: list[tuple[Tensor, ...]] = []
         self._waiting: list[Waiting] | None = None
+        self._put: set[int] = set()
         self._anchor: Tensor | None = None
         self._lowered: set[Any] = set()  # calls that autocast ran in its lower precision
         self._casts: set[Node] = set()  # the casts for these, in the noted forward
@@ -86,12 +87,13 @@ class WeightUses:
             yield
         self._learned, self._seen = self._seen, None
 
-    def putting_off(self, waiting: list[Waiting], anchor: Tensor) -> AbstractContextManager[None]:
-        """Wraps a forward: puts off weight gradients. Its backward fills `waiting`, in its own order."""
-        return _PuttingOff(partial(self._begin_putting_off, waiting, anchor), self._end_putting_off)
+    def putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> AbstractContextManager[None]:
+        """Wraps a forward: puts off weight gradients. Fills `put` with the parameters that have one, by id; its
+        backward fills `waiting`, in its own order."""
+        return _PuttingOff(partial(self._begin_putting_off, waiting, put, anchor), self._end_putting_off)
 
-    def _begin_putting_off(self, waiting: list[Waiting], anchor: Tensor) -> None:
-        self._waiting, self._anchor = waiting, anchor
+    def _begin_putting_off(self, waiting: list[Waiting], put: set[int], anchor: Tensor) -> None:
+        self._waiting, self._put, self._anchor = waiting, put, anchor
         self._cached.clear()
         self._begin()
 
@@ -184,6 +186,7 @@ class WeightUses:
             deferred = self._lowered_once(func, plan, args, kwargs) if lowers else plan
             result = None if deferred is None else self._put_off(deferred, self._waiting)
             if result is not None:
+                self._put.update(id(base_of(weight)) for weight in plan.weights)
                 return result
         result = func(*args, **kwargs)
         if self._seen is not None and (node := _node_of(result, plan)) is not None:

@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.errors import ArgumentError, ShapeError, warn
+from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.front_end import Partition
+from penstock.runtime.kinds import distinct
 from penstock.runtime.model.split_model import SplitModel
 from penstock.runtime.step.outputs import words
 
 CACHED_SCHEDULES = 32
-"""How many bound schedules a pipeline keeps; a further one replaces the least recently used."""
+"""How many bound schedules a pipeline keeps; a further one replaces the least recently used, of evaluation first."""
 
 _NEW = -1
 
@@ -89,6 +91,8 @@ class BoundSchedules:
     def add(self, cut: CutBatch | None, outline: Outline, *, training: bool) -> Cached:
         """Records microbatches, and binds a schedule to them. `cut` is None on ranks that do not look at inputs."""
         partitions = self._split.partitions(training=training, outline=outline)
+        stages = [stage for partition in distinct(partitions) for stage in partition.stages]
+        refuse_samples([each for stage in stages for each in stage.remembered], outline.sizes)
         plain = [] if cut is None else [leaf for piece in cut.pieces for leaf in piece.leaves]
         cached = Cached(
             bound=self._bind(partitions, training),
@@ -101,7 +105,8 @@ class BoundSchedules:
         )
         self._cached[cached.bound.number] = cached
         if len(self._cached) > CACHED_SCHEDULES:
-            _, oldest = self._cached.popitem(last=False)
+            others = (n for n, one in self._cached.items() if not one.bound.training and one is not cached)
+            oldest = self._cached.pop(next(others, next(iter(self._cached))))
             self._engine.release(oldest.bound)
             if cached.bound.number == CACHED_SCHEDULES:  # numbers start at 0
                 warn(_MANY)
@@ -199,6 +204,7 @@ _WORDS: tuple[Callable[[int], str], ...] = (
 
 _MANY = (
     f"penstock: more than {CACHED_SCHEDULES} kinds of batches. Each new kind (a shape, a dtype, a plain value that "
-    "changes) is recorded, which takes longer than a step, and the kind that was not used for longest is forgotten. "
+    "changes) is recorded unless only a length is new, which takes longer than a step, and the kind that was not used "
+    "for longest is forgotten. "
     "Pad batches to a few shapes, and pass numbers that change as 0-dimensional tensors"
 )

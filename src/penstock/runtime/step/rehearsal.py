@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.compat import FakeTensorMode, fake_mode
+from penstock.compat import FakeTensorMode, fake_mode, quiet
 from penstock.errors import ArgumentError, PenstockError
 from penstock.runtime.execute.engine import BoundSchedule
 from penstock.runtime.loss.loss import no_gradient
@@ -69,7 +69,7 @@ def _attempt(
     """The error that the loss raised. Raises ArgumentError if its result is wrong."""
     head = bound.head
     try:
-        with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode:
+        with torch.enable_grad(), _as_it_was(loss), nullcontext() if mode is None else mode, quiet():
             given = target if mode is None else map_tensors(mode.from_tensor, target)
             head.start([given], [weight], keep_outputs=False)
             found = head(0, [_made_up(output, bound.partitions[0].stages[-1].device) for output in metas])

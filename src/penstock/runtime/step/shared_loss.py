@@ -31,10 +31,12 @@ class SharedLoss:
         parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Not read before
             they are sent or asked for: reading waits for their device.
         divisor: what the sum is divided by, term by term.
+        names: what further sums there are, of as many terms each, which follow those of the loss.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1) -> None:
+    def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1, names: Sequence[str] = ()) -> None:
         self._divisor = divisor
+        self._names = tuple(names)
         self._lengths = [len(terms) for terms in parts]
         self._buffers: list[Tensor] | None = None
         self.terms: Message = [None if term is None else term.detach().clone() for terms in parts for term in terms]
@@ -71,27 +73,37 @@ class SharedLoss:
 
     def read(self) -> Tensor | None:
         """The loss, a scalar on the CPU; None if there is none."""
+        return self._all()[0]
+
+    def read_parts(self) -> dict[str, Tensor]:
+        """The parts of the loss, by name; those that there are."""
+        named = zip(self._names, self._all()[1:], strict=True)
+        return {name: total for name, total in named if total is not None}
+
+    def _all(self) -> list[Tensor | None]:
         while self.waits:
             self.waits[-1]()
             self.waits.pop()  # only now: another thread may look
         self._arriving.clear()
-        return self._total()
+        return self._totals()
 
     def read_quietly(self) -> Tensor | None:
         """What `read` returns, for a thread of a run that has failed: no watchdog hears of its waits. They may raise,
         or never end."""
         for one in [*self._arriving]:
             one.wait()
-        return self._total()
+        return self._totals()[0]
 
-    def _total(self) -> Tensor | None:
-        total: Tensor | None = None
-        buffers = self.fill(self.terms) if self._buffers is None else self._buffers
-        for value, dtype in (slot for buffer in buffers for slot in buffer.tolist()):
-            if dtype:
-                term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
-                total = term if total is None else total + term
-        return total
+    def _totals(self) -> list[Tensor | None]:
+        totals: list[Tensor | None] = [None] * (1 + len(self._names))
+        for buffer in self.fill(self.terms) if self._buffers is None else self._buffers:
+            each = len(buffer) // len(totals)
+            for place, (value, dtype) in enumerate(buffer.tolist()):
+                if dtype:
+                    term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
+                    total = totals[place // each]
+                    totals[place // each] = term if total is None else total + term
+        return totals
 
 
 def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wanted: bool) -> SharedLoss:
@@ -104,7 +116,7 @@ def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wante
     if wanted and engine.world.data_parallel > 1:
         return _summed(engine, bound, microbatches)
     parts = _parts(engine, bound)
-    shared = SharedLoss(list(parts.values()))
+    shared = SharedLoss(list(parts.values()), names=bound.head.names)
     if not wanted or engine.world.is_local:
         return shared
     if engine.control.sends_late:
@@ -122,20 +134,25 @@ def _parts(engine: Engine, bound: BoundSchedule) -> Mapping[int, Sequence[Tensor
     placement, head = bound.schedule.placement, bound.head
     sources = {placement.rank_of[stage]: stage for stage in range(placement.stages) if placement.is_last(stage)}
     if len(sources) == 1 or engine.world.is_local:
-        return {placement.rank_of[-1]: [None if sources.keys().isdisjoint(engine.ranks) else head.total()]}
+        none: list[Tensor | None] = [None] * (1 + len(head.names))
+        return {placement.rank_of[-1]: none if sources.keys().isdisjoint(engine.ranks) else head.totals()}
     return {rank: head.terms(bound.schedule.numbers_on(stage)) for rank, stage in sources.items()}
 
 
 def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLoss:
     """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
     world, placement = engine.world, bound.schedule.placement
-    first = world.replica * microbatches
-    terms: list[Tensor | None] = [None] * (microbatches * world.data_parallel)
+    count, sums = microbatches * world.data_parallel, 1 + len(bound.head.names)
+    terms: list[Tensor | None] = [None] * (count * sums)
     for stage in range(placement.stages):
         if placement.is_last(stage) and placement.rank_of[stage] in engine.ranks and world.tp_rank == 0:
             numbers = bound.schedule.numbers_on(stage)
-            terms[first + numbers.start : first + numbers.stop] = bound.head.terms(numbers)
-    shared, control = SharedLoss([terms], world.data_parallel), engine.control
+            mine = bound.head.terms(numbers)
+            for row in range(sums):
+                first = row * count + world.replica * microbatches
+                each = mine[row * len(numbers) : (row + 1) * len(numbers)]
+                terms[first + numbers.start : first + numbers.stop] = each
+    shared, control = SharedLoss([terms], world.data_parallel, bound.head.names), engine.control
     if control.sends_late:
         shared.expect(control.send_late(shared.terms, partial(_sum, shared), control.others))
     else:

@@ -25,6 +25,7 @@ from penstock.schedule.generators.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.generators.zero_bubble_v import zb_v
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.second_names import schedule_of_peer
 
 __all__ = [
     "Generator",
@@ -314,8 +315,9 @@ def generator(name: str) -> Generator:
     """The entry with that name or alias, in any case. Raises ArgumentError if there is none."""
     found = _BY_NAME.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        near = map(repr, difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4))
+        meant = schedule_of_peer(name) or next(near, None)
+        hint = f"did you mean {meant}? " if meant else ""
         raise ArgumentError(f"schedule={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
     return found
 

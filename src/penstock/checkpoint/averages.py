@@ -1,0 +1,110 @@
+"""State besides optimizers': this rank's part of an average of the weights, and the rest, of which rank 0's is saved.
+
+A tensor belongs to a parameter or buffer if it has its shape and a key that ends with its name, as in a dict by name,
+torch's `AveragedModel` and timm's `ModelEmaV3`, or if it is one of a list in the order of the parameters, as in
+diffusers' `EMAModel` and torch_ema. All other floating-point tensors must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from penstock.checkpoint.contents import Own
+from penstock.checkpoint.export import bytes_of
+from penstock.errors import ArgumentError
+from penstock.partition import tensors_in
+from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.gradients.distribution import copy_into
+
+_Path = tuple[Any, ...]
+"""The keys and indices that lead to a value in nested dicts and lists."""
+
+
+class Divided:
+    """An object's state on this rank.
+
+    Attributes:
+        own: the tensors that belong to parameters and buffers of this rank.
+        rest: the state without the tensors that belong to any.
+    """
+
+    def __init__(self, item: Any, pipe: Pipeline) -> None:
+        self._item = item
+        first, held = pipe.session.first_names(), pipe.state_dict()
+        every = pipe.model.state_dict(keep_vars=True) | held
+        self._names = {name: (first.get(name, name), tensor.shape) for name, tensor in every.items()}
+        named = {id(parameter): name for name, parameter in pipe.named_parameters()}
+        orders = [list(pipe.parameters()), list(pipe.model.parameters())]
+        orders += [[parameter for parameter in order if parameter.requires_grad] for order in orders]
+        self._orders = [[(named.get(id(p), ""), p.shape) for p in order] for order in orders]
+        self._places: dict[_Path, tuple[str, str, Tensor]] = {}
+        self.rest = self._divide(item if isinstance(item, Mapping) else item.state_dict(), ())
+        self.own: Own = {}
+        for name, key, tensor in self._places.values():
+            if name in held and not tensor.is_meta:
+                self.own.setdefault(name, {})[key] = tensor.detach()
+
+    def digest(self) -> list[tuple[Any, ...]]:
+        """The shape and a checksum of each floating-point tensor that ranks must share."""
+        floats = [tensor.detach() for tensor in tensors_in(self.rest) if tensor.is_floating_point()]
+        return [(tuple(tensor.shape), zlib.crc32(bytes_of(tensor).numpy().data)) for tensor in floats]
+
+    def load(self, rest: Any, own: Own) -> None:
+        """Sets the object's state: the rest of a checkpoint, which is changed, and what it has for this rank."""
+        for path, (name, key, tensor) in self._places.items():
+            value, container = own.get(name, {}).get(key, tensor), rest
+            if isinstance(self._item, Mapping):
+                copy_into(tensor.detach(), value)
+                continue
+            for step in path[:-1]:
+                container = container[step]
+            if isinstance(container, list):
+                container.insert(path[-1], value)
+            else:
+                container[path[-1]] = value
+        if not isinstance(self._item, Mapping):
+            self._item.load_state_dict(rest)
+
+    def _divide(self, value: Any, path: _Path) -> Any:
+        """Notes where the tensors of parameters and buffers are, and returns the rest."""
+        before, rest = len(self._places), value
+        if isinstance(value, Mapping):
+            rest = {k: self._divide(item, (*path, k)) for k, item in value.items() if not self._takes(path, k, item)}
+        elif isinstance(value, (list, tuple)):
+            shapes = [item.shape if isinstance(item, Tensor) else None for item in value]
+            order = next((order for order in self._orders if [shape for _, shape in order] == shapes), None)
+            rest = [self._divide(item, (*path, index)) for index, item in enumerate(value)] if order is None else []
+            for index, (name, _) in enumerate(order or ()):
+                self._places[*path, index] = name, _key(path), value[index]
+        return rest if len(self._places) > before else value
+
+    def _takes(self, path: _Path, key: Any, item: Any) -> bool:
+        """Whether the key of an item ends with the name of a tensor of its shape, which is noted."""
+        parts = str(key).split(".")
+        for start in range(len(parts) if isinstance(item, Tensor) else 0):
+            name, shape = self._names.get(".".join(parts[start:]), ("", None))
+            if item.shape == shape:
+                self._places[*path, key] = name, _key((*path, *parts[:start])), item
+                return True
+        return False
+
+
+def _key(path: _Path) -> str:
+    return ".".join(map(str, path)).replace("/", ".") or "average"
+
+
+def check_shared(digests: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ArgumentError if what ranks should share differs between them, by the digests of each rank's objects."""
+    for rank, of_rank in enumerate(digests):
+        for label, digest in of_rank.items():
+            if digest != digests[0].get(label):
+                raise ArgumentError(
+                    f"{label}: its tensors differ between rank 0 and rank {rank}, and have neither the names nor the "
+                    "order of the pipeline's parameters, so that they cannot be divided by rank; pass the optimizer "
+                    "itself, a dict of tensors by the names of pipe.named_parameters(), or an object whose "
+                    "state_dict() has one, such as AveragedModel(pipe.model)"
+                )

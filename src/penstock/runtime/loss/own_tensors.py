@@ -1,0 +1,93 @@
+"""Parameters and buffers of the loss: a learned temperature, centers of classes. They live on the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from inspect import unwrap
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.partition.state.closure_cells import contents
+from penstock.partition.state.library import is_library
+from penstock.runtime.front_end import Partition
+
+PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")
+"""What the names of a loss's tensors begin with: the first of these with which no name of the model begins."""
+
+_DEPTH = 3
+"""How many functions deep to look for what a loss is made of."""
+
+
+def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
+    """What a loss trains, and the buffers that belong in a checkpoint, each once, by names without a prefix.
+
+    A teacher is no part of its loss: only parameters that require a gradient count, and modules in training mode.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, part in _parts("", loss, _DEPTH):
+        named = [(path, part)] if isinstance(part, Tensor) else _own(path, part)
+        for name, tensor in named:
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), (name.strip("."), tensor))
+    return dict(found.values())
+
+
+def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
+    """The partition whose last stage holds the loss's tensors, too."""
+    if not tensors:
+        return partition
+    *others, last = partition.stages
+    parameters = {name: tensor for name, tensor in tensors.items() if is_trained(tensor)}
+    buffers = {name: tensor for name, tensor in tensors.items() if name not in parameters}
+    meta = replace(
+        last.meta,
+        parameters=(*last.meta.parameters, *parameters),
+        buffers=(*last.meta.buffers, *buffers),
+        trainable=last.meta.trainable or bool(parameters),
+    )
+    last = replace(last, meta=meta, parameters={**last.parameters, **parameters}, buffers={**last.buffers, **buffers})
+    return replace(partition, stages=(*others, last))
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether it is a parameter, maybe frozen since, or a plain tensor that takes a gradient; else it is a buffer."""
+    return isinstance(tensor, nn.Parameter) or tensor.requires_grad
+
+
+def _own(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module and its children. Those of torch's own losses are constants."""
+    for inner, child in module.named_modules(prefix=path):
+        if child.training and type(child).__module__ != nn.modules.loss.__name__:
+            named = (*child._parameters.items(), *child._buffers.items())
+            yield from (
+                (f"{inner}.{name}", tensor)
+                for name, tensor in named
+                if tensor is not None and name not in child._non_persistent_buffers_set
+            )
+
+
+def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """The modules and trained tensors that a loss is made of, or names, and their names there."""
+    value = unwrap(value) if callable(value) else value
+    if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad and value.is_leaf):
+        yield name, value
+        return
+    inner: dict[str, Any] = {}
+    if isinstance(value, MethodType):
+        inner = (
+            {"": value.__self__} if isinstance(value.__self__, nn.Module) else getattr(value.__self__, "__dict__", {})
+        )
+    elif isinstance(value, partial):
+        inner = {"": value.func, **dict(zip("0123456789", value.args, strict=False)), **value.keywords}
+    elif isinstance(value, FunctionType):
+        code = value.__code__
+        inner = {key: value.__globals__.get(key) for key in code.co_names}
+        inner |= dict(zip(code.co_freevars, map(contents, value.__closure__ or ()), strict=True))
+    elif callable(value) and not isinstance(value, type) and not is_library(type(value).__module__):
+        inner = getattr(value, "__dict__", {})
+    for key, part in inner.items() if depth else ():
+        yield from _parts(f"{name}.{key}", part, depth - 1)

@@ -1,0 +1,135 @@
+"""Training with a loss that has parameters of its own, as the ranks of a pool run it, and in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mesh_jobs import mesh_of, part
+from torch import Tensor, nn
+
+import penstock
+from penstock import checkpoint
+from scaffolding.by_hand import step_by_hand
+from scaffolding.small import WIDTH, batch, mlp
+
+MICROBATCHES, STEPS = 4, 3
+
+
+class Centers(nn.Module):
+    """Cross entropy at a learned temperature, and the distance to learned centers; `seen` follows the outputs."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.centers = nn.Embedding(WIDTH, WIDTH, _weight=torch.linspace(-1, 1, WIDTH**2).view(WIDTH, WIDTH).clone())
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.lerp_(output.mean(0), 0.1)
+        far = (output - self.centers(target)).square().mean()
+        return F.cross_entropy(output * self.temperature.exp(), target) + 0.1 * far
+
+
+def closure() -> Callable[[Tensor, Tensor], Tensor]:
+    temperature = nn.Parameter(torch.tensor(0.5))
+    return lambda output, target: F.cross_entropy(output * temperature.exp(), target)
+
+
+class Trained(NamedTuple):
+    losses: list[Tensor]
+    norms: list[Tensor]
+    state: dict[str, Tensor]
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return batch(12)[0], torch.arange(12) % WIDTH
+
+
+def train(
+    rank: int,
+    make: Callable[[], Any],
+    options: dict[str, Any],
+    *,
+    mesh: bool = False,
+    steps: int = STEPS,
+    folder: Path | None = None,
+    loads: bool = False,
+) -> Trained:
+    """Trains; saves at the end to `folder`, or begins with what is saved there."""
+    x, y = data()
+    options = {"microbatches": MICROBATCHES, **options}
+    if mesh:
+        grid = mesh_of((2, 2), ("dp", "pp"))
+        x, y = part((x, y), grid.get_local_rank("dp"), 2)
+        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    losses, norms = [], []
+    with penstock.pipeline(mlp(), (x,), loss_fn=make(), **options) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        if loads and folder is not None:
+            assert checkpoint.load(folder, pipe, optimizer) is not None
+        for _ in range(steps):
+            losses.append(pipe.step(x, target=y).loss)
+            norms.append(pipe.clip_grad_norm_(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        if folder is not None and not loads:
+            checkpoint.save(folder, pipe, optimizer)
+            checkpoint.export_safetensors(folder / "model.safetensors", pipe)
+        return Trained(losses, norms, {name: tensor.clone() for name, tensor in pipe.state_dict().items()})
+
+
+def by_hand(steps: int = STEPS) -> Trained:
+    """In plain torch, with a module as the loss."""
+    model, loss, (x, y) = mlp(), Centers(), data()
+    parameters = [*model.parameters(), *loss.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(step_by_hand(model, (x,), y, loss, MICROBATCHES).total)
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, 0.5, foreach=False))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {**model.state_dict(), **{f"loss.{name}": tensor for name, tensor in loss.state_dict().items()}}
+    return Trained(losses, norms, {name: tensor.clone() for name, tensor in state.items()})
+
+
+def verify(rank: int, make: Callable[[], Any], schedule: str, mesh: bool) -> tuple[bool, str, list[str]]:
+    x, y = data()
+    options: dict[str, Any] = {"microbatches": MICROBATCHES}
+    if mesh:
+        grid = mesh_of((2, 2), ("dp", "pp"))
+        x, y = part((x, y), grid.get_local_rank("dp"), 2)
+        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    report = penstock.verify(mlp(), (x,), target=y, loss_fn=make(), schedule=schedule, **options)
+    return report.ok, report.summary(), [row.name for row in report.rows if row.name.startswith("loss.")]
+
+
+def parts(rank: int, schedule: str, mesh: bool) -> tuple[list[dict[str, float]], float]:
+    """The parts of the loss: those of a step, of evaluations, and of a step again, which has others than those."""
+
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        more = {} if torch.is_grad_enabled() else {"right": (output.argmax(1) == target).float().mean()}
+        return F.cross_entropy(output, target), {"mean": output.mean(), "count": 3, **more}
+
+    x, y = data()
+    options: dict[str, Any] = {"microbatches": MICROBATCHES}
+    if mesh:
+        grid = mesh_of((2, 2), ("dp", "pp"))
+        x, y = part((x, y), grid.get_local_rank("dp"), 2)
+        options |= {"mesh": grid, "microbatches": MICROBATCHES // 2}
+    with penstock.pipeline(mlp(), (x,), loss_fn=loss, schedule=schedule, **options) as pipe:
+        pipe.predict(x, outputs="all")
+        results = [
+            pipe.evaluate(x, target=y),
+            pipe.step(x, target=y),
+            pipe.evaluate(x, target=y),
+            pipe.step(x, target=y),
+        ]
+        return [{k: float(v) for k, v in result.parts.items()} for result in results], float(results[0].loss)

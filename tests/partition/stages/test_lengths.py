@@ -1,0 +1,157 @@
+"""Inputs that differ in a length alone share one recording, and get what a recording of their own would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from chained import NoStreams, run_chained, run_unsplit
+from torch import Tensor, nn
+
+import penstock.partition.partitioner
+from penstock import pipeline
+from penstock.partition import Partitioner
+from scaffolding.models import Case
+
+WIDTH = 4
+LENGTHS = [6, 7, 8, 9, 12, 13, 16, 17, 18, 24, 5]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    record = penstock.partition.partitioner.record
+    counting = lambda *args, **options: (found.append(args), record(*args, **options))[1]  # noqa: E731
+    monkeypatch.setattr(penstock.partition.partitioner, "record", counting)
+    return found
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = {"n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 16, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**config, bos_token_id=0, eos_token_id=0))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 8}
+    return LlamaForCausalLM(LlamaConfig(**config, intermediate_size=16, vocab_size=16))
+
+
+@pytest.mark.parametrize(("make", "masked"), [(gpt2, False), (llama, True)])
+def test_decoding_of_transformers_is_recorded_for_some_lengths(
+    make: Callable[[], nn.Module], masked: bool, recorded: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    partitioner = Partitioner(model, 2, streams=NoStreams(), balance="parameters")
+    with torch.no_grad():
+        for length in (6, 7, 8, 9, 16, 17, 30, 5):
+            kwargs = {"input_ids": torch.randint(0, 16, (2, length))}
+            if masked:
+                kwargs["attention_mask"] = (torch.arange(length) > torch.tensor([[-1], [1]])).long()
+            case = Case(model, (), kwargs, None, lambda output, _: output.logits.sum())
+            given = partitioner((), kwargs)
+            assert given is partitioner((), kwargs)
+            assert torch.equal(run_chained(given, case).logits, run_unsplit(model, case).logits)
+    assert len(recorded) == 3 + 2 + 3 + 1  # 6, 7, 8; 13 and 16; 17, 31 and 32; 5
+
+
+class Blocks(nn.Module):
+    """`act(self, x)` is what its own forward does between blocks."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor], inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.act, self.inner, self.shared = act, inner or nn.Identity(), [1.0] * 14 + [2.0] * 99
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x).tanh()
+            if number == 1:
+                x = self.act(self, x)
+        return x
+
+
+class Pads(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, 0, -x.shape[1] % 8))
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, ::2] * x.shape[1]
+
+
+def padded(model: Any, x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 0, -x.shape[1] % 8)).view(len(x), -1, 8, WIDTH).cumsum(2).flatten(1, 2)[:, : x.shape[1]]
+
+
+def reads_a_unit(model: Any, x: Tensor) -> Tensor:
+    y = model.inner(x)
+    return y * torch.arange(y.shape[1])[:, None] + y.shape[1]
+
+
+def windows(model: Any, x: Tensor) -> Tensor:
+    return x.flip(1) if x.shape[1] % 4 == 0 else x
+
+
+def positions(model: Any, x: Tensor) -> Tensor:
+    return x + torch.arange(x.shape[1])[:, None] / (2 * x.shape[1] + 1)
+
+
+KINDS: list[tuple[Callable[..., Any], type[nn.Module] | None, bool]] = [
+    (positions, None, True),
+    (reads_a_unit, nn.Identity, True),
+    (lambda model, x: x * 2 if x.shape[1] > 11 else x, None, False),
+    (lambda model, x: x * model.shared[x.shape[1]], None, False),
+    (lambda model, x: sum((x[:, : n + 1].mean() for n in range(x.shape[1])), x), None, False),
+    (lambda model, x: torch.cat([part * 2 for part in x.split(5, 1)], 1), None, False),
+    (windows, None, False),
+    (padded, None, False),
+    (reads_a_unit, Pads, False),
+    (reads_a_unit, Halves, False),
+]
+
+
+@pytest.mark.parametrize(("act", "inner", "shares"), KINDS)
+def test_no_length_gets_what_was_recorded_for_another(
+    act: Any, inner: type[nn.Module] | None, shares: bool, recorded: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    model = Blocks(act, inner and inner())
+    partitioner = Partitioner(model, 2, cuts=["blocks.3"], streams=NoStreams())
+    for length in LENGTHS:
+        case = Case(model, (torch.randn(2, length, WIDTH),), {}, None, lambda output, _: output.sum())
+        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case)), length
+    assert len(recorded) == 9 if shares else len(recorded) >= len(LENGTHS)
+
+
+def test_dimensions_that_change_together_are_recorded(recorded: list[Any]) -> None:
+    model = Blocks(positions)
+    partitioner = Partitioner(model, 2, cuts=["blocks.3"], streams=NoStreams())
+    for rows, length in [(2, 6), (3, 7), (4, 8), (5, 9)]:
+        case = Case(model, (torch.randn(rows, length, WIDTH),), {}, None, lambda output, _: output.sum())
+        assert torch.equal(run_chained(partitioner(case.args), case), run_unsplit(model, case))
+    assert len(recorded) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*kinds of batches")
+def test_evaluation_does_not_push_out_training(monkeypatch: pytest.MonkeyPatch, recorded: list[Any]) -> None:
+    monkeypatch.setattr("penstock.runtime.step.bound_schedules.CACHED_SCHEDULES", 3)
+    model, x = Blocks(positions), torch.randn(2, 6, WIDTH)
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=1) as pipe:
+        pipe.step(x, target=x)
+        first = next(iter(pipe.session.steps.bound_schedules))
+        before = len(recorded)
+        for length in range(6, 14):
+            longer = x[:, :1].repeat(1, length, 1)
+            assert torch.equal(pipe.predict(longer), model(longer))
+        assert len(recorded) == before + 5
+        assert first in list(pipe.session.steps.bound_schedules)
+        assert len(list(pipe.session.steps.bound_schedules)) == 3

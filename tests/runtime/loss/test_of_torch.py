@@ -1,0 +1,104 @@
+"""Torch's own losses reduce a batch in ways that a pipeline can recognize: it names the `reduction=` that fits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from scaffolding.small import WIDTH, batch, mlp
+
+WEIGHT = torch.linspace(1, 3, WIDTH)
+CLASSES = torch.arange(11) % WIDTH
+PADDED = torch.where(torch.arange(11) < 4, -100, CLASSES)
+"""The first of three microbatches has padding alone."""
+
+
+def step(loss: Any, target: Tensor, **options: Any) -> tuple[penstock.StepResult, list[str], tuple[str, ...]]:
+    """The result of a step, what was warned of, and the pipeline's notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=loss, **options) as pipe:
+            result = pipe.step(batch()[0], target=target)
+            pipe.step(batch()[0], target=target)
+            assert all(each.filename == __file__ for each in caught)
+            return result, [str(each.message) for each in caught], pipe.notes
+
+
+@pytest.mark.parametrize(
+    ("loss", "reduction", "words"),
+    [
+        (nn.MSELoss(reduction="sum"), "mean", "pass reduction='sum' to penstock.pipeline"),
+        (partial(F.mse_loss, reduction="sum"), "mean", "pass reduction='sum' to penstock.pipeline"),
+        (nn.L1Loss(), "sum", "omit reduction="),
+        (F.smooth_l1_loss, "sum", "omit reduction="),
+        (nn.KLDivLoss(reduction="batchmean"), "sum", "omit reduction="),
+        (nn.MSELoss(reduction="sum"), "sum", None),
+        (nn.MSELoss(), "mean", None),
+        (lambda output, target: (output - target).square().sum(), "mean", None),
+    ],
+)
+def test_a_sum_and_a_mean_are_told_apart_when_the_pipeline_is_built(
+    loss: Any, reduction: Any, words: str | None
+) -> None:
+    _, caught, notes = step(loss, torch.rand(11, WIDTH), reduction=reduction)
+    assert len(caught) == (words is not None)
+    if words is not None:
+        assert words in caught[0]
+        assert caught[0] in notes
+
+
+def wrapped(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (nn.CrossEntropyLoss(WEIGHT), CLASSES),
+        (partial(F.cross_entropy, weight=WEIGHT), CLASSES),
+        (nn.NLLLoss(WEIGHT), CLASSES),
+        (nn.NLLLoss(ignore_index=1), CLASSES),
+        (partial(F.nll_loss, ignore_index=1), CLASSES),
+        (nn.CrossEntropyLoss(), PADDED),
+        (F.cross_entropy, PADDED),
+        (wrapped, PADDED),
+    ],
+)
+def test_the_reduction_that_is_named_gives_the_loss_of_the_whole_batch(
+    loss: Callable[[Any, Any], Tensor], target: Tensor
+) -> None:
+    whole = loss(mlp()(batch()[0]), target).detach()
+    result, caught, _ = step(loss, target)
+    assert not torch.allclose(result.loss, whole)
+    named = eval(caught[0].split("pass reduction=")[1].split(" to penstock.pipeline")[0], {"weight": WEIGHT})
+    assert len(caught) == 1
+    result, caught, _ = step(loss, target, reduction=named)
+    torch.testing.assert_close(result.loss, whole)
+    assert not caught
+
+
+@pytest.mark.parametrize("target", [CLASSES, torch.where(torch.arange(11) % 4 == 3, 0, CLASSES)])
+def test_padding_is_no_matter_where_there_is_none(target: Tensor) -> None:
+    assert not step(nn.CrossEntropyLoss(), target)[1]
+
+
+def test_a_models_own_loss_with_padding_in_its_labels() -> None:
+    class Own(nn.Sequential):
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            output = super().forward(x)
+            return {"loss": F.cross_entropy(output, labels), "logits": output}
+
+    inputs = {"x": batch()[0], "labels": PADDED}
+    with penstock.pipeline(Own(*mlp()), (), inputs, ranks=2, microbatches=3) as pipe:
+        with pytest.warns(UserWarning, match=r"have \[0, 4, 3\] others: .* if the model shifts its labels"):
+            result = pipe.step(**inputs)
+        assert result.loss.isnan()
+        pipe.step(**inputs)  # said once

@@ -1,0 +1,107 @@
+"""What a loss trains is found wherever a loss may keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import penstock
+from scaffolding.small import batch, mlp
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.scale, target)
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output * self.scale, target)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self(output, target)
+
+
+def scaled(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+    return F.mse_loss(output * scale, target)
+
+
+def in_closure() -> Callable[[Tensor, Tensor], Tensor]:
+    inner, teacher = Scaled(), mlp(2).eval()
+    return lambda output, target: inner(output, target) + F.mse_loss(output, teacher(target).detach())
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Scaled, "loss.scale"),
+        (lambda: Scaled().forward, "loss.scale"),
+        (Plain, "loss.scale"),
+        (lambda: Plain().loss, "loss.scale"),
+        (lambda: partial(scaled, scale=torch.tensor(0.5, requires_grad=True)), "loss.scale"),
+        (in_closure, "loss.inner.scale"),
+    ],
+)
+def test_names(make: Callable[[], Any], name: str) -> None:
+    with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=make()) as pipe:
+        named = dict(pipe.named_parameters())
+        assert [*named][12:] == [name]
+        pipe.step(batch()[0], target=batch()[1])
+        assert named[name].grad is not None
+        assert name in pipe.stages[-1].parameters
+        assert [len(group["params"]) for group in pipe.parameter_groups(lambda n, _: {"lr": 1 + (n == name)})] == [
+            12,
+            1,
+        ]
+
+
+def test_a_loss_that_is_a_part_of_the_model_keeps_its_names() -> None:
+    class Whole(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self[:-1]:
+                x = layer(x)
+            return x
+
+    model = Whole(*mlp(), Scaled())
+    with penstock.pipeline(model, batch()[:1], ranks=2, microbatches=3, loss_fn=model[-1]) as pipe:
+        assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+        assert [*pipe.state_dict()] == [*model.state_dict()]
+
+
+def test_a_model_with_a_part_of_that_name() -> None:
+    model = nn.Sequential()
+    model.add_module("loss", nn.Linear(9, 9))
+    model.add_module("head", nn.Linear(9, 9))
+    with penstock.pipeline(model, batch()[:1], ranks=2, microbatches=3, loss_fn=Scaled()) as pipe:
+        assert [name for name, _ in pipe.named_parameters()][-1] == "loss_fn.scale"
+
+
+def test_a_frozen_model_trains_its_loss() -> None:
+    loss = Scaled()
+    with penstock.pipeline(mlp().requires_grad_(False), batch()[:1], ranks=2, microbatches=3, loss_fn=loss) as pipe:
+        pipe.step(batch()[0], target=batch()[1])
+        assert loss.scale.grad is not None
+        loss.scale.requires_grad_(False)
+        assert "loss.scale" in pipe.state_dict()
+
+
+def test_the_models_own_state_is_enough_to_load() -> None:
+    with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=Scaled()) as pipe:
+        pipe.load_state_dict(mlp(seed=1).state_dict())
+        state = pipe.state_dict()
+        assert torch.equal(state["0.weight"], mlp(seed=1)[0].weight)
+        pipe.load_state_dict({**state, "loss.scale": torch.tensor(2.0)})
+        assert state["loss.scale"] == 2
