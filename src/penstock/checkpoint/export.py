@@ -24,6 +24,7 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError
+from penstock.files import atomic
 from penstock.pipe.pipeline import Pipeline
 
 _DTYPES = {
@@ -172,11 +173,10 @@ def write_file(
     Raises:
         OSError: the file cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")
     with ExitStack() as stack:
         with alone():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(aside.open("wb"))
+            file = stack.enter_context(stack.enter_context(atomic(path)).open("wb"))
             file.write(_header(entries, notes))
         for tensor in data:
             with alone():
@@ -184,8 +184,6 @@ def write_file(
         with alone():
             file.flush()
             os.fsync(file.fileno())
-    with alone():
-        aside.replace(path)
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
