@@ -31,9 +31,13 @@ def test_a_master_address_that_does_not_resolve_is_named(monkeypatch: pytest.Mon
     for rank in (0, 1):
         assert re.fullmatch(
             rf"rank {rank} has waited 0 s for rank 0 at nowhere:29500 \(MASTER_ADDR and MASTER_PORT\): 'nowhere' does "
-            r"not resolve to an address \(Name or service not known\); set MASTER_ADDR to rank 0's host",
+            r"not resolve to an address \(\[Errno -2\] Name or service not known\); set MASTER_ADDR to rank 0's host",
             words(("nowhere", 29500), rank=rank),
         )
+
+
+def test_a_master_address_that_can_be_no_name_is_named() -> None:
+    assert "does not resolve to an address" in words(("a" * 70 + ".b", 29500))
 
 
 def test_a_port_where_rank_0_is_not_is_named() -> None:

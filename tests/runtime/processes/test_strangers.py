@@ -122,7 +122,7 @@ FROM_A_RANK = {
     "endless peers": beat("", [float("inf")], 0, False, None),
     "strange peers": beat("", [7], 0, False, None),
     "negative peers": beat("", [-1], 0, False, None),
-    "many peers": beat("", [0] * 9, 0, False, None),
+    "many peers": beat("", [0] * 99, 0, False, None),
     "short": beat(""),
     "device": beat("", [], 0, False, 3),
     "join": {"join": 5},

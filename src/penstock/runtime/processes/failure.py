@@ -55,8 +55,6 @@ class Failure:
         error: type and message of the exception, or what is known about the lost rank, on one line.
         kind: `raised` an exception; `lost`: killed, stopped or out of reach; `left`: ended its program while another
             still waited for it; `stalled`: alive, but another waited for it for too long.
-
-    Its texts are a line each, without what a terminal would obey: they may come from another rank.
     """
 
     rank: int
@@ -64,7 +62,7 @@ class Failure:
     error: str
     kind: Kind = "raised"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # its texts may come from another rank
         object.__setattr__(self, "action", None if self.action is None else line_of(self.action, _MOST_CHARACTERS))
         object.__setattr__(self, "error", line_of(self.error, 2 * _MOST_CHARACTERS))
 
@@ -148,8 +146,7 @@ class Sighting:
 
     def fits(self, ranks: int) -> bool:
         """Whether it waits for no more than these ranks."""
-        positions = self.positions
-        return all(len(each.peers) <= ranks and all(0 <= peer < ranks for peer in each.peers) for each in positions)
+        return len(self.peers) <= 2 * ranks and all(0 <= peer < ranks for peer in self.peers)
 
     def to_list(self) -> list[Any]:
         device = self.device and [*_plain(self.device.position), self.device.finished]

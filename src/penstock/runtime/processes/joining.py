@@ -209,8 +209,8 @@ def _state_of(host: str, port: int) -> str:
     where = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
     try:
         socket.create_connection((host, port), timeout=1.0).close()
-    except socket.gaierror as error:
-        return f"{where}: {host!r} does not resolve to an address ({error.strerror}); set MASTER_ADDR to rank 0's host"
+    except (socket.gaierror, UnicodeError) as error:
+        return f"{where}: {host!r} does not resolve to an address ({error}); set MASTER_ADDR to rank 0's host"
     except OSError as error:
         return f"{where}, where nothing answers ({error}); set the same address and port on every rank"
     return f"{where}, where something listens that is not rank 0, or is too busy; set rank 0's port on every rank"
