@@ -49,16 +49,18 @@ _MAX_NAME = 255
 _numbers = itertools.count()
 
 
-def read_bytes(path: FilePath, what: str | None = None, max_bytes: int = MAX_BYTES) -> bytes:
+def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> bytes:
     """Read a regular file, and unpack it if it is packed by gzip.
 
     Args:
         what: names the file in messages, such as "plan 'plan.json'"; None: its path.
+        max_bytes: once unpacked; None: `MAX_BYTES`.
 
     Raises:
         ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
     """
     what = os.fspath(path) if what is None else what
+    max_bytes = MAX_BYTES if max_bytes is None else max_bytes
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             if kind := _kind(os.fstat(file.fileno()).st_mode):
@@ -83,7 +85,7 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int = MAX_BYT
         raise ArgumentError(f"{what} cannot be unpacked: {error}") from None
 
 
-def read_text(path: FilePath, what: str | None = None, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
     """Read a file of UTF-8 text. Raises ArgumentError as `read_bytes` does, and for other encodings."""
     try:
         return read_bytes(path, what, max_bytes).decode("utf-8-sig")
@@ -109,7 +111,10 @@ def parse_json(data: str | bytes, what: str) -> Any:
     try:
         return from_json(data.removeprefix(b"\xef\xbb\xbf") if isinstance(data, bytes) else data, allow_inf_nan=False)
     except ValueError as error:
-        raise ArgumentError(f"{what} is not JSON: {error}") from None
+        reason = "its values are nested too deeply" if "recursion" in str(error) else str(error)
+        words: Any = ("NaN", "Infinity") if isinstance(data, str) else (b"NaN", b"Infinity")
+        finite = "; numbers must be finite, without NaN or Infinity" if any(word in data for word in words) else ""
+        raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
 
 
 def check_number_of_values(data: str | bytes, what: str) -> None:

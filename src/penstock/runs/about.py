@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, quoted, validate
+from penstock.files import MAX_QUOTED, STRICT, quoted, validate
 from penstock.schedule import Placement
 from penstock.words import printable
 
@@ -103,19 +103,21 @@ class About:
         if given.get("version") != VERSION:
             raise ArgumentError(
                 f"{what} is of version {quoted(given.get('version'))}, and this penstock reads version {VERSION}: use "
-                f"the penstock that wrote it ({quoted(given.get('penstock', 'not known'))})"
+                f"the penstock that wrote it ({printable(str(given.get('penstock', 'not known')))[:MAX_QUOTED]})"
             )
         values = {key: value for key, value in given.items() if key not in ("format", "version")}
         found = validate(cls, _printable(values), f"{what} is damaged")
-        if min(found.ranks, found.replicas, found.processes, found.chunks, found.microbatches, found.rows) < 1:
-            raise ArgumentError(f"{what} is damaged: a number of ranks, microbatches or rows is less than 1")
+        for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
+            if getattr(found, name) < 1:
+                raise ArgumentError(f"{what} is damaged: {name}={getattr(found, name)}: expected 1 or more")
         for name, parse in (("placement", Placement.parse), ("started", datetime.fromisoformat)):
+            value = getattr(found, name)
             try:
-                parse(getattr(found, name))
-            except ValueError:  # of which ArgumentError is one
-                raise ArgumentError(f"{what} is damaged: {name} is {quoted(getattr(found, name))}") from None
+                parse(value)
+            except ValueError as error:  # of which ArgumentError is one
+                raise ArgumentError(f"{what} is damaged: {name}={quoted(value)}: {quoted(str(error))}") from None
         if found.stages.ranks != found.ranks:
-            raise ArgumentError(f"{what} is damaged: ranks is {found.ranks}, placement is {quoted(found.placement)}")
+            raise ArgumentError(f"{what} is damaged: ranks={found.ranks}, but placement={quoted(found.placement)}")
         return found
 
 
