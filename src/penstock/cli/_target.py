@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -137,13 +137,9 @@ def loaded(name: str, what: str) -> Iterator[Target]:
         PenstockError: TARGET is wrong, or the block raised it.
         ArgumentError: the block raised anything else.
     """
-    from penstock.launch.target import describe, load
+    from penstock.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
         given = load(name)
-        try:
+        with user_code(f"{what} of {name}"):
             yield given
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ArgumentError(f"{what} of {name} raised {describe(error)}") from error

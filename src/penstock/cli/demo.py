@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +33,7 @@ def demo(
     if status:
         Console().show_cursor()  # a progress bar that was cut short hides it
     if status == 128 + signal.SIGINT:
-        print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
+        raise KeyboardInterrupt
     raise typer.Exit(status)
 
 
@@ -62,8 +61,5 @@ def _alone(settings: Settings) -> int:
     """Runs the demo with one rank, in this process."""
     from penstock.demo.train import main
 
-    try:
-        main(settings.arguments())
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    main(settings.arguments())
     return 0
