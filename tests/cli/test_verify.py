@@ -348,9 +348,7 @@ def test_no_command_ends_well_when_its_target_ends_the_process(verb: str, target
 
 
 @pytest.mark.parametrize("target", ["cases.py:leaves", "cases.py:leaves_in_forward"])
-def test_os_exit_is_no_success(
-    target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_os_exit_is_no_success(target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     verify(target, "--microbatches", "2")
