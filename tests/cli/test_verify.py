@@ -141,7 +141,7 @@ def verify(*arguments: str) -> Result:
 
 
 def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "verify", *arguments]
+    command = [sys.executable, "-P", "-c", "from penstock.cli import main; main()", "verify", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
@@ -446,11 +446,13 @@ def test_what_runs_again_is_said() -> None:
 
 
 @pytest.mark.distributed
-def test_error_of_one_process_is_the_last_line() -> None:
+def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
+    for name in ("random", "socket", "tempfile", "secrets"):
+        (folder / f"{name}.py").write_text("print('code of the current folder')")
     done = in_process("cases.py:raises_on_rank_1", "--ranks", "2", "--transport", "distributed")
     assert done.returncode == 2
     assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
-    assert done.stdout == ""
+    assert done.stdout == "", "neither the agent nor a rank imports from the current folder"
 
 
 @pytest.mark.distributed
