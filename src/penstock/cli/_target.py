@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from penstock.cli._spread import check_count
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -120,9 +121,10 @@ def names(text: str | None) -> list[str] | None:
 def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
     try:
-        return [int(number) for number in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
         raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
+    return [check_count(option, number) for number in numbers]
 
 
 @contextlib.contextmanager

@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 
 from penstock.cli._microbatches import CUT
+from penstock.cli._spread import spread
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 from penstock.words import counted
 
 
+@spread
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
     schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
