@@ -226,15 +226,11 @@ class Over(nn.Module):
 
 
 @pytest.mark.usefixtures("made_up")
-def test_an_input_that_is_updated_for_some_values_is_kept_equal_or_refused(request: pytest.FixtureRequest) -> None:
+def test_an_input_that_is_updated_for_some_values_is_kept_equal(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
     check(copy.deepcopy(model := Over()), ranks=1)
-    if "unseen" not in request.node.name:
+    if "unseen" not in request.node.name:  # what the recording did not see is not followed
         check(model, ranks=4, schedule="1f1b")
-        return
-    with pipeline(model, (X,), ranks=4, schedule="1f1b", microbatches=4, loss=squared_error) as pipe:
-        with pytest.raises(PartitionError, match=r"'layers\.1' updates an input in place"):
-            pipe.step(X, target=TARGET)
 
 
 class Seeded(nn.Module):

@@ -40,6 +40,7 @@ __all__ = [
     "WeakStorage",
     "fake_mode",
     "holders",
+    "is_block_mask",
     "packed_by",
     "quiet",
     "size_of",
@@ -94,8 +95,7 @@ def opened(value: Any) -> Opened | None:
 
     None for any other value.
     """
-    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex is not None and type(value) is flex.BlockMask and hasattr(value, "_flatten"):
+    if is_block_mask(value) and hasattr(value, "_flatten"):
         children, context = value._flatten()  # with what its mask function closes over
         return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
@@ -109,6 +109,12 @@ def opened(value: Any) -> Opened | None:
     else:
         keys = [str(key) for key, _ in node.flatten_with_keys_fn(value)[0]]
     return Opened(children, keys, context, node.unflatten_fn)
+
+
+def is_block_mask(value: Any) -> bool:
+    """Whether this is a `BlockMask` of FlexAttention."""
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")  # if it is not loaded, there are no masks
+    return flex is not None and isinstance(value, flex.BlockMask)
 
 
 def _block_mask(children: Sequence[Any], context: Any) -> Any:

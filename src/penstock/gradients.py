@@ -77,16 +77,11 @@ def checked_dtype(dtype: object) -> torch.dtype | None:
     """`gradient_dtype=`, checked.
 
     Raises:
-        ArgumentError: no dtype to accumulate in, or this torch accumulates in the parameter's own dtype alone.
+        ArgumentError: no dtype to accumulate in.
     """
     if dtype is None:
         return None
     if dtype not in (torch.float32, torch.float64):
         raise ArgumentError(f"gradient_dtype={dtype!r}: expected torch.float32, torch.float64 or None")
-    if not hasattr(Tensor, "grad_dtype"):
-        raise ArgumentError(
-            f"gradient_dtype={dtype}: torch {torch.__version__} has no Tensor.grad_dtype, so that .grad has the "
-            "parameter's dtype; install torch 2.11 or later, or leave gradient_dtype out"
-        )
     assert isinstance(dtype, torch.dtype)
     return dtype

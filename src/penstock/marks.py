@@ -18,7 +18,7 @@ def cut() -> None:
 
 
 @contextmanager
-def heard(listener: Callable[[], None]) -> Iterator[None]:
+def calling_at_marks(listener: Callable[[], None]) -> Iterator[None]:
     """Calls `listener` at each mark."""
     _LISTENERS.append(listener)
     try:

@@ -103,6 +103,11 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _build(structure, iter(leaves), [])
 
 
+def leaf_tensors(tree: Any) -> list[Tensor]:
+    """The tensors among a tree's leaves."""
+    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+
+
 def map_tensors(function: Any, tree: Any) -> Any:
     """Replaces each tensor in a tree with `function(tensor)`. Objects that hold tensors are rebuilt."""
     if isinstance(tree, Tensor):

@@ -60,6 +60,11 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
+def line_of(text: str, most_characters: int) -> str:
+    """A text that came from elsewhere as one printable line, cut to a length."""
+    return printable(" ".join(text[: 2 * most_characters].split()))[:most_characters]
+
+
 def printable(text: str) -> str:
     """Text without what a terminal would take as orders: what came from elsewhere is shown, never obeyed."""
     return "".join(one if one.isprintable() or one in "\n\t" else "\N{REPLACEMENT CHARACTER}" for one in text)

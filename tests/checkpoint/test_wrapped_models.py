@@ -16,6 +16,8 @@ from penstock.pipe.described import modules_of
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
+pytestmark = pytest.mark.filterwarnings("default")  # torch.compile's own
+
 X, Y = batch()
 NAMES = [f"{block}.0.{kind}" for block in range(4) for kind in ("weight", "bias")]
 

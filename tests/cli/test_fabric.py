@@ -115,7 +115,7 @@ WRONG = {
     "--hosts 3 show taken": "--hosts comes before show: give show's own options after it",
     "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
     "show empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder that a run was written to",
-    "show taken": "taken holds no run of penstock fabric: its run.json is something else",
+    "show taken": "taken holds no run of penstock fabric: run.json: workload is missing",
     "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
     "train --algorithm tree": "the training sums each layer's gradients with torch.distributed",

@@ -219,7 +219,10 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the whole picture; leave out"),
         (["--schedule", "1f1b", *NUMBERS, "--png", "x", "--zoom", "2"], "--png: a file shows the whole picture"),
-        (["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"], "--svg no/such/file: No such file or directory"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--svg", "no/such/file"],
+            "--svg no/such/file cannot be written: No such file or directory",
+        ),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--width", "50"], "--width 50: give at least 1"),
         (["--schedule", "1f1b", *NUMBERS, "--background", "dark"], "--background: only files have one"),
         (["--schedule", "1f1b", *NUMBERS, "--comm", "-1"], "--comm -1: expected a cost of 0 or more"),

@@ -139,7 +139,7 @@ def test_what_is_damaged_counts_for_nothing(tmp_path: Path, file: str, text: str
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("memory_limit", float("nan")),
+        ("memory_limit", "much"),
         ("units", [1, 2]),
         ("replicas", -3),
         ("ranks", 10**9),
@@ -150,7 +150,7 @@ def test_a_damaged_description_is_refused(tmp_path: Path, name: str, value: Any)
     run = a_run(tmp_path / "gpt", STATE)
     write_whole(tmp_path / "gpt" / "run.json", {**ABOUT.to_dict(), name: value})
     for command in ("top", "report"):
-        assert f"is damaged: {name} is" in refusal(command, run)
+        assert f"is damaged: {name}" in refusal(command, run)
 
 
 def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ def train(rank: int, cell: Cell) -> list[str]:
         return steps(cell)
 
 
+def train_with_lazy_loading(rank: int, cell: Cell) -> list[str]:
+    """The same where a kernel that runs for the first time waits for receives that were posted ahead."""
+    with nccl_rules(eager=cell.eager, lazy_loading=True):
+        return steps(cell)
+
+
 MESHES: dict[str, list[list[int]]] = {"two pipelines": [[0, 1], [2, 3]], "a part": [[1, 2, 3]]}
 """The ranks of each pipeline, of four."""
 

@@ -74,6 +74,13 @@ def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks,
     assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
 
 
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_the_second_step_needs_no_kernel_that_the_first_has_not_loaded(ranks4: Ranks, schedule: str) -> None:
+    """Ranks 1 and 2 each await the other's first gradient when they compute their own. On an H100 both hung."""
+    cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False))
+    assert ranks4.run(nccl_jobs.train_with_lazy_loading, cell, seconds=SECONDS) == [[]] * 4
+
+
 @pytest.mark.parametrize("mesh", nccl_jobs.MESHES)
 def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ranks4: Ranks, mesh: str) -> None:
     ranks = len(nccl_jobs.MESHES[mesh][-1])  # of a pipeline

@@ -10,7 +10,7 @@ import torch
 
 from distributed import sharing_jobs as jobs
 from penstock.errors import ArgumentError
-from penstock.runtime.execute.transports import accelerator_of, check_apart
+from penstock.runtime.execute.transports import accelerator_of, check_apart, check_queues
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -46,6 +46,21 @@ def test_cpus_are_shared_and_nccl_may_be_told_to_share(monkeypatch: pytest.Monke
     check_apart([accelerator_of(torch.device("cpu"))] * 2)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     check_apart(["one"] * 2)
+
+
+def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    check_queues(4)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_queues(1)
+    with pytest.raises(
+        ArgumentError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .* expected at least 3: unset the variable"
+    ):
+        check_queues(2)
+    with pytest.raises(ArgumentError, match="expected at least 5"):
+        check_queues(8)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    check_queues(8)
 
 
 def test_ranks_on_devices_of_different_types_are_refused_on_each(pool: Ranks) -> None:

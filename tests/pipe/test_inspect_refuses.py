@@ -67,7 +67,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "no gradient": (layers, {"loss": lambda output, target: squares(output.detach(), target), "target": Y}, {}),
     "weights of all stages": (layers, {"loss": penalised, "target": Y}, {}),
     "two copies of a norm": (norms, {"loss": squares, "target": Y}, {"schedule": "dualpipe"}),
-    "no norm to defer": (layers, {"loss": squares, "target": Y}, {"deferred_batch_norm": True}),
     "an input that is the target": (InPlace, {"loss": squares, "target": X}, {}),
     "nothing of the kind to recompute": (layers, {"loss": squares, "target": Y}, {"recompute": "sometimes"}),
     "a stage too many": (layers, {"loss": squares, "target": Y}, {"recompute": {7: "always"}}),

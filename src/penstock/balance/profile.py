@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any, Literal, Protocol
 
-from penstock.balance.fields import check_numbers, read_as
 from penstock.errors import ArgumentError
+from penstock.files import STRICT, quoted, read_json, validate, write_json
 from penstock.hardware import Operation
-from penstock.json_files import read_json, write_json
 from penstock.words import shortened
 
 VERSION = 1
@@ -40,6 +40,7 @@ class Operations:
         input_gradient: the part of it that makes the gradient of its inputs; nothing if these take none.
     """
 
+    __pydantic_config__ = STRICT
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()
     input_gradient: tuple[Operation, ...] = ()
@@ -54,6 +55,7 @@ class Tied:
         parameter_bytes, gradient_bytes: as in `UnitCost`, where they are included.
     """
 
+    __pydantic_config__ = STRICT
     name: str
     parameter_bytes: int
     gradient_bytes: int = 0
@@ -94,6 +96,7 @@ class UnitCost:
             gradients of their results. None: not measured, and taken to be all that was kept.
     """
 
+    __pydantic_config__ = STRICT
     name: str
     forward_seconds: float
     input_gradient_seconds: float
@@ -200,6 +203,7 @@ class OtherSize:
         inputs, runs: as in `Profile`.
     """
 
+    __pydantic_config__ = STRICT
     rows: int
     units: tuple[UnitCost, ...]
     inputs: Mapping[str, str] = field(default_factory=dict)
@@ -217,6 +221,7 @@ class MeasuredLink:
         message_bytes: of the messages with which that was measured; 0: unknown.
     """
 
+    __pydantic_config__ = STRICT
     source: int
     target: int
     latency_seconds: float
@@ -251,6 +256,7 @@ class Profile:
             same, or have other units.
     """
 
+    __pydantic_config__ = STRICT
     units: tuple[UnitCost, ...]
     device: str
     dtype: str
@@ -339,10 +345,9 @@ class Profile:
             ArgumentError: it is of another version, misses something, has something unknown, or was changed by hand.
         """
         if not isinstance(given, dict) or given.get("version") != VERSION:
-            version = given.get("version") if isinstance(given, dict) else f"{given!r:.40}"
-            raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not of {version!r}; make a new one")
-        values = {name: value for name, value in given.items() if name not in ("version", "identity")}
-        found = read_as(cls, values, what, VERSION)
+            version = quoted(given.get("version") if isinstance(given, dict) else given)
+            raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not {version}; make a new one")
+        found = validate(cls, {key: value for key, value in given.items() if key not in ("version", "identity")}, what)
         if given.get("identity", found.identity) != found.identity:
             raise ArgumentError(f"{what}: its parameters are not those that it was made of; make a new one")
         return found
@@ -369,6 +374,16 @@ class MadeFor(Protocol):
 
     @property
     def dtype(self) -> str: ...
+
+
+def check_numbers(what: str, value: Any) -> None:
+    """Raise ArgumentError if one of a dataclass's seconds or bytes is not a number of 0 or more."""
+    for each in (f for f in fields(value) if "seconds" in f.name or "bytes" in f.name):
+        name, number = each.name, getattr(value, each.name)
+        if number is None and each.default is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
+            raise ArgumentError(f"{what}: {name}={quoted(number)}; expected a number of 0 or more")
 
 
 def first_difference(made: MadeFor, parameters: Mapping[str, Shape], device: str, dtype: str) -> str:

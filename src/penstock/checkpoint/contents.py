@@ -80,12 +80,12 @@ class Rest:
         return cls(**read)
 
 
-def labelled(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The optimizers, and everything else that has a state, in nested lists and dicts: each by a label.
 
     Raises ArgumentError if something is no optimizer and has no state.
     """
-    every = dict((*_labelled("optimizer", optimizer), *_labelled("others", others or None)))
+    every = dict((*_with_labels("optimizer", optimizer), *_with_labels("others", others or None)))
     optimizers = {label: item for label, item in every.items() if hasattr(item, "param_groups")}
     rest = {label: item for label, item in every.items() if label not in optimizers}
     for label, item in rest.items():
@@ -97,12 +97,12 @@ def labelled(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> 
     return optimizers, rest
 
 
-def _labelled(label: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _with_labels(label: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (list, tuple)):
         value = dict(enumerate(value)) if len(value) > 1 else next(iter(value), None)
     if isinstance(value, Mapping) and not all(isinstance(item, Tensor) for item in value.values()):
         for key, item in value.items():
-            yield from _labelled(f"{label}[{key!r}]", item)
+            yield from _with_labels(f"{label}[{key!r}]", item)
     elif value is not None:
         yield label, value
 
@@ -150,7 +150,7 @@ def empty_entries(pipe: Pipeline, metadata: Metadata, label: str) -> dict[str, A
     }
 
 
-def own_of(label: str, state: Mapping[str, Any]) -> Own:
+def read_entries(label: str, state: Mapping[str, Any]) -> Own:
     """What was read for what this process holds."""
     own: Own = {}
     for path, name, key in _split(state, label):

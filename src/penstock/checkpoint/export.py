@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,9 @@ from penstock.checkpoint.all_or_none import OWN_PART, attempt, together
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Around, Reader
 from penstock.errors import ArgumentError
+from penstock.files import atomic
 from penstock.pipe.pipeline import Pipeline
+from penstock.runtime.gradients.distribution import whole
 
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -139,7 +141,7 @@ class _Exchange:
         if entry.owner == self._rank:
             return bytes_of(self._own[entry.name])
         if entry.name in self._own:
-            _whole(self._own[entry.name])
+            whole(self._own[entry.name])
         data = torch.empty(entry.bytes, dtype=torch.uint8)
         if entry.bytes:
             dist.recv(data, group=self._group, group_src=entry.owner)
@@ -149,9 +151,9 @@ class _Exchange:
         for entry in entries:
             if entry.name not in self._own:
                 continue
-            whole = _whole(self._own[entry.name])
+            tensor = whole(self._own[entry.name])
             if entry.owner == self._rank and entry.bytes:
-                dist.send(bytes_of(whole), group=self._group, group_dst=0)
+                dist.send(bytes_of(tensor), group=self._group, group_dst=0)
 
 
 def write_file(
@@ -173,11 +175,10 @@ def write_file(
     Raises:
         OSError: the file cannot be written.
     """
-    aside = path.with_name(f".{path.name}.new")
     with ExitStack() as stack:
         with alone():
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(aside.open("wb"))
+            file = stack.enter_context(stack.enter_context(atomic(path)).open("wb"))
             file.write(_header(entries, notes))
         for tensor in data:
             with alone():
@@ -185,8 +186,6 @@ def write_file(
         with alone():
             file.flush()
             os.fsync(file.fileno())
-    with alone():
-        aside.replace(path)
 
 
 def in_order(held: Sequence[Sequence[FileEntry]], names: Sequence[str]) -> list[FileEntry]:
@@ -218,12 +217,6 @@ def _check(entries: Sequence[FileEntry], notes: Mapping[str, str]) -> None:
             raise ArgumentError(f"metadata: expected texts by name, not {name!r}: {text!r}")
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """The whole tensor. If it is sharded, a collective of the processes that hold shards."""
-    gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
-
-
 def bytes_of(tensor: Tensor) -> Tensor:
     """A tensor's bytes on the CPU. A collective if it is sharded."""
-    return _whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
+    return whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)

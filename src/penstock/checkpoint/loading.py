@@ -17,15 +17,15 @@ from penstock.checkpoint.contents import (
     LOSS,
     Optimizers,
     Rest,
+    by_label,
     empty_entries,
     entries,
     group_names,
-    labelled,
     load_optimizer,
     merge_groups,
     model_state,
     model_tensors,
-    own_of,
+    read_entries,
 )
 from penstock.checkpoint.saving import finish
 from penstock.checkpoint.storage import Reader
@@ -87,7 +87,7 @@ def load(
     fails = f"cannot read {path}"
     reader = together(pipe, lambda: Reader(path, weights_only=weights_only), fails)
     rest = together(pipe, reader.rest, fails)
-    optimizers, items = together(pipe, lambda: labelled(optimizer, others), fails)
+    optimizers, items = together(pipe, lambda: by_label(optimizer, others), fails)
     own = together(pipe, lambda: group_names(pipe, optimizers), fails)
     merge_groups(pipe.gather(own))
 
@@ -114,9 +114,9 @@ def load(
 
     def set_all() -> None:
         for label, one in optimizers.items():
-            load_optimizer(pipe, one, rest.optimizers[label][1], own_of(label, state))
+            load_optimizer(pipe, one, rest.optimizers[label][1], read_entries(label, state))
         for label, part in divided.items():
-            part.load(rest.others[label], own_of(label, state))
+            part.load(rest.others[label], read_entries(label, state))
 
     together(pipe, set_all, f"cannot load {path}")
     pipe.session.restore(step_count=rest.step, seed=rest.seed)

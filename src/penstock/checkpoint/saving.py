@@ -29,10 +29,10 @@ from penstock.checkpoint.contents import (
     REST,
     Optimizers,
     Rest,
+    by_label,
     entries,
     group_names,
     group_options,
-    labelled,
     merge_groups,
     model_state,
     optimizer_state,
@@ -175,7 +175,7 @@ def _collect(
     def parts() -> tuple[dict[str, Any], dict[str, Divided]]:
         if keep is not None and keep < 1:
             raise ArgumentError(f"keep={keep}: expected at least 1, or None to keep all")
-        optimizers, rest = labelled(optimizer, others)
+        optimizers, rest = by_label(optimizer, others)
         return optimizers, {label: Divided(item, pipe) for label, item in rest.items()}
 
     optimizers, divided = together(pipe, parts, "cannot save")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from penstock.checkpoint import folders
 from penstock.checkpoint.contents import model_key, model_tensors
 from penstock.checkpoint.storage import Reader
 from penstock.errors import ArgumentError, require
+from penstock.files import read_json, validate
 from penstock.runtime.gradients.distribution import copy_into
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -46,8 +46,10 @@ def source_of(path: str | Path) -> Source:
     if (path / _SINGLE).is_file():
         return SafetensorsFiles([path / _SINGLE])
     if (path / _INDEX).is_file():
-        index = json.loads((path / _INDEX).read_text())
-        return SafetensorsFiles([path / name for name in sorted(set(index["weight_map"].values()))])
+        what = str(path / _INDEX)
+        index = validate(dict[str, Any], read_json(path / _INDEX), what)
+        files = validate(dict[str, str], index.get("weight_map"), f"{what}: weight_map")
+        return SafetensorsFiles([path / name for name in sorted(set(files.values()))])
     checkpoint = folders.find(path)
     if checkpoint is None:
         raise ArgumentError(

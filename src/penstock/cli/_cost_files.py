@@ -10,8 +10,8 @@ from reprlib import repr as shortened
 from typing import Any
 
 from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
-from penstock.cli._order import read_text
 from penstock.errors import ArgumentError
+from penstock.files import check_number_of_values, read_text
 from penstock.simulate import Links
 from penstock.simulate.costs import BOUND, LinkCost, OfStage, StageCost, refuse_extreme
 
@@ -33,7 +33,8 @@ _MEMORY = ("activation", "parameters", "gradients", "optimizer", "unsharded")
 
 
 def _json(path: Path, option: str, expected: str) -> Any:
-    text = read_text(path, option)
+    text = read_text(path, f"{option} {path}")
+    check_number_of_values(text, f"{option} {path}")
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, f"{option} {path}"))
     except json.JSONDecodeError as error:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from penstock.cli._spread import Json
 from penstock.errors import ArgumentError, MissingExtraError
+from penstock.files import reported_as_damage, write_json
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run
@@ -53,9 +54,10 @@ def report(output: Output, *, page: bool = True) -> None:
     from penstock.fabric.views.text import show
 
     folder = output.folder
-    run = Run.read(folder)
-    found = results(run)
-    made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
+    with reported_as_damage(str(folder)):
+        run = Run.read(folder)
+        found = results(run)
+        made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
         print(json.dumps(nccl.to_dict(run, found, output.average) if output.as_nccl else found))
         return
@@ -74,9 +76,9 @@ def _files(folder: Path, run: Run, found: dict[str, Any], *, chakra: bool, page:
     from penstock.fabric.workload import Workload
 
     made, notes = ["results.json"], []
-    (folder / "results.json").write_text(json.dumps(found, indent=1))
+    write_json(folder / "results.json", found)
     if (links := _links(run, found)) is not None:
-        (folder / "links.json").write_text(json.dumps(links, indent=1))
+        write_json(folder / "links.json", links)
         made.append("links.json")
     if len(run.start_ns) and not page:
         notes.append(f"`penstock fabric show {folder}` makes report.html")
@@ -135,9 +137,10 @@ def compare_runs(
     from penstock.fabric.views.facts import warnings
     from penstock.fabric.views.text import show_comparison
 
-    runs = Run.read(first), Run.read(second)
-    found = compare(*runs)
-    warned = [warnings(run, results(run)) for run in runs]
+    with reported_as_damage(f"{first} or {second}"):
+        runs = Run.read(first), Run.read(second)
+        found = compare(*runs)
+        warned = [warnings(run, results(run)) for run in runs]
     if as_json:
         print(json.dumps({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))}))
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from penstock.cli._outcome import Outcome
 from penstock.errors import ArgumentError
+from penstock.files import replacing
 from penstock.report.plot import write_png
 from penstock.report.svg import WIDTH, panel_of, svg, unit_of
 from penstock.schedule import Schedule
@@ -50,10 +51,8 @@ class Files:
 
     @staticmethod
     def _write(option: str, file: Path, write: Callable[[Path], object]) -> None:
-        try:
-            write(file)
-        except OSError as error:
-            raise ArgumentError(f"{option} {file}: {error.strerror or error}") from None
+        with replacing(file, f"{option} {file}") as new:
+            write(new)
         print(f"wrote {file}")
 
 

@@ -14,6 +14,7 @@ from penstock.cli._as_typed import in_options
 from penstock.cli._microbatches import CUT, USUAL
 from penstock.cli._size import announce, weigh
 from penstock.errors import ArgumentError, ScheduleError
+from penstock.files import read_text
 from penstock.schedule import (
     MICROBATCHES,
     Generator,
@@ -228,7 +229,7 @@ def read(path: Path) -> Schedule:
         ArgumentError: there is no such file.
         ScheduleError: it does not contain a legal schedule.
     """
-    text = read_text(path, "--csv")
+    text = read_text(path, f"--csv {path}")
     try:
         own = _OWN_TEXT in text.partition("\n")[0]
         schedule = Schedule.parse(text) if own else from_csv(text, path.stem)
@@ -238,13 +239,3 @@ def read(path: Path) -> Schedule:
     if wrong:
         raise ScheduleError(f"{path} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
     return schedule
-
-
-def read_text(path: Path, option: str) -> str:
-    """The text of a file that an option names. Raises ArgumentError if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ArgumentError(f"{option} {path}: the file is not UTF-8 text") from None
-    except OSError as error:
-        raise ArgumentError(f"{option} {path}: {error.strerror or error}; give a readable file") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli._spread import OUTPUT_PANEL, spread
-from penstock.errors import ArgumentError
+from penstock.files import reported_as_damage, write_text
 
 if TYPE_CHECKING:
     from penstock.explain import Predicted, Run
@@ -77,17 +77,15 @@ def report(
         from penstock.fabric.samples import Run as FabricRun
         from penstock.fabric.views.page import page as fabric_page
 
-        sampled = FabricRun.read(run[0])
-        text = fabric_page(sampled, results(sampled))
+        with reported_as_damage(str(run[0])):
+            sampled = FabricRun.read(run[0])
+            text = fabric_page(sampled, results(sampled))
     else:
         other = profile is not None or plan is not None
         known = None if profile is None else read_profile(profile)
         text = page(shown(run, step, prediction, other_prediction=other, profile=known))
     target = _target(run[0]) if out is None else out
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"--out {target}: cannot be written: {error.strerror or error}") from None
+    write_text(target, text, f"--out {target}")
     print(f"wrote {target}")
     if png is not None:
         write_picture(text, png)

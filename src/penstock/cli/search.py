@@ -112,10 +112,7 @@ def search(
     else:
         show(outcome, Console(highlight=False), summary(found, elsewhere, measured=known.are_measured))
     if csv is not None:
-        try:
-            write_csv(found.schedule, csv)
-        except OSError as error:
-            raise ArgumentError(f"--csv {csv}: {error.strerror or error}") from None
+        write_csv(found.schedule, csv)
 
 
 def answer(question: Question, costs: Costs) -> Found:

@@ -93,11 +93,8 @@ def simulate(
         return
     outcome = Outcome.of(order.one(), known)
     if perfetto is not None:
-        try:
-            unit, slices = "bytes" if outcome.costs.are_measured else "", outcome.schedule.slices
-            write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit, slices=slices)
-        except OSError as error:
-            raise ArgumentError(f"--perfetto {perfetto}: {error.strerror or error}") from None
+        unit, slices = "bytes" if outcome.costs.are_measured else "", outcome.schedule.slices
+        write_perfetto(outcome.timeline, perfetto, memory=outcome.memory_curves, unit=unit, slices=slices)
     if as_json:
         print(json.dumps(outcome.to_dict()))
     else:

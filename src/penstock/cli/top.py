@@ -35,6 +35,8 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
+_MOST_DAMAGED = 3
+"""Files whose damage is shown."""
 _LINES_AROUND = 3
 """Of a screen, those that are neither ranks nor text: the head of the table, and the last one."""
 
@@ -75,8 +77,14 @@ def top(
 class Seen:
     """A run at one moment."""
 
-    def __init__(self, run: RunRead, progress: Progress | None, ranks: Sequence[tuple[RankState, Health]]) -> None:
-        self.run, self.progress, self.ranks, self.now = run, progress, ranks, time.time()
+    def __init__(
+        self,
+        run: RunRead,
+        progress: Progress | None,
+        ranks: Sequence[tuple[RankState, Health]],
+        damaged: Sequence[str] = (),
+    ) -> None:
+        self.run, self.progress, self.ranks, self.damaged, self.now = run, progress, ranks, damaged, time.time()
 
     @property
     def is_over(self) -> bool:
@@ -94,6 +102,7 @@ class Seen:
             "microbatches": about.microbatches,
             "device": about.device,
             "progress": self._progress(),
+            "damaged": list(self.damaged),
             "ranks": [
                 {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(self._seconds(state), 3)}
                 for state, how in self.ranks
@@ -151,8 +160,9 @@ class Watch:
         self._run = run
         added, self._place = run.steps_after(self._place)
         joined(self._steps, added)
-        ranks = [(state, health(state)) for state in run.ranks()]
-        return Seen(run, Progress.of(self._steps, run.about.total_steps), ranks)
+        states, damaged = run.ranks_and_damage()
+        ranks = [(state, health(state)) for state in states]
+        return Seen(run, Progress.of(self._steps, run.about.total_steps), ranks, damaged)
 
 
 def show(seen: Seen, console: Console) -> None:
@@ -201,6 +211,7 @@ def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | 
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
+        *(Text(sentence, "red") for sentence in seen.damaged[:_MOST_DAMAGED]),
         Text(""),
     ]
     if not seen.ranks:

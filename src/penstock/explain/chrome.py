@@ -15,6 +15,7 @@ from typing import Any
 from penstock.errors import ArgumentError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import Named, read_name
+from penstock.files import quoted
 from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 
@@ -28,7 +29,7 @@ _ON_DEVICE = "gpu_user_annotation"
 class _Range:
     """A complete event that names an action."""
 
-    process: Any
+    process: int | str
     named: Named
     start: float
     end: float
@@ -79,7 +80,8 @@ def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
         timeless = isinstance(event, dict) and "ts" in event and not _is_time(event["ts"])
         if timeless and read_name(event.get("name"), event.get("args"), own) is not None:
             raise ArgumentError(
-                f"the trace's event {event.get('name')!r} is at ts {event['ts']}; expected a number of microseconds"
+                f"the trace's event {quoted(event.get('name'))} is at ts {quoted(event['ts'])}; expected a number of "
+                "microseconds"
             )
 
 
@@ -113,7 +115,7 @@ def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
 def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
     """Events with a start and a duration; a begin (B) and its end (E) become one."""
     found: list[Mapping[str, Any]] = []
-    begun: defaultdict[tuple[Any, Any], list[Mapping[str, Any]]] = defaultdict(list)
+    begun: defaultdict[tuple[int | str, int | str], list[Mapping[str, Any]]] = defaultdict(list)
     timed = (event for event in events if isinstance(event, dict) and _is_time(event.get("ts")))
     for _, at_once in groupby(sorted(timed, key=_at), key=_at):
         ends = []
@@ -121,11 +123,11 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
             if event.get("ph") == "X":
                 found.append(event)
             elif event.get("ph") == "B":
-                begun[event.get("pid"), event.get("tid")].append(event)
+                begun[_id(event, "pid"), _id(event, "tid")].append(event)
             elif event.get("ph") == "E":
                 ends.append(event)
         for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
-            if open_ones := begun[end.get("pid"), end.get("tid")]:
+            if open_ones := begun[_id(end, "pid"), _id(end, "tid")]:
                 first = open_ones.pop(_begin_of(end, open_ones))
                 found.append({**first, "dur": end["ts"] - first["ts"]})
     return sorted(found, key=_at)
@@ -146,6 +148,12 @@ def _is_time(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _id(event: Mapping[str, Any], key: str) -> int | str:
+    """The number or name of an event's process or thread; 0 if it has none."""
+    value = event.get(key, 0)
+    return value if isinstance(value, (int, str)) else str(value)
+
+
 def _range(event: Mapping[str, Any], own: Pattern[str] | None) -> _Range | None:
     named = read_name(event.get("name"), event.get("args"), own)
     if named is None or not named.op.is_compute:
@@ -154,10 +162,10 @@ def _range(event: Mapping[str, Any], own: Pattern[str] | None) -> _Range | None:
     lasted = event.get("dur")
     if lasted is None or not _is_time(lasted) or lasted < 0:
         raise ArgumentError(
-            f"the trace's event {event.get('name')!r} at ts {event['ts']} has the duration {lasted}; expected "
-            "microseconds of 0 or more"
+            f"the trace's event {quoted(event.get('name'))} at ts {event['ts']} has the duration {quoted(lasted)}; "
+            "expected microseconds of 0 or more"
         )
-    return _Range(event.get("pid", 0), named, start, start + lasted / 1e6, event.get("cat") == _ON_DEVICE)
+    return _Range(_id(event, "pid"), named, start, start + lasted / 1e6, event.get("cat") == _ON_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import op_named
+from penstock.files import check_number_of_values
 from penstock.schedule import Action, Op
 
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
@@ -26,6 +27,7 @@ def read_columns(text: str, file: str) -> Recording:
     Raises:
         ArgumentError: a column is missing, or a row is no event.
     """
+    check_number_of_values(text, file)
     head = text.partition("\n")[0]
     reader = csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=head.count))
     if missing := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import json
 import os
 import re
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +13,7 @@ from penstock.explain.chrome import read_chrome
 from penstock.explain.columns import read_columns
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
+from penstock.files import parse_json, read_text
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -24,8 +21,6 @@ from penstock.schedule.timeline import Timeline
 
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
-_MOST_BYTES = 2 << 30
-"""Of a file when unpacked: what a packed one says of its size cannot be trusted, and more would not fit as objects."""
 
 
 def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None) -> Recording:
@@ -78,37 +73,18 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 
 
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
-    text = _text(file)
+    text = read_text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
         return read_columns(text, str(file))
-    try:
-        given = json.loads(text)
-    except ValueError as error:
-        raise ArgumentError(f"{file} is not JSON: {error}") from None
-    except RecursionError:
-        raise ArgumentError(f"{file}: lists or objects are nested too deeply to be a run's") from None
+    given = parse_json(text, str(file))
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]
     if timelines and all(isinstance(one, dict) and "ranks" in one for one in timelines):
-        return recording_of([Timeline.from_dict(one) for one in timelines], str(file))
+        return recording_of([Timeline.from_dict(one, str(file)) for one in timelines], str(file))
     if isinstance(given, list):
         return read_chrome(given, {}, file.name, number, own)
     raise ArgumentError(f"{file}: expected a timeline (ranks) or a trace in Chrome's format (traceEvents)")
-
-
-def _text(file: Path) -> str:
-    try:
-        data = file.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ArgumentError(f"{file} unpacks to more than {_MOST_BYTES >> 30} GiB: cut out the steps to look at")
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise ArgumentError(f"{file} cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{file} cannot be read: {error}") from None
 
 
 def recording_of_run(run: RunRead) -> Recording:

@@ -10,7 +10,6 @@ contribution.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 from penstock.fabric.steps import Collective
 from penstock.fabric.workload import Transfer, Workload
+from penstock.files import replacing, write_json
 
 VERSION = "0.0.4"
 
@@ -78,10 +78,11 @@ def write_chakra(workload: Workload, folder: Path, hosts: int, name: str = "pens
     for rank in range(hosts):
         path = folder / f"{name}.{rank}.et"
         messages = [_field(1, VERSION), *map(_encoded, nodes_of(workload, rank, hosts, groups))]
-        path.write_bytes(b"".join(_varint(len(message)) + message for message in messages))
+        with replacing(path) as new:
+            new.write_bytes(b"".join(_varint(len(message)) + message for message in messages))
         made.append(path)
     members = folder / f"{name}.groups.json"
-    members.write_text(json.dumps({group: list(ranks) for ranks, group in groups.items()}, indent=2) + "\n")
+    write_json(members, {group: list(ranks) for ranks, group in groups.items()})
     return *made, members
 
 

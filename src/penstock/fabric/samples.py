@@ -13,27 +13,54 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
+from penstock.fabric.workload import Workload
+from penstock.files import STRICT, quoted, read_json, read_text, validate
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
 STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
+MAX_HOSTS = 65_536
+"""Of a run whose folder is read: more than any network that was ever emulated."""
 
 
-def write_whole(path: Path, found: dict[str, Any]) -> None:
-    """Writes JSON atomically: a reader sees either the previous content or all of the new one."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(found, indent=1))
-    aside.replace(path)
+@dataclass(frozen=True, slots=True)
+class _RecordFile:
+    """The types of run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are kept."""
+
+    __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
+    workload: dict[str, Any]
+    hosts: int
+    algorithm: str = ""
+    trials: int = 0
+    backend: str = ""
+    algorithms: tuple[str, ...] = ()
+    warmup: int | None = None
+    iterations: int = 1
+    overlap: bool = False
+    meets: bool = False
+    seed: int = 0
+    link: str | None = None
+    links: tuple[dict[str, Any], ...] = ()
+    network: dict[str, Any] | None = None
+    switch: dict[str, Any] | None = None
+    happened: tuple[dict[str, Any], ...] = ()
+    environment: tuple[dict[str, Any], ...] = ()
+    machine_cores: int | None = None
+    shared_machine: bool = False
+    cpu: tuple[dict[str, Any], ...] = ()
+    clock: tuple[dict[str, Any], ...] = ()
+    steady: bool | None = None
+    complete: bool = False
+    missing: str = ""
 
 
 class SampleFile:
@@ -58,8 +85,7 @@ class Run:
     """A run as stored in its folder.
 
     Attributes:
-        record: run.json: `workload` (as `Workload.to_dict`), `algorithm`, `hosts`, `trials` (as requested), `overlap`,
-            `environment`, `link`, `complete`, `missing` and more.
+        record: run.json.
         start_ns, end_ns: shape (trials, transfers, ranks), with transfers in the workload's order; -1 if a rank does
             not take part. Only complete trials.
         steps: the rows of steps.csv.
@@ -82,21 +108,22 @@ class Run:
                 f"the run in {folder} ended before its hosts had joined, so it has no samples. Their output is in "
                 f"{folder}/host-*.log. Run it again with --out {folder}, which replaces it"
             )
-        try:
-            record = json.loads((folder / RUN).read_text())
-            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
-        except FileNotFoundError:
+        if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
             raise ArgumentError(
                 f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
                 "runs/fabric-1"
-            ) from None
-        except (OSError, ValueError, OverflowError) as error:
+            )
+        record = read_json(folder / RUN)
+        validate(_RecordFile, record, f"{folder} holds no run of penstock fabric: {RUN}")
+        try:
+            table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
+        except (ValueError, OverflowError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
-        if not _is_record(record):
-            raise ArgumentError(f"{folder} holds no run of penstock fabric: its {RUN} is something else")
-        transfers, hosts = record["workload"]["transfers"], record["hosts"]
-        taking = np.array([[not t["ranks"] or rank in t["ranks"] for rank in range(hosts)] for t in transfers])
+        if not 2 <= record["hosts"] <= MAX_HOSTS:
+            raise ArgumentError(f"{folder / RUN}: hosts={quoted(record['hosts'])}: expected 2 to {MAX_HOSTS}")
+        transfers, hosts = Workload.from_dict(record["workload"], str(folder / RUN)).transfers, record["hosts"]
+        taking = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
         whole = len(table) // int(taking.sum()) if taking.any() else 0
         start = np.full((whole, len(transfers), hosts), -1, np.int64)
         end = start.copy()
@@ -142,13 +169,9 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
     return None
 
 
-def _is_record(found: Any) -> bool:
-    return isinstance(found, dict) and "hosts" in found and "transfers" in (found.get("workload") or ())
-
-
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
-    text = path.read_text() if path.exists() else ""
+    text = read_text(path) if path.exists() else ""
     first, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # drop a line that was cut off
     if first and tuple(first.split(",")) != head:
         raise ValueError(f"{path.name} begins with {first[:80]!r}; expected {','.join(head)}")

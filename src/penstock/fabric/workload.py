@@ -12,6 +12,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.dtypes import BYTES, REDUCES, USUAL, Op, op_of
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text
+from penstock.files import STRICT, validate
 
 MOST_SIZES = 1000
 """The most sizes in a sweep."""
@@ -34,6 +35,7 @@ class Transfer:
             unspecified, as for sizes given by hand.
     """
 
+    __pydantic_config__ = STRICT
     name: str
     bytes: int
     collective: Collective = "all_reduce"
@@ -67,6 +69,7 @@ class Workload:
             not among the hosts.
     """
 
+    __pydantic_config__ = STRICT
     name: str
     transfers: tuple[Transfer, ...]
     hosts: int = 0
@@ -181,10 +184,6 @@ class Workload:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, given: dict[str, Any]) -> Self:
-        """Rebuilds the workload from what `to_dict` returned."""
-        tuples = ("ranks", "compute_by_rank", "shares")
-        transfers = tuple(
-            Transfer(**{**one, **{key: tuple(one.get(key, ())) for key in tuples}}) for one in given["transfers"]
-        )
-        return cls(**{**given, "transfers": transfers, "notes": tuple(given["notes"])})
+    def from_dict(cls, given: Any, what: str = "the workload") -> Self:
+        """Rebuilds the workload from what `to_dict` returned. Raises ArgumentError if it is something else."""
+        return validate(cls, given, what)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
+from penstock.files import STRICT
 from penstock.hardware.specs import Device
 from penstock.words import counted
 
@@ -28,6 +29,7 @@ class Operation:
         ArgumentError: a number is below 0 or not finite.
     """
 
+    __pydantic_config__ = STRICT
     flops: float
     bytes: float
     dtype: str = "float32"

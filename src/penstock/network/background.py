@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ArgumentError
+from penstock.files import read_text
 from penstock.network import quantities as q
 
 FRAME_BYTES = 1514
@@ -125,10 +126,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:
-    try:
-        rows = list(csv.reader(path.read_text().splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    rows = list(csv.reader(read_text(path).splitlines()))
     if rows and rows[0] and not rows[0][0].replace(".", "", 1).isdigit():
         rows = rows[1:]
     last = 0.0

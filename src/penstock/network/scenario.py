@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import read_text
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
@@ -76,10 +77,8 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
         ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
     """
     try:
-        given = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"--scenario {path}: {getattr(error, 'strerror', None) or error}") from None
-    except tomllib.TOMLDecodeError as error:
+        given = tomllib.loads(read_text(path, f"--scenario {path}"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ArgumentError(f"--scenario {path} is not TOML: {error}") from None
     events = given.pop("event", None)
     if given:

@@ -296,7 +296,7 @@ def build(
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)
-        options.follow(whole, sum(given.sizes))
+        options.cut_like(whole, sum(given.sizes))
         _check_alike(engine, given.sizes, options)
         try:
             with engine.control.agreed():

@@ -19,7 +19,7 @@ from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.arguments import check_numbers, checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.described import modules_of
 from penstock.pipe.footprint import RankMemory, memory_of_ranks
@@ -36,7 +36,7 @@ from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also
 from penstock.simulate import LinkCost
 from penstock.stages import MODEL_INPUT, gradient_routes, ties
-from penstock.trees import flatten
+from penstock.trees import leaf_tensors
 from penstock.words import counted
 
 
@@ -228,7 +228,7 @@ def inspect(
         found = _described(model, pipe, partition, order.microbatches, asked)
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
-            targets = sum(leaf.nbytes for leaf in flatten(target).leaves if isinstance(leaf, Tensor))
+            targets = sum(tensor.nbytes for tensor in leaf_tensors(target))
             ranks = memory_of_ranks(
                 partition, order, asked, targets, with_loss=loss_fn is not ..., runs_again=recompute == "always"
             )
@@ -244,9 +244,7 @@ def _order(
     cutting: Cutting,
 ) -> Schedule:
     """The schedule of the run, for the number of ranks that have this many stages."""
-    for name, value in {"stages": stages, "microbatches": microbatches, "chunks": chunks}.items():
-        if value is not None and not isinstance(value, int):
-            raise ArgumentError(f"{name}={value!r}: expected a whole number")
+    check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(
@@ -254,10 +252,6 @@ def _order(
                 f"give stages={schedule.placement.depth}"
             )
         return order_of(schedule, schedule.ranks, microbatches, chunks)
-    if stages < 1:
-        raise ArgumentError(f"stages={stages}: expected at least 1")
-    if microbatches is not None and microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches}: expected at least 1")
     each = generator(schedule).chunks if chunks is None else chunks
     ranks, left = divmod(stages, max(each, 1))
     if left:

@@ -88,9 +88,9 @@ class Options:
         self._check_kinds()
         self._check_together()
 
-    def follow(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> None:
+    def cut_like(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> None:
         """Has later batches cut as this example of so many rows is."""
-        object.__setattr__(self, "cutting", self.cutting.following(example, rows))
+        object.__setattr__(self, "cutting", self.cutting.cut_like(example, rows))
 
     @property
     def loss_notes(self) -> tuple[str, ...]:

@@ -132,10 +132,8 @@ class Pipeline:
             ShapeError: an output cannot be joined: it is a scalar, has other than its microbatch's rows, or
                 lengths differ. `evaluate(..., outputs=True)` gives each microbatch's own.
         """
-        options = {"target": None, "timeline": False} | {
-            k: kwargs.pop(k) for k in ("target", "timeline") if k in kwargs
-        }
-        result = self._evaluate(args, kwargs, outputs=outputs, evaluates=False, **options)
+        target, timeline = kwargs.pop("target", None), kwargs.pop("timeline", False)
+        result = self._evaluate(args, kwargs, target=target, outputs=outputs, timeline=timeline, evaluates=False)
         return None if result._outputs is None else self.session.options.cutting.join(result.outputs, result.sizes)
 
     # -- what this process holds ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensor
 from penstock.partition.measure.costs import identity
 from penstock.partition.units.chain import as_module
 from penstock.pipe.action_time import action_seconds
-from penstock.pipe.arguments import checked_inputs
+from penstock.pipe.arguments import check_numbers, checked_inputs
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
@@ -79,8 +79,7 @@ def profile(
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
         raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
-    if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
-        raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number, at least 1")
+    check_numbers(microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)
     if kind is None and calibrate:

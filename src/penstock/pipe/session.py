@@ -19,7 +19,7 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import Engine, draws_in_glue
-from penstock.runtime.features.compiled import Compile, any_compiled, chosen
+from penstock.runtime.features.compiled import Compile, any_compiled, effective_compile
 from penstock.runtime.features.deferred_norm import DeferredNorms
 from penstock.runtime.front_end import Partition
 from penstock.runtime.model.split_model import SplitModel
@@ -67,7 +67,7 @@ class Session:
     @property
     def compile(self) -> Compile:
         """How stages are compiled: as `compile=` says, or as the model compiled itself."""
-        return chosen(self.options.compile, self.split.model, self.partition.stages)
+        return effective_compile(self.options.compile, self.split.model, self.partition.stages)
 
     @property
     def has_compiled_blocks(self) -> bool:

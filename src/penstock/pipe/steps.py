@@ -25,7 +25,7 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
-from penstock.runtime.features.compiled import arguments_for, chosen
+from penstock.runtime.features.compiled import arguments_for, effective_compile
 from penstock.runtime.features.context import Binding
 from penstock.runtime.features.deferred_norm import DeferredNorms, refuse_unseen
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -152,7 +152,7 @@ class Steps:
             with self._split.accepting_own_changes(prepared.cached.mode):
                 moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
             if training:
-                self._pass_gradients_on(prepared.cached, prepared.cut)
+                self._backward_to_batch(prepared.cached, prepared.cut)
             return self._result(prepared, call, moments, evaluates)
 
     def _prepare(
@@ -165,9 +165,9 @@ class Steps:
         try:
             cached = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
-            if self._cutting.inputs.least > 1:
+            if self._cutting.inputs.min_rows > 1:
                 raise
-            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, least=2))
+            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, min_rows=2))
             return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
@@ -262,7 +262,9 @@ class Steps:
                 offload=self._offload,
                 norms=self._norms if training else None,
                 sharded=split.sharded,
-                compile=arguments_for(chosen(self._options.compile, split.model, partitions[0].stages), self._order),
+                compile=arguments_for(
+                    effective_compile(self._options.compile, split.model, partitions[0].stages), self._order
+                ),
                 check_finite=self._options.check_finite,
                 features=self._options.features,
             )
@@ -362,7 +364,7 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
-    def _pass_gradients_on(self, cached: Cached, cut: batches.CutBatch | None) -> None:
+    def _backward_to_batch(self, cached: Cached, cut: batches.CutBatch | None) -> None:
         """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
         runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
         found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))

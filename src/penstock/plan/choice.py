@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
+from penstock.files import STRICT
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
 from penstock.schedule import generator, generators
@@ -29,6 +30,7 @@ class Choice:
         ArgumentError: a number is less than 1.
     """
 
+    __pydantic_config__ = STRICT
     replicas: int
     ranks: int
     chunks: int

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.balance import Profile
 from penstock.errors import ArgumentError, ScheduleError
-from penstock.json_files import read_json, write_json
+from penstock.files import STRICT, quoted, read_json, validate, write_json
 from penstock.plan.choice import Choice
 from penstock.schedule import Schedule
 from penstock.words import shortened
@@ -32,6 +32,7 @@ class MadeFor:
         dtype: of the parameters.
     """
 
+    __pydantic_config__ = STRICT
     parameters: Mapping[str, tuple[int, ...]]
     device: str
     dtype: str
@@ -66,6 +67,7 @@ class Plan:
         ArgumentError: they do not go together.
     """
 
+    __pydantic_config__ = STRICT
     choice: Choice
     cuts: tuple[str, ...]
     recompute: tuple[int, ...]
@@ -158,30 +160,15 @@ class Plan:
         """
         version = given.get("version") if isinstance(given, dict) else given
         if version != VERSION:
-            raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {version!r}; make a new one")
-        if missing := [each.name for each in fields(cls) if each.name not in given]:
-            raise ArgumentError(f"{what}: misses {shortened(missing)}; make a new one with `penstock plan`")
+            raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {quoted(version)}; make a new one")
+        values = {key: value for key, value in given.items() if key not in ("version", "step_seconds")}
         try:
-            return cls._of(given)
-        except (TypeError, AttributeError, KeyError, ArgumentError, ScheduleError) as error:
-            raise ArgumentError(f"{what}: {error}; make a new one with `penstock plan`") from error
-
-    @classmethod
-    def _of(cls, given: Mapping[str, Any]) -> Plan:
-        values = {each.name: given[each.name] for each in fields(cls)}
-        for name, kind in _KINDS.items():
-            if not isinstance(values[name], kind):
-                raise ArgumentError(f"{name}={values[name]!r} is not {_CALLED[kind]}")
-        if values["choice"].keys() != {each.name for each in fields(Choice)}:
-            raise ArgumentError(f"choice={values['choice']!r} is not one")
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        limits = tuple(math.inf if limit is None else limit for limit in values["limit_bytes"])
-        of = values["made_for"]
-        shapes = None if of is None else {name: tuple(shape) for name, shape in of["parameters"].items()}
-        made_for = None if shapes is None else MadeFor(shapes, of["device"], of["dtype"])
-        made = {"limit_bytes": limits, "choice": Choice(**values["choice"]), "made_for": made_for}
-        plan = cls(**{**values, **lists, **made})
-        _check_order(plan)
+            limits = validate(tuple[float | None, ...], values.get("limit_bytes"), f"{what}: limit_bytes")
+            plan = validate(cls, {**values, "limit_bytes": [limit or 0.0 for limit in limits]}, what)
+            plan = replace(plan, limit_bytes=tuple(math.inf if limit is None else limit for limit in limits))
+            _check_order(plan)
+        except (ArgumentError, ScheduleError) as error:
+            raise ArgumentError(f"{error}; make a new one with `penstock plan`") from None
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -189,15 +176,10 @@ class Plan:
         write_json(path, self.to_dict())
 
 
-_LISTS = ("cuts", "recompute", "offload", "devices", "stage_seconds", "memory_bytes", "limit_bytes", "held_bytes")
-_KINDS: dict[str, type[Any]] = {"choice": dict, "idle": dict, "order": str, **dict.fromkeys(_LISTS, list)}
-_CALLED: dict[type[Any], str] = {dict: "an object", str: "a text", list: "a list"}
-
-
 def _check_numbers(name: str, values: Sequence[Any], count: int) -> None:
     fine = (isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0 for value in values)
     if len(values) != count or not all(fine):
-        raise ArgumentError(f"{name}={[*values]!r}: expected {count} numbers of 0 or more")
+        raise ArgumentError(f"{name}={quoted([*values])}: expected {count} numbers of 0 or more")
 
 
 def _check_order(plan: Plan) -> None:

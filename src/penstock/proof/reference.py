@@ -39,7 +39,7 @@ from penstock.runtime.processes.world import World
 from penstock.runtime.split_backward.weight_gradients import adds_in_place
 from penstock.schedule import generate
 from penstock.stages import needs_backward, ties
-from penstock.trees import flatten
+from penstock.trees import flatten, leaf_tensors
 
 STEPS = 2
 """The first step agrees on layouts, and its messages take a different path from all later ones: both are compared."""
@@ -181,7 +181,7 @@ def _step(
     with sizes.measuring() as terms, measuring_roundings(fused) as rounded:
         outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
     return Expected(
-        [[tensor.detach() for tensor in tensors_in(output)] for output in outputs],
+        [[tensor.detach() for tensor in leaf_tensors(output)] for output in outputs],
         total,
         {n: _kept(t.grad) for n, t in (*trained(alone.session.all_parameters(), alone), *inputs.items())},
         {name: buffer.detach().clone() for name, buffer in alone.named_buffers()},
@@ -241,7 +241,7 @@ def _run_unsplit(
             streams.begin_loss(k)
             value = checked_value(own_loss(output) if loss is None else loss(output, target), output, loss)
             streams.begin(k, {}, again=True)
-            root = root_of(value, weighted[k], tensors_in(output))
+            root = root_of(value, weighted[k], leaf_tensors(output))
             sizes.watch(root)
             if root.requires_grad:
                 with exact_rules.outside_autocast(value.device.type):
@@ -249,7 +249,7 @@ def _run_unsplit(
             elif any(map(needs_backward, alone.stages)):
                 raise no_gradient()
             losses.append(value.detach())
-            outputs.append([tensor.detach().clone() for tensor in tensors_in(output)])
+            outputs.append([tensor.detach().clone() for tensor in leaf_tensors(output)])
             if (k + 1) * replicas == len(pieces):
                 first = {name: buffer.detach().clone() for name, buffer in alone.named_buffers()}
         with torch.no_grad():
@@ -258,7 +258,3 @@ def _run_unsplit(
     total = weighted_sum(losses, weighted)
     assert total is not None
     return outputs, total.cpu()
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
-from penstock.partition.units.chain import Chain, as_module
+from penstock.partition.state.closure_cells import EMPTY, contents
+from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
 from penstock.words import a, in_a_line
-
-Model = nn.Module | Sequence[nn.Module]
 
 _REMEDY = (
     "pass a function that makes the model in place of the model, penstock.verify(lambda: MyModel(...), ...); it may "
@@ -34,11 +33,11 @@ _REMEDY = (
 class Made(NamedTuple):
     """A model and the loss that goes with it."""
 
-    model: Model
+    model: nn.Module
     loss: Any
 
 
-def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
+def twins(model: nn.Module | Sequence[nn.Module] | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
     """A model and one that starts alike: made twice from the same seeds, or made once and copied.
 
     Args:
@@ -50,7 +49,7 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
             cannot be copied, or the model's copy shares state with it.
     """
     if isinstance(model, nn.Module) or not callable(model):
-        return _copied(Made(model, loss))
+        return _copied(Made(as_module(model), loss))
     with _generators() as again:
         first = _made(model, loss)
         with again():
@@ -66,23 +65,16 @@ def twins(model: Model | Callable[[], Any], loss: Any) -> tuple[Made, Made]:
 
 def _made(make: Callable[[], Any], loss: Any) -> Made:
     returned = make()
-    made = Made(*returned) if isinstance(returned, tuple) and len(returned) == 2 else Made(returned, loss)
-    if not _modules(made.model):
+    model, loss = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, loss)
+    try:
+        made = Made(as_module(model), loss)
+    except ArgumentError:
         raise ArgumentError(
             f"model: the function returned {a(type(returned).__name__)}; expected a module, a list of layers, or a "
             "tuple of one of these and a loss"
-        )
-    for module in _modules(made.model):
-        refuse_lazy(module)
+        ) from None
+    refuse_lazy(made.model)
     return made
-
-
-def _modules(model: Any) -> list[nn.Module]:
-    try:
-        module = as_module(model)
-    except ArgumentError:
-        return []
-    return [each for each in module._modules.values() if each] if isinstance(module, Chain) else [module]
 
 
 @contextmanager
@@ -142,10 +134,9 @@ def _copied(made: Made) -> tuple[Made, Made]:
             f"{hooked!r} has a hook on its gradient (register_hook or register_post_accumulate_grad_hook), which a "
             f"copy of the model does not take along, and verify compares with a second one: {_REMEDY}"
         )
-    model = made.model if isinstance(made.model, nn.Module) else list(made.model)
     memo: dict[int, Any] = {}
     try:
-        twin = copy.deepcopy(model, memo)
+        twin = copy.deepcopy(made.model, memo)
     except Exception as error:
         raise ArgumentError(
             f"this model cannot be copied ({in_a_line(error)}), and verify compares with a second one: {_REMEDY}"
@@ -186,7 +177,9 @@ def _rebound(loss: Any, memo: dict[int, Any]) -> Any:
 
     names = {name: other(loss.__globals__[name]) for name in loss.__code__.co_names if name in loss.__globals__}
     moved = {name: value for name, value in names.items() if value is not loss.__globals__[name]}
-    cells = tuple(CellType(other(cell.cell_contents)) if _filled(cell) else cell for cell in loss.__closure__ or ())
+    cells = tuple(
+        cell if contents(cell) is EMPTY else CellType(other(contents(cell))) for cell in loss.__closure__ or ()
+    )
     if not moved and not cells:
         return loss
     twin = FunctionType(loss.__code__, {**loss.__globals__, **moved}, loss.__name__, loss.__defaults__, cells)
@@ -194,19 +187,8 @@ def _rebound(loss: Any, memo: dict[int, Any]) -> Any:
     return twin
 
 
-def _filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (raises where the variable is not set yet)
-    except ValueError:
-        return False
-    return True
-
-
-def _tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    for index, layer in enumerate(_modules(model)):
-        prefix = "" if isinstance(model, nn.Module) else f"{index}."
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            yield prefix + name, tensor
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from (*model.named_parameters(), *model.named_buffers())
 
 
 def _shared(one: Made, other: Made) -> tuple[str, str] | None:
@@ -217,12 +199,9 @@ def _shared(one: Made, other: Made) -> tuple[str, str] | None:
         parts[id(tensor)] = f"{name!r}"
         if not tensor.is_meta and tensor.numel():
             memory[storage_of(tensor)] = f"the memory of {name!r}"
-    for index, layer in enumerate(_modules(one.model)):
-        for name, module in layer.named_modules():
-            label = name if isinstance(one.model, nn.Module) else f"{index}.{name}".rstrip(".")
-            parts[id(module)] = f"module {label!r}" if label else "the model"
-    todo: list[tuple[Any, str]] = [(module, type(module).__name__) for module in _modules(other.model)]
-    todo.append((other.loss, "the loss"))
+    for name, module in one.model.named_modules():
+        parts[id(module)] = f"module {name!r}" if name else "the model"
+    todo: list[tuple[Any, str]] = [(other.model, type(other.model).__name__), (other.loss, "the loss")]
     seen: set[int] = set()
     while todo:
         value, where = todo.pop()
@@ -255,7 +234,7 @@ def _reached(value: Any, where: str) -> Iterator[tuple[Any, str]]:
             return
         case FunctionType():
             name = f"{where}: function {value.__qualname__!r}"
-            yield from ((cell.cell_contents, name) for cell in value.__closure__ or () if _filled(cell))
+            yield from ((one, name) for one in map(contents, value.__closure__ or ()) if one is not EMPTY)
             yield from ((default, name) for default in value.__defaults__ or ())
             named = (value.__globals__.get(other) for other in value.__code__.co_names)
             yield from ((one, name) for one in named if _is_part(one))

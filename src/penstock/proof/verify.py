@@ -19,7 +19,7 @@ from penstock.pipe.build import pipeline
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.another_order import reordered_in
 from penstock.proof.comparison import Comparison, Report, compare, over_steps
-from penstock.proof.reference import Expected, forget_gradients, reference, tensors_in, trained
+from penstock.proof.reference import Expected, forget_gradients, reference, trained
 from penstock.proof.twins import twins
 from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.gradients.distribution import whole
@@ -28,7 +28,7 @@ from penstock.runtime.step.example import is_whole
 from penstock.schedule import Schedule
 from penstock.second_names import OF_PIPELINE, also, nearest
 from penstock.stages import ties
-from penstock.trees import map_tensors
+from penstock.trees import leaf_tensors, map_tensors
 
 
 @also(**OF_PIPELINE)
@@ -132,7 +132,7 @@ def _compare(
             last = next(stage for stage in lasts if k in order.numbers_on(stage))
             if output is None and len(lasts) > 1:
                 continue  # on the rank of another copy's last stage
-            for index, (mine, other) in enumerate(zip(tensors_in(output), theirs, strict=True)):
+            for index, (mine, other) in enumerate(zip(leaf_tensors(output), theirs, strict=True)):
                 rows.append(judge("output", f"{index} of microbatch {first + k}", (last,), mine, other))
         rows.append(judge("loss", "loss", tuple(lasts), loss, expected.loss))
     shared = ties(pipe.stages)

@@ -8,7 +8,7 @@ with batch norm and dropout off and in double precision, so that what remains is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.loss.of_torch import advice, padding
 from penstock.runtime.loss.parts import loss_in
-from penstock.trees import flatten, unflatten
+from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.words import shortened
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
@@ -155,7 +155,7 @@ class Whole:
         """Whether outputs of microbatches differ from the whole's rows; None if that cannot be determined."""
         try:
             if self.cutting.merge is not None:
-                pairs = list(zip(_tensors(self.cutting.merge(list(parts))), _tensors(whole), strict=True))
+                pairs = list(zip(leaf_tensors(self.cutting.merge(list(parts))), leaf_tensors(whole), strict=True))
             else:
                 pairs = list(self._joined(parts, whole))
         except Exception:  # from the user's merge, or because outputs are not alike
@@ -190,34 +190,31 @@ class Whole:
         )
 
     def _loss_compares(self, output: Any, *, wide: bool) -> bool:
-        """Whether a sample's gradient depends on other samples' outputs. For this, those of one half, then every second
-        one, are mixed with their neighbors'. False if that cannot be determined.
+        """Whether a sample's gradient depends on other samples' outputs. For this, half of them are mixed with their
+        neighbors': one of each pair next to each other, and of some pair in two halves. False if that cannot be
+        determined.
         """
         flat, target = flatten(output), _owned(_wide(self.batch) if wide else self.batch, self.alone.device).target
-        dims: list[Any] = [self.cutting.output.of(path) for path in flat.paths]
-        some = [i for i, x in enumerate(flat.leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
-        some = [i for i in some if isinstance(dims[i], int)]
+        floats = {i for i, x in enumerate(flat.leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()}
+        dims = {i: dim for i in floats if isinstance(dim := self.cutting.output.of(flat.paths[i]), int)}
+        odd = {i: [k.bit_count() % 2 == 1 for k in range(flat.leaves[i].shape[dim])] for i, dim in dims.items()}
 
-        def gradients(mixed: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+        def gradients(*, mixed: bool) -> list[Tensor]:
+            """Those of the samples that are never mixed."""
             leaves = list(flat.leaves)
-            for i in some:
-                rows = leaves[i].movedim(dims[i], 0)
-                which = mixed(torch.arange(len(rows), device=rows.device)).reshape(-1, *[1] * (rows.dim() - 1))
-                leaves[i] = torch.where(which, (rows + rows.roll(1, 0)) / 2, rows).movedim(0, dims[i]).requires_grad_()
+            for i, dim in dims.items():
+                rows = leaves[i].movedim(dim, 0).clone()
+                if mixed:
+                    rows[odd[i]] = (rows + rows.roll(1, 0))[odd[i]] / 2
+                leaves[i] = rows.movedim(0, dim).requires_grad_()
             with torch.enable_grad(), self.alone.session.drawing() as streams:
                 streams.begin_loss(0)
                 value = loss_in(self.loss(unflatten(leaves, flat.structure), target))  # type: ignore[misc]
-                return torch.autograd.grad(value, [leaves[i] for i in some], materialize_grads=True)
-
-        def differ(mixed: Callable[[Tensor], Tensor]) -> bool:
-            for i, one, other in zip(some, gradients(lambda row: row < 0), gradients(mixed), strict=True):
-                rest = ~mixed(torch.arange(one.shape[dims[i]], device=one.device))
-                if not _same(one.movedim(dims[i], 0)[rest], other.movedim(dims[i], 0)[rest]):
-                    return True
-            return False
+                found = torch.autograd.grad(value, [leaves[i] for i in dims], materialize_grads=True)
+            return [g.movedim(dim, 0)[~torch.tensor(odd[i])] for g, (i, dim) in zip(found, dims.items(), strict=True)]
 
         try:
-            return differ(lambda row: row < len(row) // 2) or differ(lambda row: row % 2 == 0)
+            return not all(map(_same, gradients(mixed=False), gradients(mixed=True)))
         except Exception:  # from the user's loss, or there is none
             return False
 
@@ -291,7 +288,7 @@ class Whole:
                 if value is None:
                     raise no_loss(output)
                 losses.append(value.detach().reshape(()))
-                outputs.append(_detached(output))
+                outputs.append(map_tensors(Tensor.detach, output))
                 with torch.no_grad():
                     for buffer, was in before:
                         buffer.copy_(was)
@@ -328,7 +325,7 @@ def _same(mine: Tensor, other: Tensor) -> bool:
 def _agree_somewhere(parts: Sequence[Any], whole: Any) -> bool | None:
     """Whether outputs of pieces, joined along some dimension, are the whole's; None if no dimension fits."""
     found: list[bool] = []
-    for column, leaf in zip(zip(*map(_tensors, parts), strict=True), _tensors(whole), strict=True):
+    for column, leaf in zip(zip(*map(leaf_tensors, parts), strict=True), leaf_tensors(whole), strict=True):
         dims = [d for d in range(leaf.dim()) if sum(part.shape[d] for part in column) == leaf.shape[d]]
         joined = [torch.cat(column, d) for d in dims if len({(*p.shape[:d], *p.shape[d + 1 :]) for p in column}) == 1]
         if joined:
@@ -351,33 +348,20 @@ def _halves(inputs: Any, target: Any) -> list[Microbatch] | None:
         return torch.split(leaf, list(sizes), dim) if leaf.shape[dim] == rows else (leaf, leaf)
 
     columns = zip(*map(cut, flat.leaves), strict=True)
-    return [_piece(list(column), flat.structure, size) for column, size in zip(columns, sizes, strict=True)]
+    return [
+        Microbatch._make((*unflatten(column, flat.structure), size))
+        for column, size in zip(columns, sizes, strict=True)
+    ]
 
 
 def _owned(piece: Microbatch, device: torch.device) -> Microbatch:
     tree = (piece.args, dict(piece.kwargs), piece.target)
-    args, kwargs, target = split(tree, (1,), "batch", device, _WHOLE)[0]
-    return Microbatch(args, kwargs, target, piece.rows)
+    return Microbatch._make((*split(tree, (1,), "batch", device, _WHOLE)[0], piece.rows))
 
 
 def _wide(piece: Microbatch) -> Microbatch:
-    flat = flatten((piece.args, dict(piece.kwargs), piece.target))
-    leaves = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat.leaves]
-    return _piece(leaves, flat.structure, piece.rows)
-
-
-def _piece(leaves: list[Any], structure: Any, rows: int | None) -> Microbatch:
-    args, kwargs, target = unflatten(leaves, structure)
-    return Microbatch(args, kwargs, target, rows)
-
-
-def _detached(tree: Any) -> Any:
-    flat = flatten(tree)
-    return unflatten([x.detach() if isinstance(x, Tensor) else x for x in flat.leaves], flat.structure)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree).leaves if isinstance(leaf, Tensor)]
+    tree = (piece.args, dict(piece.kwargs), piece.target)
+    return Microbatch._make((*map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree), piece.rows))
 
 
 def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:

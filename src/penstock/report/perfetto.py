@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.files import write_text
 from penstock.report.flows import Message, messages
 from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op
@@ -73,7 +74,7 @@ def write_perfetto(
 ) -> None:
     """Writes the trace from `to_perfetto` as JSON."""
     made = to_perfetto(timeline, memory=memory, unit=unit, slices=slices)
-    Path(path).write_text(json.dumps(made), encoding="utf-8")
+    write_text(path, json.dumps(made))
 
 
 def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:

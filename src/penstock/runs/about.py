@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import MAX_QUOTED, STRICT, quoted, validate
 from penstock.schedule import Placement
 from penstock.words import printable
 
@@ -46,6 +45,7 @@ class About:
         total_steps: how many steps the run will have, if it was said.
     """
 
+    __pydantic_config__ = STRICT
     name: str
     id: str
     started: str
@@ -102,50 +102,28 @@ class About:
             )
         if given.get("version") != VERSION:
             raise ArgumentError(
-                f"{what} is of version {given.get('version')!r}, and this penstock reads version {VERSION}: use the "
-                f"penstock that wrote it ({given.get('penstock', 'not known')})"
+                f"{what} is of version {quoted(given.get('version'))}, and this penstock reads version {VERSION}: use "
+                f"the penstock that wrote it ({printable(str(given.get('penstock', 'not known')))[:MAX_QUOTED]})"
             )
-        if missing := [each.name for each in fields(cls) if each.name not in given]:
-            raise ArgumentError(f"{what} is damaged: it misses {', '.join(missing)}")
-        values = {each.name: _frozen(given[each.name]) for each in fields(cls)}
-        if odd := [name for name in values if not _is_right(name, values[name])]:
-            raise ArgumentError(f"{what} is damaged: {odd[0]} is {reprlib.repr(values[odd[0]])}")
+        values = {key: value for key, value in given.items() if key not in ("format", "version")}
+        found = validate(cls, _printable(values), f"{what} is damaged")
+        for name in ("ranks", "replicas", "processes", "chunks", "microbatches", "rows"):
+            if getattr(found, name) < 1:
+                raise ArgumentError(f"{what} is damaged: {name}={getattr(found, name)}: expected 1 or more")
         for name, parse in (("placement", Placement.parse), ("started", datetime.fromisoformat)):
+            value = getattr(found, name)
             try:
-                parse(values[name])
-            except ValueError:  # of which ArgumentError is one
-                raise ArgumentError(f"{what} is damaged: {name} is {reprlib.repr(values[name])}") from None
-        found = cls(**values)
+                parse(value)
+            except ValueError as error:  # of which ArgumentError is one
+                raise ArgumentError(f"{what} is damaged: {name}={quoted(value)}: {quoted(str(error))}") from None
         if found.stages.ranks != found.ranks:
-            raise ArgumentError(
-                f"{what} is damaged: ranks is {found.ranks}, and placement {reprlib.repr(found.placement)}"
-            )
+            raise ArgumentError(f"{what} is damaged: ranks={found.ranks}, but placement={quoted(found.placement)}")
         return found
 
 
-_TEXT = ("name", "id", "started", "penstock", "torch", "host", "device", "model", "schedule", "placement")
-_COUNTS = ("ranks", "replicas", "processes", "chunks", "microbatches", "rows")
-_EACH = {"resumed": str, "cuts": str} | dict.fromkeys(("parameter_bytes", "gradient_bytes", "activation_bytes"), int)
-
-
-def _is_right(name: str, value: Any) -> bool:
-    """Whether a value is of its field's kind."""
-    if name in _TEXT:
-        return isinstance(value, str)
-    if name in _COUNTS:
-        return isinstance(value, int) and value >= 1
-    if name == "units":
-        return _all(value, tuple) and all(_all(stage, str) for stage in value)
-    if name in _EACH:
-        return _all(value, _EACH[name])
-    return value is None or (isinstance(value, (int, float)) and math.isfinite(value))
-
-
-def _all(value: Any, kind: type) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
-
-
-def _frozen(value: Any) -> Any:
+def _printable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _printable(one) for key, one in value.items()}
     if isinstance(value, list):
-        return tuple(map(_frozen, value))
+        return [_printable(one) for one in value]
     return printable(value) if isinstance(value, str) else value

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from penstock.files import atomic, remove_leftovers
+
 ABOUT = "run.json"
 PREDICTED = "predicted.json"
 STEPS = "steps.jsonl"
@@ -20,20 +22,12 @@ RANKS = "ranks"
 EARLIER = "earlier"
 
 _NUMBERED = re.compile(r"(\d+)\.json")
-_TEMPORARY = re.compile(r"\..*\.\d+\.new")
 
 
 def write_whole(path: Path, value: Any) -> None:
     """Writes a value as JSON; a reader sees the file as it was before, or as it is after. Raises OSError."""
-    new = f"{path.parent}/.{path.name}.{os.getpid()}.new"
-    try:
-        with open(new, "wb") as file:
-            file.write(json.dumps(value).encode() + b"\n")
-        os.replace(new, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(new)
-        raise
+    with atomic(path) as new:
+        new.write_bytes(json.dumps(value).encode() + b"\n")
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
@@ -84,6 +78,4 @@ def clear(folder: Path, numbers_from: int = 0) -> None:
     for number in numbered(folder):
         if number >= numbers_from:
             (folder / f"{number}.json").unlink(missing_ok=True)
-    for file in folder.glob(".*.new"):
-        if _TEMPORARY.fullmatch(file.name):
-            file.unlink(missing_ok=True)
+    remove_leftovers(folder)

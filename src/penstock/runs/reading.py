@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.json_files import read_json
+from penstock.files import read_json, validate
 from penstock.runs.about import FORMAT, About
 from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord
@@ -95,7 +95,8 @@ class RunRead:
         if not file.exists():
             there = ", ".join(map(str, self.timeline_steps()[-8:])) or "none yet"
             raise ArgumentError(f"run {str(self.path)!r} has no timeline of step {step}; there are: {there}")
-        return Timeline.from_dict(read_json(file, f"timeline {str(file)!r}"))
+        what = f"timeline {str(file)!r}"
+        return Timeline.from_dict(read_json(file, what), what)
 
     def timelines(self) -> tuple[dict[int, Timeline], list[str]]:
         """All timelines that are there, by step, and a sentence for each that is damaged, as by a copy cut short."""
@@ -121,16 +122,13 @@ class RunRead:
         if not file.exists():
             return None
         what = f"prediction {str(file)!r}"
-        given = read_json(file, what)
-        try:
-            return Predicted(
-                str(given["source"]),
-                float(given["step_seconds"]),
-                tuple(map(float, given["stage_seconds"])),
-                Timeline.from_dict(given["timeline"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"{what} is damaged: {error!r}") from None
+        given = validate(dict[str, Any], read_json(file, what), what)
+        return Predicted(
+            validate(str, given.get("source"), f"{what}: source"),
+            validate(float, given.get("step_seconds"), f"{what}: step_seconds"),
+            validate(tuple[float, ...], given.get("stage_seconds"), f"{what}: stage_seconds"),
+            Timeline.from_dict(given.get("timeline"), what),
+        )
 
     def memory(self, step: int) -> tuple[Memory, ...]:
         """What ranks held in a step whose timeline is there, of those ranks of which it is known: as measured, or else
@@ -148,18 +146,27 @@ class RunRead:
 
     def ranks(self) -> list[RankState]:
         """What every process does, by number: as it says itself, or as process 0 has heard if it writes elsewhere."""
+        return self.ranks_and_damage()[0]
+
+    def ranks_and_damage(self) -> tuple[list[RankState], list[str]]:
+        """The states of `ranks`, and a sentence for each file of a state that is damaged."""
         states: dict[int, RankState] = {}
+        damaged = []
         for number in numbered(self.path / RANKS):
-            given = _read(self.path / RANKS / f"{number}.json")
-            if not isinstance(given, dict) or given.get("run") != self.about.id or "at" not in given:
+            file = self.path / RANKS / f"{number}.json"
+            what = f"state {str(file)!r}"
+            try:
+                given = read_json(file, what)
+                if not isinstance(given, dict) or given.get("run") != self.about.id:
+                    continue  # of another run in this folder
+                own = RankState.from_dict(given.get("state"), given.get("at"), what)
+                heard = validate(tuple[dict[str, Any], ...], given.get("heard", ()), f"{what}: heard")
+                others = [RankState.from_dict(one, given.get("at"), what) for one in heard]
+            except ArgumentError as error:
+                damaged.append(str(error))
                 continue
-            others = given.get("heard")
-            for heard in others if isinstance(others, list) else ():
-                if (state := RankState.from_dict(heard, given["at"])) is not None and state.number not in states:
-                    states[state.number] = replace(state, heard=True)
-            if (state := RankState.from_dict(given.get("state"), given["at"])) is not None:
-                states[state.number] = state
-        return [states[number] for number in sorted(states)]
+            states = {other.number: replace(other, heard=True) for other in others} | states | {own.number: own}
+        return [states[number] for number in sorted(states)], damaged
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
@@ -194,10 +201,9 @@ def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRec
 
 def _read(file: Path) -> Any:
     """What a file of JSON says; None if there is none, or it is something else."""
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+    with contextlib.suppress(ArgumentError):
+        return read_json(file)
+    return None
 
 
 def _fits(given: Any, length: int) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
-from types import UnionType
+from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.errors import ArgumentError
+from penstock.files import STRICT, validate
 from penstock.words import printable
 
 
@@ -75,6 +76,7 @@ class RankState:
         heard: whether only rank 0 has heard this: the process does not write into this folder.
     """
 
+    __pydantic_config__ = STRICT
     number: int
     replica: int
     ranks: tuple[int, ...]
@@ -96,28 +98,11 @@ class RankState:
         return {name: getattr(self, name) for name in self.__slots__ if name not in ("written", "heard")}
 
     @classmethod
-    def from_dict(cls, given: Any, written: float) -> RankState | None:
-        """What `to_dict` wrote; None for anything else."""
-        try:
-            names = [each.name for each in fields(cls) if each.name not in ("written", "heard")]
-            read = {name: given[name] for name in names}
-            values: dict[str, Any] = {
-                name: printable(value) if isinstance(value, str) else value for name, value in read.items()
-            }
-            values |= {name: tuple(map(int, values[name])) for name in ("ranks", "waits_for")}
-            found = cls(**values, written=float(written))
-        except (TypeError, KeyError, ValueError, OverflowError):
-            return None
-        right = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
-        times = right and math.isfinite(found.written) and math.isfinite(found.since)
-        return found if times and 0 <= found.pid < 1 << 31 else None
-
-
-_KINDS: dict[str, type | UnionType] = {
-    **dict.fromkeys(("number", "replica", "pid"), int),
-    **dict.fromkeys(("host", "action"), str),
-    **dict.fromkeys(("step", "rss_bytes", "device_bytes"), int | None),
-    "since": int | float,
-    "ended": bool,
-    "failure": str | None,
-}
+    def from_dict(cls, given: Any, written: Any, what: str) -> RankState:
+        """What `to_dict` wrote. Raises ArgumentError if it is something else."""
+        values = {**given, "written": written} if isinstance(given, dict) else given
+        found = validate(cls, values, what)
+        if not 0 <= found.pid < 1 << 31:
+            raise ArgumentError(f"{what}: pid={found.pid}: expected the number of a process")
+        failure = None if found.failure is None else printable(found.failure)
+        return replace(found, host=printable(found.host), action=printable(found.action), failure=failure)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.json_files import read_json
+from penstock.files import read_json
 from penstock.runs.about import About
 from penstock.runs.folder import (
     ABOUT,

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from penstock.errors import PartitionError
 from penstock.runtime.front_end import Partition, Stage
 from penstock.stages import StageMeta, traffic
 
@@ -91,34 +90,3 @@ _TUPLES = ("may_update", "reads", "traces", "remembered", "overwritten", "overwr
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(entry for entries in given for entry in entries))
-
-
-def refuse_apart(partitions: Sequence[Partition]) -> None:
-    """Refuses a batch of which some microbatches update something on one stage that others use on another, where they
-    would not find what they find on one device.
-
-    Raises:
-        PartitionError: this is such a batch.
-    """
-    apart = distinct(partitions)
-    every = [stage for partition in apart for stage in partition.stages] if len(apart) > 1 else []
-    for stage in every:
-        index = stage.meta.index
-        others = [other for other in every if other.meta.index != index]
-        for name in (*stage.meta.updated, *stage.may_update):
-            _refuse(repr(name), index, (other for other in others if name in {*other.buffers, *other.parameters}))
-        for each in stage.remembered:
-            _refuse(each.text, index, (other for other in others if each.units & _called(other)))
-
-
-def _called(stage: Stage) -> set[str]:
-    return {name for name, _ in stage.module.named_modules()}
-
-
-def _refuse(what: str, index: int, others: Iterable[Stage]) -> None:
-    for other in others:
-        raise PartitionError(
-            f"for some microbatches of this batch stage {index} updates {what}, which others use on stage "
-            f"{other.meta.index}: none would see what the others write there. Move the cut so that all its uses are on "
-            "one stage, or give batches whose microbatches take one branch each"
-        )

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from penstock.errors import ScheduleError
+from penstock.files import quoted
 
 
 class Op(enum.Enum):
@@ -125,11 +126,11 @@ class Action:
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ScheduleError(
-                f"{text!r} is not an action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3"
+                f"{quoted(text)} is not an action; expected stage, op and microbatch, as in 0F1 or 0SEND_F1>3"
             )
         stage, op, microbatch, arrow, peer = found.groups()
         if arrow and arrow != (">" if Op(op).is_send else "<"):
-            raise ScheduleError(f"{text!r}: a send names its target with '>', a receive its source with '<'")
+            raise ScheduleError(f"{quoted(text)}: a send names its target with '>', a receive its source with '<'")
         return cls(int(stage), Op(op), int(microbatch) if microbatch else None, int(peer) if peer else None)
 
     @property

@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, TextIO, TypeAlias, get_args
 
+from penstock import files
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, parse_item
 from penstock.schedule.communication import add_communication
@@ -42,7 +43,7 @@ def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, fo
     """Writes the result of `to_csv`, and raises what it raises. A file must be open for text, with `newline=""`."""
     text = to_csv(schedule, format)
     if isinstance(path_or_file, str | PathLike):
-        Path(path_or_file).write_text(text, encoding="utf-8", newline="")
+        files.write_text(path_or_file, text)
     else:
         path_or_file.write(text)
 
@@ -57,8 +58,7 @@ def read_csv(
     try:
         if isinstance(path_or_file, str | PathLike):
             name = Path(path_or_file).stem if name is None else name
-            with open(path_or_file, encoding="utf-8", newline="") as file:
-                text = file.read()
+            text = files.read_bytes(path_or_file).decode()
         else:
             text = path_or_file.read()
     except UnicodeDecodeError as error:
@@ -146,6 +146,7 @@ def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleErr
 
 
 def _table(text: str) -> list[list[str]]:
+    files.check_number_of_values(text, "the text")
     text = text.removeprefix("\ufeff")  # the byte order mark that spreadsheets write
     reader = csv.reader(io.StringIO(text, newline=""))
     table: list[list[str]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
@@ -15,6 +15,7 @@ from operator import sub
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import STRICT, validate
 from penstock.schedule.action import Action, Op
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.row import Row
@@ -59,6 +60,23 @@ class Track:
     def last_end(self) -> float | None:
         """When the last span ends; None if there is none."""
         return max(self.end[-1:] if self.in_order else self.end, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _TrackFile:
+    __pydantic_config__ = STRICT
+    actions: tuple[str, ...]
+    start_seconds: tuple[float, ...]
+    end_seconds: tuple[float, ...]
+    waited_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _TimelineFile:
+    __pydantic_config__ = STRICT
+    ranks: tuple[_TrackFile, ...]
+    in_turns: bool = False
+    stages: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,24 +160,26 @@ class Timeline(Drawn):
         return cls(tuple(_track(row, *of_rank) for row, of_rank in zip(rows, times, strict=True)))
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Timeline:
-        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline, or a rank's part is missing."""
+    def from_dict(cls, data: Any, what: str = "the timeline") -> Timeline:
+        """Reads what `to_dict` wrote. Raises ArgumentError if it is not a timeline, or a rank's part is missing.
+
+        Args:
+            what: names the file in messages.
+        """
+        given = validate(_TimelineFile, data, what)
         try:
             tracks = [
-                _track(
-                    Row([Action.parse(text) for text in track["actions"]]),
-                    *(track[column] for column in ("start_seconds", "end_seconds", "waited_seconds")),
-                )
-                for track in data["ranks"]
+                _track(Row([Action.parse(text) for text in track.actions]), *columns)
+                for track in given.ranks
+                for columns in [(track.start_seconds, track.end_seconds, track.waited_seconds)]
             ]
-            stages = int(data.get("stages", 0))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the data are not a timeline, as `Timeline.to_dict` writes it: {error!r}") from None
-        refuse_far_numbers(action for track in tracks for action in track.actions)
-        made = cls(tuple(tracks), bool(data.get("in_turns", False)))
-        if made.stages < stages:
+            refuse_far_numbers(action for track in tracks for action in track.actions)
+        except ValueError as error:  # of which ArgumentError and ScheduleError are two
+            raise ArgumentError(f"{what} is no timeline, as `Timeline.to_dict` writes it: {error}") from None
+        made = cls(tuple(tracks), given.in_turns)
+        if made.stages < given.stages:
             raise ArgumentError(
-                f"the timeline's ranks have {made.stages} of {stages} stages: no rank has stage {stages - 1}; give the "
+                f"{what} has {made.stages} of {given.stages} stages: no rank has stage {given.stages - 1}; pass the "
                 "timeline of every rank"
             )
         return made

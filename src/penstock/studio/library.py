@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.json_files import read_json
+from penstock.files import read_json, reported_as_damage
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
@@ -26,7 +26,6 @@ MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _PIECE = 1 << 20
 _NUMBER = re.compile(r"\d+")
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 _Read = TypeVar("_Read")
 
 
@@ -115,11 +114,10 @@ class Library:
                 so that none says where that is.
         """
         try:
-            return read()
+            with reported_as_damage(repr(name[:80])):
+                return read()
         except PenstockError as error:
             raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
-        except _DAMAGED as error:
-            raise ArgumentError(f"{name[:80]!r} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
     def path(self, name: str, parts: Sequence[str] | None = None) -> Path:
         """The file or folder of that name.

@@ -12,7 +12,7 @@ from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.explain.reading import SUFFIXES
-from penstock.json_files import read_json
+from penstock.files import read_json, read_text
 from penstock.plan import Plan
 from penstock.runs import read_run
 from penstock.runs.folder import ABOUT
@@ -135,7 +135,7 @@ def _of_plan(plan: Plan, name: str) -> dict[str, Any]:
 
 def _schedule(path: Path) -> Schedule | None:
     """The schedule in a CSV; None if it has columns of events instead."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_text(path, repr(path.name))
     if "start_us" in text.partition("\n")[0]:
         return None
     schedule = from_csv(text, path.stem)

@@ -34,6 +34,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import bound_to, is_bound
 from penstock.errors import ArgumentError
@@ -74,6 +75,7 @@ class NcclRules:
         self._eager = eager
         self._isend, self._irecv, self._new_group, self._barrier = dist.isend, dist.irecv, dist.new_group, dist.barrier
         self._communicators: dict[tuple[dist.ProcessGroup, int], Courier] = {}
+        self.receives: list[Message] = []
         self.issued: list[tuple[str, int, int]] = []
         """Every operation: "isend" or "irecv", the other rank's number in the group, and the size in bytes."""
 
@@ -116,7 +118,8 @@ class NcclRules:
                 )
             _wait(self._irecv(tensor, group=group, group_src=peer, tag=_PAYLOAD))
 
-        return self._issue("irecv", tensor, group, peer, run)
+        self.receives.append(self._issue("irecv", tensor, group, peer, run))
+        return self.receives[-1]
 
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **kwargs: Any) -> Any:
         """`torch.distributed.new_group`."""
@@ -179,8 +182,25 @@ class NcclRules:
             _wait(work)
 
 
+class LazyLoading(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """CUDA loads a kernel when it first runs, once all that run have ended: here, all receives."""
+
+    def __init__(self, rules: NcclRules) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rules, self._loaded = rules, set[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        kernel = func, *((t.dtype, t.is_contiguous(), t.data_ptr() % 16 == 0) for t in tensors)
+        if not (func.is_view or func.overloadpacket is torch.ops.aten.set_ or kernel in self._loaded):
+            self._loaded.add(kernel)
+            for receive in self._rules.receives:
+                receive.ended.wait()
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
-def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
+def nccl_rules(*, eager: bool = False, lazy_loading: bool = False) -> Iterator[NcclRules]:
     """Imposes NCCL's rules on this process's `torch.distributed.isend` and `irecv` for a `with` block.
 
     Every process of the group must enter such a block, and leave it too. Inside it a CPU is timed like a GPU: by
@@ -188,6 +208,7 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
 
     Args:
         eager: apply the rules with `device_id=`.
+        lazy_loading: load kernels as CUDA does; see `LazyLoading`.
 
     Raises:
         ArgumentError: `eager`, but there is no default process group.
@@ -206,6 +227,7 @@ def nccl_rules(*, eager: bool = False) -> Iterator[NcclRules]:
         bound_to(torch.device("cuda", 0)) if eager else nullcontext(),
         mock.patch.object(dist, "new_group", rules.new_group),
         mock.patch.object(dist, "barrier", rules.barrier),
+        LazyLoading(rules) if lazy_loading else nullcontext(),
     ):
         yield rules
     rules.end()

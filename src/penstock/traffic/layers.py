@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.compat import FakeTensor
 from penstock.gradients import BUCKET_BYTES, gradient_bytes, gradient_dtype
 from penstock.partition import Partition, Partitioner
-from penstock.trees import flatten
+from penstock.trees import flatten, leaf_tensors
 
 Named = tuple[str, nn.Parameter]
 """A parameter and its name in the model; tied ones appear once, under their first name."""
@@ -135,7 +135,7 @@ class _Uses(TorchFunctionMode):
         given = [x for x in flatten((args, kwargs or {})).leaves if isinstance(x, nn.Parameter)]
         fakes = [parameter for parameter in given if isinstance(parameter, FakeTensor)]
         result = func(*args, **(kwargs or {}))
-        made = [x for x in flatten(result).leaves if isinstance(x, Tensor)] if fakes else []
+        made = leaf_tensors(result) if fakes else []
         trains = any(tensor.requires_grad and not tensor.is_leaf for tensor in made)
         for parameter in fakes:
             name = self._name(parameter)

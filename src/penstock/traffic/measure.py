@@ -15,7 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.partition import Stage
 from penstock.stages import MODEL_INPUT
 from penstock.traffic.layers import Layer, record
-from penstock.trees import flatten
+from penstock.trees import flatten, leaf_tensors
 
 REPETITIONS = 5
 """Follows an uncounted run, in which memory is allocated and kernels are chosen."""
@@ -63,7 +63,7 @@ def _backward_of_layers(
         result = model(*args, **kwargs)
         _settle(result)
         forward_ended = at = time.perf_counter_ns()
-        _backward([leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)])
+        _backward(leaf_tensors(result))
     seconds = []
     for end in ended:
         seconds.append(max(end - at, 0) / 1e9)

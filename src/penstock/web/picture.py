@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.errors import ArgumentError, MissingExtraError
+from penstock.files import replacing
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (
@@ -69,10 +70,8 @@ def write_picture(page: str, path: Path, width: int = 1280) -> None:
         _run([*own, f"--window-size={width},{high}", f"--screenshot={drawn}", source.as_uri()], path)
         if not drawn.exists():
             raise ArgumentError(f"--png {path}: {found} made no picture")
-        try:
-            shutil.copyfile(drawn, path)
-        except OSError as error:
-            raise ArgumentError(f"--png {path}: cannot be written: {error.strerror or error}") from None
+        with replacing(path, f"--png {path}") as new:
+            shutil.copyfile(drawn, new)
 
 
 def _run(command: list[str], path: Path) -> str:

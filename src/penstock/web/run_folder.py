@@ -59,7 +59,8 @@ def of_run(
     predicted = None if other_prediction and found is not None else run.predicted()
     bands: list[dict[str, Any]] = []
     memory: list[Held] = []
-    warnings = [*doubts, *(found.run.notes if found else ())]
+    states, damaged = run.ranks_and_damage()
+    warnings = [*doubts, *(found.run.notes if found else ()), *damaged]
     if step is None and not doubts:
         warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
     if step is not None:
@@ -77,7 +78,7 @@ def of_run(
     return Shown(
         title=about.name,
         headings=tuple(_headings(run, steps)),
-        troubles=tuple(troubles([(state, health(state)) for state in run.ranks()])),
+        troubles=tuple(troubles([(state, health(state)) for state in states])),
         warnings=tuple(warnings),
         figures=(*_figures(run, steps, memory), *_of_prediction(predicted, found, steps)),
         bands=tuple(bands),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from penstock.balance import Profile
 from penstock.errors import ArgumentError
 from penstock.explain import Predicted, Run, explain, read_run, run_of
+from penstock.files import read_json
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.schedule.timeline import Timeline
@@ -103,7 +104,6 @@ def _in_turns(given: Any) -> list[Timeline]:
 
 def _json(path: Path) -> Any:
     """What a file of JSON says; None if it is something else."""
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
+    with contextlib.suppress(ArgumentError):
+        return read_json(path)
+    return None

@@ -312,10 +312,6 @@ def _patched(norm: nn.Module) -> None:
     norm.forward = lambda x: inner(3 * x)  # type: ignore[method-assign]
 
 
-def _hooked(norm: nn.Module) -> None:
-    norm.register_forward_pre_hook(lambda _, args: (3 * args[0],))
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
     model, (x, y) = nn.Sequential(*normed(), nn.BatchNorm1d(WIDTH)), batch()
@@ -332,27 +328,16 @@ def test_a_norm_that_stops_tracking_keeps_its_statistics(early: bool) -> None:
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [(_patched, "normalises something other than its input"), (_hooked, "was registered on a BatchNorm1d after")],
-)
-def test_what_changes_the_input_of_a_norm_is_seen(change: Any, words: str, early: bool) -> None:
+def test_what_changes_the_input_of_a_norm_is_seen(early: bool) -> None:
     model, (x, y) = normed(), batch()
-    whole = copy.deepcopy(model)
     if early:
-        change(model[1])
+        _patched(model[1])
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
         if not early:
             pipe.step(x, target=y)
-            change(model[1])
-        if early and change is _hooked:  # known when the pipeline was made
-            pipe.step(x, target=y)
-            _hooked(whole[1])
-            whole(x)
-            torch.testing.assert_close(model[1].running_var, whole[1].running_var)
-            return
+            _patched(model[1])
         before = buffers(model)
-        with pytest.raises(ArgumentError, match=words):
+        with pytest.raises(ArgumentError, match="normalises something other than its input"):
             pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model).values()))
 
@@ -362,7 +347,7 @@ def test_a_refusal_of_one_rank_ends_the_step_of_all(monkeypatch: pytest.MonkeyPa
     model, (x, y) = normed(), batch()
     told: list[BaseException] = []
     with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=4, deferred_batch_norm=True) as pipe:
-        _hooked(model[1])
+        _patched(model[1])
         monkeypatch.setattr(pipe.session.engine.control, "fail", lambda error: told.append(error) or error)
         with pytest.raises(ArgumentError) as raised:
             pipe.step(x, target=y)

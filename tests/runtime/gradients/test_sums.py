@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,12 +18,15 @@ from scaffolding.stand_in import on_the_device
 
 aten = torch.ops.aten
 
+LINE = 16
+"""Floats of a cache line, at which each gradient begins."""
+
 
 class Others:
     """Other processes, which add a gradient of ones for every parameter of which they have one."""
 
     def __init__(self, sizes: Sequence[int], having: Sequence[bool]) -> None:
-        pieces = [torch.full((size,), float(has)) for size, has in zip(sizes, having, strict=True)]
+        pieces = [F.pad(torch.full((n,), float(has)), (0, -n % LINE)) for n, has in zip(sizes, having, strict=True)]
         self._theirs = torch.cat([*pieces, torch.tensor(having, dtype=torch.float32)])
         self.buffers: list[Tensor] = []
 
@@ -111,6 +115,7 @@ def test_gradients_are_views_of_what_was_summed() -> None:
     memory = [p.grad is not None and p.grad.untyped_storage().data_ptr() for p in held]
     assert memory[:2] == [buffer.untyped_storage().data_ptr()] * 2
     assert memory[2] != memory[0]  # it is laid out otherwise
+    assert all(p.grad is not None and p.grad.data_ptr() % 64 == 0 for p in held)  # kernels are those of the first step
     assert held[2].grad is not None
     assert held[2].grad.stride() == held[2].stride()
 

@@ -133,6 +133,7 @@ def test_head_keeps_losses_and_outputs_by_microbatch() -> None:
         root = made(k, [leaves[k]])
         assert root is not None
         roots[k] = root
+        made.keep(k, [leaves[k]])
     assert [float(loss) for loss in made.losses] == [4.0, 4.0]
     assert [output.tolist() for output in made.outputs] == [[2, 2], [3, 3]]
     assert not any(t.requires_grad for t in (*made.losses, *made.outputs))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import PartitionError, pipeline, verify
+from penstock import pipeline, verify
 from penstock.schedule import generate, generator, generators
 from penstock.schedule.generators import Numbers
 from scaffolding.branching import WIDTH, Branching, batch_of, cuts, several_kinds
@@ -144,30 +144,6 @@ def test_evaluation_takes_the_same_ways() -> None:
         outputs = pipe.evaluate(x, mask, outputs=True).outputs
     for output, part, own in zip(outputs, x.chunk(MICROBATCHES), mask.chunk(MICROBATCHES), strict=True):
         assert torch.equal(output, model(part.clone(), own.clone()))
-
-
-class Counting(nn.Module):
-    """Counts on the first stage what is masked, and uses the count on the second where nothing is."""
-
-    seen: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        masked, x = bool((mask == 0).any()), self.first(x)
-        if masked:
-            self.seen.add_(1)
-        x = self.second(x)
-        return x if masked else x * (1 + self.seen)
-
-
-def test_what_one_kind_updates_and_another_uses_elsewhere_is_refused() -> None:
-    x, mask, _ = batch_of((0, 1), 0)
-    with pytest.raises(PartitionError, match=r"stage 0 updates 'seen', which others use on stage 1.*Move the cut"):
-        pipeline(Counting(), (x, mask), ranks=2, microbatches=2, cuts=["second"], loss=squared_error)
 
 
 # -- padded sequences -------------------------------------------------------------------------------------------------

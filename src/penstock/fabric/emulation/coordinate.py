@@ -6,7 +6,6 @@ The hosts run as under a real torchrun: an agent and a worker each. Their output
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,8 @@ from penstock.errors import FabricError
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.emulation.watch import Watch
-from penstock.fabric.samples import RUN, SAMPLES, STEPS, write_whole
+from penstock.fabric.samples import RUN, SAMPLES, STEPS
+from penstock.files import read_json, write_json
 from penstock.launch.agent import FAILURES, RankFailure, agent_command
 from penstock.launch.processes import Ended, Patience, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
@@ -165,11 +165,11 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
     """Adds to run.json what host 0 could not write, or does not know."""
     path = folder / RUN
     with contextlib.suppress(OSError, ValueError):
-        record = json.loads(path.read_text())
+        record = read_json(path)
         if not record["complete"] and not record["missing"]:
             record["missing"] = missing
         record.update({name: value for name, value in found.items() if value})
-        write_whole(path, record)
+        write_json(path, record)
 
 
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:

@@ -15,7 +15,8 @@ from penstock.errors import FabricError
 from penstock.fabric.emulation import clock
 from penstock.fabric.emulation.joining import Members, first_line, hosts_text, joined
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.samples import RUN, write_whole
+from penstock.fabric.samples import RUN
+from penstock.files import write_json
 from penstock.network.conditions import environment
 
 
@@ -81,7 +82,7 @@ class Record:
         """Adds entries to the record."""
         self._found.update(found)
         if self._path is not None:
-            write_whole(self._path, self._found)
+            write_json(self._path, self._found)
 
 
 def told_apart(hosts: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -11,6 +10,7 @@ from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
+from penstock.files import STRICT, read_json, validate, write_json
 
 BACKENDS = ("gloo", "nccl")
 """Backends of torch.distributed."""
@@ -61,6 +61,7 @@ class Spec:
             algorithm.
     """
 
+    __pydantic_config__ = STRICT
     workload: Workload
     hosts: int
     algorithm: str = "ring"
@@ -137,11 +138,10 @@ class Spec:
     def write(self, folder: Path) -> Path:
         """Writes the spec into the run's folder and returns its path."""
         path = folder / SPEC
-        path.write_text(json.dumps(asdict(self)))
+        write_json(path, asdict(self))
         return path
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Reads what `write` wrote."""
-        given: dict[str, Any] = json.loads(path.read_text())
-        return cls(**{**given, "workload": Workload.from_dict(given["workload"])})
+        return validate(cls, read_json(path), str(path))

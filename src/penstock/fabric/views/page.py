@@ -26,6 +26,7 @@ from penstock.fabric.views.numbers import NONE, digits, percent, seconds
 from penstock.fabric.views.plots import draw
 from penstock.fabric.views.style import INK, MUTED, RULE
 from penstock.fabric.views.template import BODY, STYLE
+from penstock.files import write_text
 from penstock.report.frame import frame
 
 CAPTIONS = {
@@ -43,7 +44,7 @@ def write_page(run: Run, results: dict[str, Any], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    path.write_text(page(run, results), encoding="utf-8")
+    write_text(path, page(run, results))
 
 
 def page(run: Run, results: dict[str, Any]) -> str:

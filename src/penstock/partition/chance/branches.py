@@ -21,8 +21,7 @@ def with_branches(first: Recording, record: Callable[[Mapping[int, bool]], Recor
         first: the path on which every answer is False.
         record: records the path with these answers, False for questions without one.
 
-    Raises PartitionError if the paths differ in more than what some leave out, or an update in place would reach past a
-    branch.
+    Raises PartitionError if the paths differ in more than what some leave out.
     """
     try:
         found = explore(first, record)
@@ -55,8 +54,6 @@ class _Merger:
     def merged(self) -> Recording:
         base = self.base
         outputs = {k: self._outputs(k) for k in self.found.regions}
-        for number in outputs:
-            self._check_updates(number, outputs[number])
         for node, fact in base.facts.items():
             self.numbers[fact.index] = len(self.facts)  # for nodes in a region: where the region will be
             if node in self.lasts:
@@ -104,21 +101,6 @@ class _Merger:
             if passed.requires_grad and not run.requires_grad:
                 raise UnlikeError(f"{instead.name!r} takes a gradient, but {node.name!r} does not", number)
         return outputs
-
-    def _check_updates(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
-        """Refuses in-place updates of a branch's inputs and outputs, which may or may not share memory."""
-        facts, region = self.base.facts, self.found.regions[number]
-        if not region:
-            return
-        inside = set(region)
-        given = {s for n in region for a in n.all_input_nodes if a not in inside for s in facts[a].storages}
-        passed = {s for n in outputs for s in facts[self.found.instead[n]].storages}
-        out = {s for n in outputs for s in facts[n].storages}
-        begin = facts[region[0]].index
-        for writer, fact in facts.items():
-            shared = (given | passed) if writer in inside else (passed | out)
-            if fact.index >= begin and (fact.writes & shared) - set(self.base.memory):
-                raise UnlikeError(f"{writer.name!r} updates in place what goes into it or comes out of it", number)
 
     def _write_branch(self, number: int, outputs: tuple[fx.Node, ...]) -> None:
         base, nodes = self.base, self.found.regions[number]

@@ -29,6 +29,7 @@ from penstock.partition.measure.costs import (
     profile_of,
     unit_costs,
 )
+from penstock.partition.measure.running import seeded
 from penstock.partition.recording.recording import Recording
 from penstock.partition.run.loan import fake_like, untouched_generators
 from penstock.partition.stages.stage import Stage
@@ -112,7 +113,7 @@ class CountedUnit:
             made = self._module(*entering)
         self.outputs: Sequence[Tensor] = [value.detach() for value in made]
         self.saved = Saved.of(sizes, own, entering, made)
-        roots, seeds = _seeded(made)
+        roots, seeds = seeded(made)
         with Counting() as backward:
             if roots:
                 torch.autograd.backward(roots, seeds)
@@ -123,7 +124,7 @@ class CountedUnit:
 
     def _input_gradient(self) -> tuple[Operation, ...]:
         leaves, entering = self._enter()
-        roots, seeds = _seeded(self._module(*entering))
+        roots, seeds = seeded(self._module(*entering))
         counting = Counting()
         with counting:
             torch.autograd.grad(roots, [leaf for leaf in leaves if leaf.requires_grad], seeds, allow_unused=True)
@@ -204,9 +205,3 @@ def _inputs(
         key: fake_like(value, mode, CPU).requires_grad_(False) if isinstance(value, Tensor) else value
         for key, value in given.items()
     }
-
-
-def _seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The results that take a gradient, and a gradient for each."""
-    roots = [value for value in made if value.requires_grad]
-    return roots, [torch.ones_like(value) for value in roots]

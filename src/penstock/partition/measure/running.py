@@ -150,7 +150,7 @@ class RunningUnit:
             made = self._module(*entering)
         self.outputs = [value.detach() for value in made]
         self.saved = Saved.of(sizes, self._own, entering, made)
-        roots, seeds = _seeded(made)
+        roots, seeds = seeded(made)
         if roots:
             torch.autograd.backward(roots, seeds)
         self.learn()
@@ -292,7 +292,7 @@ class Passing:
 
     def backward(self) -> None:
         """Runs the backward between two marks, and frees what it needed; of a split one, the first part."""
-        roots, seeds = _seeded(self._made)
+        roots, seeds = seeded(self._made)
         self._marks.append(self._clock.mark())
         if self._way is Backward.INPUTS:
             wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
@@ -323,7 +323,7 @@ class Passing:
             column.append(seconds)
 
 
-def _seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def seeded(made: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The results that take a gradient, and a gradient for each."""
     roots = [value for value in made if value.requires_grad]
     return roots, [torch.ones_like(value) for value in roots]

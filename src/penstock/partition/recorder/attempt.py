@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
 from penstock.errors import PartitionError
-from penstock.marks import heard
+from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
@@ -234,7 +234,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                with observer.saved.watching(), heard(recorder.mark):
+                with observer.saved.watching(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error

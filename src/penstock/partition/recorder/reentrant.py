@@ -22,11 +22,9 @@ from penstock.partition.recording.facts import Fact
 
 
 class _Checkpoint(NamedTuple):
-    """A function that plain torch calls again in backward, the variables around it, and the nodes of its calls."""
+    """A line that calls a checkpoint, and the nodes of its calls."""
 
-    function: Any
     line: str
-    cells: tuple[Any, ...]
     nodes: frozenset[fx.Node]
 
 
@@ -39,29 +37,20 @@ class Reentrant:
 
     def run(self, function: Any, preserves_generators: bool, *args: Any) -> Any:
         """Runs an older checkpoint, as `CheckpointFunction.apply` would."""
-        cells, line, before = _cells(function), source.current_line(), len(self._recorder.facts)
+        line, before = source.current_line(), len(self._recorder.facts)
         if torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
             result = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserves_generators)
         else:
             with torch.no_grad():
                 result = function(*args)
         nodes = frozenset(islice(self._recorder.facts, before, None))
-        self._checkpoints.append(_Checkpoint(function, line, cells, nodes))
+        self._checkpoints.append(_Checkpoint(line, nodes))
         return result
 
     def check(self) -> None:
         """Raises PartitionError for what would differ from plain torch. Call this when the forward has ended."""
-        for one in self._checkpoints:
-            if any(old is not new for old, new in zip(one.cells, _cells(one.function), strict=True)):
-                raise PartitionError(  # in a loop it would see the last layer
-                    f"the function that torch.utils.checkpoint gets at {one.line} uses variables that have changed by "
-                    "the time it runs again in backward, so that plain torch would not train what was computed. Pass "
-                    "them as arguments"
-                )
-        if self._checkpoints:
-            self._check_uses()
-
-    def _check_uses(self) -> None:
+        if not self._checkpoints:
+            return
         facts, parameters = self._recorder.facts, self._recorder.loan.names
         users: dict[int, set[fx.Node]] = {}
         for node, fact in facts.items():
@@ -81,7 +70,3 @@ class Reentrant:
     def _trained(self, fact: Fact) -> Iterable[Tensor]:
         modules = [self._recorder.model.get_submodule(name) for name in fact.units]
         return (p for module in modules for p in module.parameters() if p.requires_grad)
-
-
-def _cells(function: Any) -> tuple[Any, ...]:
-    return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())

@@ -41,7 +41,7 @@ from penstock.partition.values.objects import (
 from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
 from penstock.partition.watch.unseen import Versions
-from penstock.trees import LEAF, Flat, flatten
+from penstock.trees import LEAF, Flat, flatten, leaf_tensors
 
 Seen = tuple[Tensor, fx.Node, bool]
 """A tensor that the forward handles (kept alive so that its id is not reused), its node, and its requires_grad."""
@@ -133,7 +133,7 @@ class Writer:
         return node
 
     def _fact(self, node: fx.Node, kind: Kind, result: Any) -> Fact:
-        tensors = [leaf for leaf in flatten(result).leaves if isinstance(leaf, Tensor)]
+        tensors = leaf_tensors(result)
         fact = self.facts[node] = Fact(
             index=self.observer.position,
             kind=kind,

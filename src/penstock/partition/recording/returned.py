@@ -159,20 +159,6 @@ def check_returned(result: Any, unit: str, pattern: Pattern, read_at: tuple[str,
     raise PartitionError(f"{unit!r} returned {got} where the recording has {expected}: {why}{where}. {remedy}")
 
 
-def versions_of(values: Any) -> list[tuple[Tensor, int]]:
-    """The tensors among a call's arguments, and how often each was updated in place before the call."""
-    return [(t, t._version) for t in flatten(values).leaves if isinstance(t, Tensor) and not t.is_inference()]
-
-
-def check_unchanged(before: list[tuple[Tensor, int]], unit: str) -> None:
-    """Raises PartitionError if a unit updated values in place that it left alone when it was recorded."""
-    if any(tensor._version != version for tensor, version in before):
-        raise PartitionError(
-            f"{unit!r} updates an input in place, but did not when it was recorded; a later stage gets that tensor "
-            "from where it was made, and so would have the old value. Make the update out of place, or move the cut"
-        )
-
-
 def _fits(value: Any, pattern: Pattern) -> bool:
     kind = pattern[0]
     if kind == "tensor":

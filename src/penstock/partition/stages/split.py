@@ -260,22 +260,6 @@ class CutRecording:
         inside = () if fact.branch is None else fact.branch.facts.values()
         return fact.depends_on_values or any(one.depends_on_values for one in inside)
 
-    def passed_over(self, node: fx.Node) -> list[fx.Node]:
-        """Inputs of a call that a later stage also takes from an earlier one.
-
-        The later stage would miss any update that was not seen when the call was recorded.
-        """
-        fact, stage = self.facts[node], self.stage_of(self.facts[node].index)
-
-        def goes_on(value: fx.Node) -> bool:
-            later = any(u in self.live and self.stage_of(self.facts[u].index) > stage for u in value.users)
-            return later or (value in self.recording.outputs and stage < self.count - 1)
-
-        past = [f.storages for n, f in self.facts.items() if self.stage_of(f.index) < stage and goes_on(n)]
-        past += [f.storages for n, f in self.facts.items() if f.kind == "input" and stage and goes_on(n)]
-        over = frozenset().union(*past) - fact.writes
-        return [a for a in node.all_input_nodes if self.facts[a].kind not in HELD and self.facts[a].storages & over]
-
     def overwrites_input(self, node: fx.Node) -> bool:
         """Whether this call or a later one updates an input of the call in place."""
         given = {storage for argument in node.all_input_nodes for storage in self.facts[argument].storages}

@@ -17,7 +17,7 @@ from penstock.partition.chance.gate import Gate
 from penstock.partition.recording.facts import Branch, Fact, Modes
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.partition.recording.recording import RandomSource
-from penstock.partition.recording.returned import check_returned, check_unchanged, versions_of
+from penstock.partition.recording.returned import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
@@ -261,11 +261,6 @@ def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
             new[node].meta[OVERWRITTEN_BY] = (writer := split.overwritten_unseen(node)) and split.name_of(writer)
-            if split.facts[node].depends_on_values and (watched := [new[a] for a in split.passed_over(node)]):
-                with graph.inserting_before(new[node]):
-                    before = graph.call_function(versions_of, (watched,))
-                with graph.inserting_after(new[node]):
-                    graph.call_function(check_unchanged, (before, split.facts[node].scope))
             new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph

@@ -38,12 +38,12 @@ class Dims:
     Attributes:
         what: what the dimensions describe, for messages.
         stated: dimensions by the path of a leaf, or of a part of the structure.
-        least: the fewest rows that a microbatch has, if the batch has enough.
+        min_rows: the fewest rows that a microbatch has, if the batch has enough.
     """
 
     what: str
     stated: tuple[tuple[str, Dim], ...] = ()
-    least: int = 1
+    min_rows: int = 1
 
     def of(self, path: str) -> Dim:
         """The dimension stated for the leaf at `path`. The most specific statement applies."""

@@ -5,10 +5,9 @@ A block mask's function is called with a sample's number in the batch, which has
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,33 +15,7 @@ from torch import Tensor
 from penstock.errors import ShapeError
 
 
-class Hole(NamedTuple):
-    """Stands for a block mask in a batch: its place among those taken out."""
-
-    number: int
-
-
-def taken_out(tree: Any, found: list[Any]) -> Any:
-    """The same batch with holes for block masks, which are added to `found`."""
-    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")  # if it is not loaded, there are no masks
-    if flex is None or not isinstance(tree, flex.BlockMask):
-        return tree if flex is None else _mapped(tree, lambda value: taken_out(value, found))
-    found.append(tree)
-    return Hole(len(found) - 1)
-
-
-def put_back(tree: Any, pieces: Sequence[Any]) -> Any:
-    """The same microbatch with pieces of block masks in the holes."""
-    return pieces[tree.number] if isinstance(tree, Hole) else _mapped(tree, lambda value: put_back(value, pieces))
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if type(tree) is dict:
-        return {key: function(value) for key, value in tree.items()}
-    return type(tree)(map(function, tree)) if type(tree) in (list, tuple) else tree
-
-
-def cut(mask: Any, sizes: Sequence[int], what: str, device: torch.device | None) -> list[Any]:
+def cut(mask: Any, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
     """The pieces of a block mask; one for every sample goes whole to each microbatch. Raises ShapeError if it is for
     another number of samples.
     """
@@ -52,7 +25,7 @@ def cut(mask: Any, sizes: Sequence[int], what: str, device: torch.device | None)
         return [mask] * len(sizes)
     if rows != sum(sizes):
         raise ShapeError(
-            f"{what} has a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
+            f"{where} is a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
             "pass B=None to create_block_mask"
         )
     given = {name: getattr(mask, name) for name in _TENSORS}

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import ArgumentError, ShapeError
-from penstock.runtime.batch import block_masks
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
 from penstock.schedule import MICROBATCHES
-from penstock.trees import flatten, unflatten
+from penstock.trees import flatten
 from penstock.words import counted
 
 
@@ -74,7 +73,7 @@ class Cutting:
         if self.inputs.stated and self.split is None:
             self.inputs.refuse_unknown(_paths((args, kwargs)))
 
-    def following(self, example: Any, rows: int) -> Cutting:
+    def cut_like(self, example: Any, rows: int) -> Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """
@@ -119,15 +118,7 @@ class Cutting:
     ) -> CutBatch:
         """The inputs of a batch as microbatches on `device`; `divided`: from `divide`."""
         if divided is None:
-            masks: list[Any] = []
-            rest = block_masks.taken_out((args, kwargs), masks)
-            cut = batches.cut(rest, microbatches, what, device, pipelines=pipelines, dims=self.inputs)
-            if not masks:
-                return cut
-            columns = zip(*(block_masks.cut(mask, cut.sizes, what, device) for mask in masks), strict=True)
-            whole = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
-            pieces = tuple(flatten(block_masks.put_back(*each)) for each in zip(whole, columns, strict=True))
-            return CutBatch(pieces, cut.sizes, (cut.kind, tuple(map(batches.kind_of, pieces))))
+            return batches.cut((args, kwargs), microbatches, what, device, pipelines=pipelines, dims=self.inputs)
         whole = [batches.split((piece.args, dict(piece.kwargs)), (1,), what, device, _WHOLE)[0] for piece in divided]
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)

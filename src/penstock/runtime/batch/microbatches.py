@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.compat import is_block_mask
 from penstock.errors import ArgumentError, ShapeError
 from penstock.partition.stages.partition import describe
+from penstock.runtime.batch import block_masks
 from penstock.runtime.batch.batch_dims import FIRST, Dims
 from penstock.runtime.exact import rules as exact
 from penstock.trees import Flat, Leaf, flatten, map_tensors, unflatten
@@ -62,10 +64,10 @@ class CutBatch:
     kind: Hashable
 
 
-def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -> tuple[int, ...]:
+def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
-    With too few rows for `least` in each of the microbatches there are fewer of these.
+    With too few rows for `min_rows` in each of the microbatches there are fewer of these.
 
     Raises:
         ArgumentError: there are fewer rows than pipelines (copies of the model), each of which needs one.
@@ -77,7 +79,7 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, least: int = 1) -
             if pipelines > 1
             else "the batch has no rows; expected at least one"
         )
-    microbatches = max(min(rows // least, microbatches), pipelines)
+    microbatches = max(min(rows // min_rows, microbatches), pipelines)
     small, extra = divmod(rows, microbatches)
     return tuple(small + (index < extra) for index in range(microbatches))
 
@@ -185,15 +187,14 @@ def cut(
         ArgumentError: more pieces were given than microbatches, or fewer rows or pieces than pipelines.
         ShapeError: tensors disagree on the number of rows, or one requires a gradient.
     """
-    raw = flatten(tree)
-    given = any(isinstance(leaf, Microbatches) for leaf in raw.leaves)
-    if given:
+    raw = flatten(tree, is_leaf=lambda value, _: is_block_mask(value))
+    if given := any(isinstance(leaf, Microbatches) for leaf in raw.leaves):
         sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.least)
+        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.min_rows)
     pieces = _split(tree, sizes, what, device, dims)
-    if given or pieces[0].structure != raw.structure:  # pieces of one leaf may differ in structure
-        pieces = [flatten(unflatten(piece.leaves, piece.structure)) for piece in pieces]
+    if given or pieces[0].structure != raw.structure or any(map(is_block_mask, raw.leaves)):
+        pieces = [flatten(unflatten(p.leaves, p.structure)) for p in pieces]  # pieces of one leaf may differ in theirs
     return CutBatch(tuple(pieces), sizes, kind_of(raw))
 
 
@@ -212,7 +213,7 @@ def split(
 def _split(tree: Any, sizes: Sequence[int], what: str, device: torch.device | None, dims: Dims) -> list[Flat]:
     """Like `split`. Each piece is flattened, but what `Microbatches` and columns become in it is not."""
     rows = sum(sizes)
-    flat = flatten(tree, is_leaf=lambda value, path: is_column(value, path, rows, what + path, dims))
+    flat = flatten(tree, is_leaf=lambda v, path: is_block_mask(v) or is_column(v, path, rows, what + path, dims))
     columns = [
         _split_leaf(leaf, path, sizes, f"{what}{path}", device, dims)
         for leaf, path in zip(flat.leaves, flat.paths, strict=True)
@@ -226,6 +227,8 @@ def _split_leaf(
 ) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
         return _given(leaf, sizes, where, device)
+    if is_block_mask(leaf):
+        return block_masks.cut(leaf, sizes, where, device)
     ends = list(accumulate(sizes))
     if type(leaf) in (list, tuple):  # a column: others are not leaves
         pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
@@ -325,5 +328,7 @@ def _kind_of_leaf(leaf: Any) -> Hashable:
     """A leaf as `describe` sees it, but without its device: microbatches are moved to the first stage's device."""
     if isinstance(leaf, Microbatches):
         return tuple(kind_of(flatten(piece)) for piece in leaf.pieces)
+    if is_block_mask(leaf):
+        return kind_of(flatten(leaf))
     takes_gradient = isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
     return *describe(leaf)[:4], takes_gradient

@@ -94,7 +94,7 @@ class SingleRowError(PartitionError):
 
 
 @contextmanager
-def telling_rows(outline: Outline) -> Iterator[None]:
+def explaining_cut(outline: Outline) -> Iterator[None]:
     """Wraps a recording of microbatches: an error of the model's own tells how the batch was cut.
 
     Raises:

@@ -27,7 +27,7 @@ from penstock.runtime.front_end import Partition, Stage
 from penstock.runtime.gradients.replicas import Average, Replicas
 from penstock.runtime.gradients.tied_hooks import Tied, refuse_hooks, tied_among
 from penstock.runtime.gradients.ties import TieGroup, TieReducer
-from penstock.runtime.kinds import Kinds, all_uses, distinct, refuse_apart
+from penstock.runtime.kinds import Kinds, all_uses, distinct
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.processes.failure import OUTSIDE, Position, Watched
 from penstock.runtime.processes.failure_detector import Patience
@@ -150,7 +150,6 @@ class Engine:
         partitions, schedule, training = binding.partitions, binding.schedule, binding.training
         stages = all_uses(partitions)
         with self.agreed_at_first():
-            refuse_apart(partitions)
             for partition in partitions:
                 self.streams.watch(partition.drawing_modules)
                 self.streams.seeds_foreign |= partition.is_foreign

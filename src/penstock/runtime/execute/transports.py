@@ -57,6 +57,7 @@ def transport_of(
         _check_same([name for name, _, _ in said], control.world.number)
         if not (callable(choice) or choice == "staged"):
             check_apart([where for _, _, where in said])
+            check_queues(len(groups.members) if device.type == "cuda" and staging is None else 1)
     plain = DistributedTransport(rank, groups, device if staging is None else HOST, pinned=staging is not None)
     neighbours = None
     if all(said[number][1] for number in control.world.numbers):
@@ -128,6 +129,16 @@ def check_apart(accelerators: Sequence[str]) -> None:
             f"{len(sharing)} in all), and NCCL exchanges nothing within one. Start no more ranks on a machine than it "
             "has accelerators, and give each its own in devices=; or give transport='staged', which takes the way "
             "through the host's memory; or run the script without torchrun, so that one process drives all ranks"
+        )
+
+
+def check_queues(ranks: int) -> None:
+    """Raises ArgumentError if messages share queues with computation (Megatron-LM: CUDA_DEVICE_MAX_CONNECTIONS=1)."""
+    given, needed = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", ""), 1 + 2 * min(ranks - 1, 2)
+    if given.isdecimal() and int(given) < needed:
+        raise ArgumentError(
+            f"CUDA_DEVICE_MAX_CONNECTIONS={given}: in so few queues, computation waits behind messages that wait for "
+            f"others, and ranks may hang; expected at least {needed}: unset the variable, or pass transport='staged'"
         )
 
 

@@ -56,7 +56,7 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
     return arguments
 
 
-def chosen(compile: Compile, model: nn.Module, stages: Sequence[Stage]) -> Compile:
+def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage]) -> Compile:
     """What `compile=` asks for; if it asks for nothing, how the model compiled itself, or a module that was opened."""
     if compile is not False:
         return compile

@@ -97,7 +97,6 @@ class DeferredNorms(Feature):
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
         for norm in before:
-            _refuse_later_hooks(norm)
             if _has_own_forward(norm) and norm not in self._compared:
                 self._compared.add(norm)
                 self._handles.append(norm.register_forward_hook(_Compare(self)))
@@ -140,8 +139,8 @@ class DeferredNorms(Feature):
                 self._expected[norm] = (mean.clone(), norm.get_buffer("running_var").clone()), moments
 
     def compare(self, norm: nn.Module) -> None:
-        """Called after a module with its own forward. Raises ArgumentError if it normalised something other than what
-        entered it.
+        """Called after a module with its own forward. Raises ArgumentError if it normalized something other than what
+        entered it, as timm's `SplitBatchNorm2d` does.
         """
         expected = self._expected.pop(norm, None)
         if expected is None or not isinstance(norm, _BatchNorm) or norm.running_mean is None:
@@ -168,18 +167,6 @@ def _tracks(norm: nn.Module) -> bool:
 
 def _has_own_forward(norm: nn.Module) -> bool:
     return "forward" in vars(norm) or not type(norm).forward.__module__.startswith("torch.")
-
-
-def _refuse_later_hooks(norm: nn.Module) -> None:
-    """Raises ArgumentError if a hook runs after ours, and may change what enters the module, or its mode."""
-    hooks = [*norm._forward_pre_hooks.values()]
-    ours = next((place for place, hook in enumerate(hooks) if isinstance(hook, _Hook)), None)
-    later = [] if ours is None else [h for h in hooks[ours + 1 :] if not type(h).__module__.startswith("penstock.")]
-    if later:
-        raise ArgumentError(
-            f"deferred_batch_norm=True: a forward pre-hook was registered on a {type(norm).__name__} after the "
-            "pipeline was made, so that it could change what enters the module unseen; register it before"
-        )
 
 
 def _has_changed(norm: nn.Module, copies: Mapping[str, Tensor]) -> bool:

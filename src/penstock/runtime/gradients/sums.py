@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.gradients import by_gradient_dtype, gradient_dtype
+from penstock.runtime.exact.rules import CACHE_LINE_BYTES
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
 from penstock.runtime.transport.protocol import Pending
 
@@ -83,7 +84,7 @@ class GradientSum:
 
     def _empty(self, members: Sequence[nn.Parameter]) -> Tensor:
         """A buffer of -0.0: adding to it changes no bit, where 0.0 would change the sign of -0.0."""
-        dtype, size = gradient_dtype(members[0]), sum(_sizes(members)) + len(members)
+        dtype, size = gradient_dtype(members[0]), sum(_slots(members)) + len(members)
         nothing = complex(-0.0, -0.0) if dtype.is_complex else -0.0
         self._prepared[dtype] = torch.full((size,), nothing, dtype=dtype, device=members[0].device)
         return self._prepared[dtype]
@@ -138,14 +139,20 @@ class GradientSum:
         return _in_place(total, parameter) if view is None else view
 
 
-def _sizes(members: Sequence[nn.Parameter]) -> list[int]:
-    """The elements of each parameter that are here."""
-    return [local(parameter.detach()).numel() for parameter in members]
+def _slots(members: Sequence[nn.Parameter]) -> list[int]:
+    """The elements that each gradient takes of a buffer, so that all begin at a cache line, like tensors of their own.
+
+    Kernels for other addresses would first run in the second step's backward. CUDA loads a kernel when it first runs,
+    once all that run have ended, and among these are receives: two ranks that await each other's gradients would hang.
+    """
+    unit = CACHE_LINE_BYTES // gradient_dtype(members[0]).itemsize
+    return [-(-local(parameter.detach()).numel() // unit) * unit for parameter in members]
 
 
 def _places(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:
     """Where each gradient is in a buffer, and then the numbers of processes that have them."""
-    return torch.split(buffer, [*_sizes(members), len(members)])
+    *slots, counts = torch.split(buffer, [*_slots(members), len(members)])
+    return [*(slot[: local(p.detach()).numel()] for slot, p in zip(slots, members, strict=True)), counts]
 
 
 def _lies_flat(parameter: nn.Parameter) -> bool:

@@ -81,8 +81,7 @@ def checked_value(loss: Any, output: object, function: Loss | None) -> Tensor:
     """
     if loss is None and function is None:
         raise no_loss(output)
-    if not isinstance(loss, Tensor):
-        loss = loss_in(loss)
+    loss = loss_in(loss)
     if isinstance(loss, Tensor):
         if loss.numel() == 1 and loss.dim() <= 1:
             return loss
@@ -204,7 +203,7 @@ class LossHead:
                 else:
                     with partition.leaving(leaves), nullcontext() if self._watched else watching(self._elsewhere):
                         returned = self._loss(output, target)
-                loss = returned if isinstance(returned, Tensor) else loss_in(returned)
+                loss = loss_in(returned)
                 for (name, buffer), version in zip(self._fixed.items(), versions, strict=True):
                     if buffer._version != version:
                         raise _updates(name)
@@ -242,11 +241,11 @@ class LossHead:
         return self._weights[microbatch] != 0
 
     def terms(self, microbatches: range) -> Sequence[Tensor | None]:
-        """The terms that some microbatches add to the batch's loss, in order, then those of each of its parts; None for
-        a loss that is elsewhere."""
+        """What some microbatches add to the batch's loss, in order, each followed by what it adds to the parts; None
+        for a loss that is elsewhere."""
         if not self.losses:
             return [None] * len(microbatches) * (1 + len(self.names))
-        return [weighted_sum([row[k]], [self._weights[k]]) for row in self._rows() for k in microbatches]
+        return [weighted_sum([row[k]], [self._weights[k]]) for k in microbatches for row in self._rows()]
 
     def totals(self) -> list[Tensor | None]:
         """The batch's loss, and its parts: each the weighted sum, ascending by microbatch."""

@@ -77,10 +77,7 @@ def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
     """How a loss of torch's reduces; None for others."""
     if loss is None or may_draw(loss):
         return None
-    given: dict[str, Any] = {}
-    function: Any = inspect.unwrap(loss)
-    while isinstance(function, partial):
-        given, function = {**function.keywords, **given}, function.func
+    function, given = _plain_function(loss)
     if isinstance(function, nn.Module):
         given = {**vars(function), **function._buffers}
     else:
@@ -93,7 +90,7 @@ def _reduces(loss: Callable[..., Any] | None) -> _Reduces | None:
 
 def is_of_torch(loss: Callable[..., Any] | None) -> bool:
     """Whether a loss is a function or a module of torch's own, which draws from torch's generators alone."""
-    function = _plain_function(loss)
+    function, _ = _plain_function(loss)
     return (getattr(function, "__module__", None) or "").split(".")[0] == "torch"
 
 
@@ -101,23 +98,25 @@ def may_draw(loss: Callable[..., Any] | None) -> bool:
     """Whether a loss may draw random numbers: torch's own losses do not."""
     if loss is None:
         return False
-    function = _plain_function(loss)
+    function, _ = _plain_function(loss)
     if isinstance(function, nn.Module):
         takes_a_function = isinstance(function, nn.TripletMarginWithDistanceLoss) or "forward" in vars(function)
         return takes_a_function or type(function).__module__ != nn.modules.loss.__name__
     return not any(function is one for one in _LOSSES)
 
 
-def _plain_function(loss: Callable[..., Any] | None) -> Any:
-    """The function or module that a loss is made of; None for a module with parts or hooks, which are the user's."""
+def _plain_function(loss: Callable[..., Any] | None) -> tuple[Any, dict[str, Any]]:
+    """The function or module that a loss is made of (None for a module with parts or hooks, which are the user's), and
+    the keyword arguments that partials give it.
+    """
     function: Any = None if loss is None else inspect.unwrap(loss)
+    given: dict[str, Any] = {}
     while isinstance(function, partial):
-        function = function.func
-    if isinstance(function, nn.Module) and (
-        function._modules or function._forward_hooks or function._forward_pre_hooks
-    ):
-        return None
-    return function
+        given, function = {**function.keywords, **given}, function.func
+    is_module = isinstance(function, nn.Module)
+    if is_module and (function._modules or function._forward_hooks or function._forward_pre_hooks):
+        return None, {}
+    return function, given
 
 
 _LOSSES = tuple(

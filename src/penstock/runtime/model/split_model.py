@@ -15,7 +15,7 @@ from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.partition.units.chain import unwrapped
-from penstock.runtime.batch.outline import Outline, telling_rows
+from penstock.runtime.batch.outline import Outline, explaining_cut
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
@@ -272,7 +272,7 @@ class SplitModel:
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
         """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain, telling_rows(outline or self._example):
+        with torch.set_grad_enabled(training), plain, explaining_cut(outline or self._example):
             yield
 
     def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:

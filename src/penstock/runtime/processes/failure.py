@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from penstock.words import line_of
+
 Kind = Literal["raised", "lost", "left", "stalled"]
 
 _MOST_CHARACTERS = 2000
@@ -60,13 +62,17 @@ class Failure:
     error: str
     kind: Kind = "raised"
 
+    def __post_init__(self) -> None:  # its texts may come from another rank
+        object.__setattr__(self, "action", None if self.action is None else line_of(self.action, _MOST_CHARACTERS))
+        object.__setattr__(self, "error", line_of(self.error, 2 * _MOST_CHARACTERS))
+
     @classmethod
     def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
         """The failure of a rank that raised `error`, and where its device was."""
-        message = " ".join(str(error).split())
+        message = str(error).strip()
         text = f"{type(error).__name__}: {message}" if message else type(error).__name__
         where = "" if device is None else f"; {device}"
-        return cls(rank, action or None, text[:_MOST_CHARACTERS] + where, "raised")
+        return cls(rank, action or None, line_of(text, _MOST_CHARACTERS) + where, "raised")
 
     def __str__(self) -> str:
         where = f"at {self.action}" if self.action else "outside of a step"
@@ -138,6 +144,10 @@ class Sighting:
         """All ranks that it waits for, on its host or its device."""
         return tuple(peer for position in self.positions for peer in position.peers)
 
+    def fits(self, ranks: int) -> bool:
+        """Whether it waits for no more than these ranks."""
+        return len(self.peers) <= 2 * ranks and all(0 <= peer < ranks for peer in self.peers)
+
     def to_list(self) -> list[Any]:
         device = self.device and [*_plain(self.device.position), self.device.finished]
         return [*_plain(self.position), self.seconds, self.left, device]
@@ -149,7 +159,7 @@ class Sighting:
         behind = None
         if device is not None:
             *where, finished = device
-            behind = Behind(_position(*where), str(finished))
+            behind = Behind(_position(*where), line_of(str(finished), _MOST_CHARACTERS))
         return cls(_position(action, peers), float(seconds), bool(left), behind)
 
 
@@ -158,7 +168,7 @@ def _plain(position: Position) -> list[Any]:
 
 
 def _position(action: Any, peers: Any) -> Position:
-    return Position(str(action), tuple(int(peer) for peer in peers))
+    return Position(line_of(str(action), _MOST_CHARACTERS), tuple(int(peer) for peer in peers))
 
 
 def wait_chain(rank: int, sightings: Sequence[Sighting]) -> tuple[int, str]:

@@ -67,6 +67,10 @@ class Process:
     pid: int
     started: str
 
+    def __post_init__(self) -> None:  # another process may have sent it
+        if not (isinstance(self.machine, str) and type(self.pid) is int and isinstance(self.started, str)):
+            raise TypeError(f"not a process: {self!r}")
+
     @classmethod
     def here(cls) -> Process:
         try:
@@ -159,7 +163,7 @@ class FailureDetector:
 
     def beat(self, rank: int, sighting: Sighting) -> None:
         """Records a sign of life from `rank`; its last if `left`. Raises ValueError if it waits for an unknown rank."""
-        if not all(0 <= peer < len(self._ranks) for peer in sighting.peers):
+        if not sighting.fits(len(self._ranks)):
             raise ValueError(f"rank {rank} {sighting.doing}, but the ranks are 0 to {len(self._ranks) - 1}")
         entry = self._ranks[rank]
         if entry.left is not None:
@@ -174,7 +178,10 @@ class FailureDetector:
             self._ranks[rank].gone = self._clock()
 
     def accuse(self, failure: Failure) -> bool:
-        """Records why the run ends. Returns False if another cause was recorded before."""
+        """Records why the run ends. Returns False if another cause was recorded before. Raises ValueError if it names
+        an unknown rank."""
+        if not 0 <= failure.rank < len(self._ranks):
+            raise ValueError(f"rank {failure.rank} {failure.kind}, but the ranks are 0 to {len(self._ranks) - 1}")
         if self.failure is None:
             self.failure = failure
             return True

@@ -3,11 +3,15 @@
 It does not use torch's TCPStore: if the server is stopped, TCPStore calls block forever whatever their timeout, and if
 it is gone, they print forty lines of C++ frames over the one line that matters.
 
-    to the server    join: [machine, pid, started]     beat: sighting     failure: text     noted: true
-                     asked: nanoseconds (each with rank and token; noted is the answer to a failure)
+    to the server    first, a line that is no JSON: token, space, rank
+                     join: [machine, pid, started]     beat: sighting     failure: text
+                     asked: nanoseconds                noted: true, the answer to a failure
     to a rank        absent: [ranks that have not joined], every beat until it is ready: true
                      sightings: [...], in answer to a beat     failure: text
                      clock: [asked, nanoseconds here], in answer to asked
+
+Whoever reaches the port can connect. The server parses no byte of a guest, a connection that has not sent the token
+yet. What goes wrong with one connection ends only that one.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
@@ -33,6 +37,10 @@ from penstock.runtime.processes.failure_detector import GONE, FailureDetector, P
 from penstock.runtime.processes.joining import Missing
 
 _MOST_BYTES = 1 << 20
+_GREETING_BYTES = 512
+_GREETING_SECONDS = 10.0
+_MOST_GUESTS = 64
+_CONNECTIONS_PER_RANK = 4
 
 Address = dict[str, Any]
 """Where the server is: hosts to try, port, token, and its process. Plain values, so that it can be broadcast."""
@@ -50,6 +58,8 @@ class Connection:
         self._unread = b""
         self._sending = threading.Lock()
         self._broken: OSError | None = None
+        self.rank: int | None = None  # whose it is, for the server; None for a guest
+        self.opened = time.monotonic()
 
     @property
     def host(self) -> str:
@@ -58,26 +68,31 @@ class Connection:
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message. Raises OSError if the other side is gone, or so slow to read that its buffers are full."""
+        self.send_line(json.dumps(message).encode())
+
+    def send_line(self, line: bytes) -> None:
+        """Sends bytes and the end of the line. Raises as `send` does."""
         with self._sending, self._noting():
-            self.link.sendall(json.dumps(message).encode() + b"\n")
+            self.link.sendall(line + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """Waits for bytes and returns the messages that they complete.
+        """Waits for bytes and returns the messages that they complete. Raises as `receive_lines` and `parse` do."""
+        return parse(self.receive_lines())
+
+    def receive_lines(self, most_bytes: int = _MOST_BYTES) -> list[bytes]:
+        """Waits for bytes and returns the lines that they complete.
 
         Raises TimeoutError if nothing came in time, ConnectionError if the other side is gone, another OSError if it
-        cannot be reached, and ValueError if it sent anything else.
+        cannot be reached, and ValueError if it sent more than `most_bytes` without completing one.
         """
         with self._noting():
             data = self.link.recv(1 << 16)
         if not data:
             raise self._broken or ConnectionResetError("the other side closed the connection")
         *lines, self._unread = (self._unread + data).split(b"\n")
-        if len(self._unread) > _MOST_BYTES:
-            raise ValueError("a message without an end")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message that is not an object")
-        return messages
+        if len(self._unread) > most_bytes and not lines:
+            raise ValueError("a line without an end")
+        return lines
 
     def close(self) -> None:
         self.link.close()
@@ -95,17 +110,27 @@ class Connection:
             raise self._broken from None
 
 
+def parse(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Reads messages, one per line. Raises ValueError if one is anything but a JSON object, RecursionError too."""
+    messages = [json.loads(line) for line in lines]
+    if not all(isinstance(message, dict) for message in messages):
+        raise ValueError("a message that is not an object")
+    return messages
+
+
 class HeartbeatServer:
     """The thread of rank 0 that owns the detector. Ends itself once every rank has left or is gone."""
 
     def __init__(self, ranks: int, patience: Patience) -> None:
         alone = _on_one_machine()
+        self._ranks = ranks
         self._detector = FailureDetector(ranks, patience)
         self._beat_seconds = patience.beat_seconds
         self._token = secrets.token_hex(16)
         self._listener = _listen(alone)
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, Connection] = {}
+        self._open: list[Connection] = []
+        self._connections: dict[int, Connection] = {}  # to each rank, the last that it joined on
         self._stopping = threading.Event()
         self._unaware: set[int] = set()
         self._noted = threading.Event()
@@ -146,37 +171,61 @@ class HeartbeatServer:
                 for key, _ in self._selector.select(self._beat_seconds / 2):
                     if key.data is None:
                         self._accept()
-                    else:
+                    elif key.data in self._open:  # not dropped meanwhile
                         self._read(key.data)
+                for guest in self._from(None):
+                    if time.monotonic() - guest.opened > _GREETING_SECONDS:
+                        self._drop(guest)
                 known = self._detector.failure
                 self._detector.judge()
                 if known is None and self._detector.failure is not None:
                     self._announce(self._detector.failure)
                 self._tell_absent()
-            for key in list(self._selector.get_map().values()):
-                if key.data is not None:
-                    key.data.close()
+            for connection in self._open:
+                connection.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             link, _ = self._listener.accept()
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
-            self._selector.register(link, selectors.EVENT_READ, Connection(link))
+        except OSError:  # this process has no file descriptor left, for example; the selector asks again at once
+            time.sleep(self._beat_seconds / 2)
+            return
+        link.settimeout(1.0)  # messages are small: only a stopped rank has no room for one
+        self._open.append(Connection(link))
+        self._selector.register(link, selectors.EVENT_READ, self._open[-1])
+        for guest in self._from(None)[:-_MOST_GUESTS]:
+            self._drop(guest)
+
+    def _from(self, rank: int | None) -> list[Connection]:
+        """The open connections of a rank, or the guests; oldest first."""
+        return [connection for connection in self._open if connection.rank == rank]
 
     def _read(self, connection: Connection) -> None:
         try:
-            for message in connection.receive():
+            lines = connection.receive_lines(_GREETING_BYTES if connection.rank is None else _MOST_BYTES)
+            if lines and connection.rank is None:
+                self._admit(connection, lines.pop(0))
+            for message in parse(lines):
                 self._take(connection, message)
         except ConnectionError:
             self._drop(connection, gone=True)
-        except (OSError, ValueError, KeyError, TypeError, IndexError):
-            self._drop(connection, gone=False)
+        except Exception:
+            self._drop(connection)
+
+    def _admit(self, connection: Connection, greeting: bytes) -> None:
+        """Makes a guest a rank's connection. A rank that returns may have left others open: the oldest are closed."""
+        token, _, number = greeting.partition(b" ")
+        known = len(greeting) <= _GREETING_BYTES and hmac.compare_digest(token, self._token.encode())
+        if not (known and number.isdigit() and int(number) < self._ranks):
+            raise ValueError("not one of our ranks")
+        connection.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.rank = int(number)
+        for earlier in self._from(connection.rank)[:-_CONNECTIONS_PER_RANK]:
+            self._drop(earlier)
 
     def _take(self, connection: Connection, message: dict[str, Any]) -> None:
-        if not hmac.compare_digest(str(message["token"]), self._token):
-            raise ValueError("not one of our ranks")
-        rank, detector = int(message["rank"]), self._detector
+        rank, detector = connection.rank, self._detector
+        assert rank is not None
         if "asked" in message:
             connection.send({"clock": [int(message["asked"]), host_clock.now_ns()]})
         if "join" in message:
@@ -218,7 +267,8 @@ class HeartbeatServer:
             with contextlib.suppress(OSError):
                 connection.send(message)
 
-    def _drop(self, connection: Connection, *, gone: bool) -> None:
+    def _drop(self, connection: Connection, *, gone: bool = False) -> None:
+        self._open.remove(connection)
         self._selector.unregister(connection.link)
         connection.close()
         for rank, known in list(self._connections.items()):
@@ -244,8 +294,8 @@ def connect(address: Address, rank: int, seconds: float) -> Connection:
             continue
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = Connection(link)
-        me = [process.machine, process.pid, process.started]
-        connection.send({"rank": rank, "token": address["token"], "join": me})
+        connection.send_line(f"{address['token']} {rank}".encode())
+        connection.send({"join": [process.machine, process.pid, process.started]})
         return connection
     assert problem is not None
     raise problem
@@ -278,10 +328,16 @@ def _await_ready(connection: Connection, server: Process, rank: int, patience: P
     connection.link.settimeout(patience.beat_seconds)
     while True:
         missing.check()
-        messages: list[dict[str, Any]] = []
         lost: str | None = None
+        failure: Failure | None = None
         try:
             messages, heard = connection.receive(), time.monotonic()
+            for message in messages:
+                if "ready" in message:
+                    return
+                if "failure" in message:
+                    failure = Failure.from_json(message["failure"])
+                missing.ranks = tuple(map(int, message.get("absent", missing.ranks)))
         except TimeoutError:
             seconds = time.monotonic() - heard
             lost = silence(seconds, server.state(), patience) if seconds >= patience.stall_seconds else None
@@ -289,13 +345,9 @@ def _await_ready(connection: Connection, server: Process, rank: int, patience: P
             lost = GONE
         except OSError as error:
             lost = f"out of reach ({error})"
-        failure = None if lost is None else Failure(0, None, lost, "lost")
-        for message in messages:
-            if "ready" in message:
-                return
-            if "failure" in message:
-                failure = Failure.from_json(message["failure"])
-            missing.ranks = tuple(message.get("absent", missing.ranks))
+        except Exception as error:
+            lost = f"it sent what no rank sends ({type(error).__name__})"
+        failure = Failure(0, None, lost, "lost") if lost else failure
         if failure is not None:
             raise PipelineFailure(f"rank {rank} stops: {failure}")
 

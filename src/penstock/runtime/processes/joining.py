@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import socket
 import sys
 import threading
 import time
@@ -26,6 +27,8 @@ from penstock.runtime.processes.launcher import Launcher
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
 _SEARCH_SECONDS = 5.0
+_FIRST_SECONDS = 15.0
+_MOST_NAMED = 8
 
 
 class Store(Protocol):
@@ -63,19 +66,26 @@ def place_of(store: Any, ranks: Sequence[int]) -> Store:
 
 
 class Missing:
-    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds` that this rank waits.
+    """The ranks that have not come yet. Inside its `with` block, it says every `warn_seconds`, and once before, that
+    this rank waits.
 
     A thread says it, since the main thread may be blocked in torch: in a store whose process is stopped, for example.
 
     Attributes:
         ranks: who is missing, as far as is known; empty once all have come and only torch may wait.
+        address: where they come to, if that is known: MASTER_ADDR and MASTER_PORT.
+        reached: whether this rank has come to it.
     """
+
+    address: tuple[str, int] | None = None
+    reached = False
 
     def __init__(self, rank: int, ranks: int, patience: Patience) -> None:
         self.ranks = tuple(range(1, ranks)) if rank == 0 else (0,)  # the others come to rank 0
         self._rank, self._patience, self._launcher = rank, patience, Launcher()
         self._began = time.monotonic()
-        self._next = self._began + patience.warn_seconds
+        self._all = range(ranks)
+        self._next = self._began + min(_FIRST_SECONDS, patience.warn_seconds)
         # A pipeline on part of the job counts its ranks by itself, not as torchrun does.
         self._others = tuple(range(ranks)) if str(ranks) == os.environ.get("WORLD_SIZE") else ()
         self._next_search = self._began + _SEARCH_SECONDS
@@ -121,14 +131,18 @@ class Missing:
             self._next = time.monotonic() + self._patience.warn_seconds
 
     def _words(self, waited: str) -> str:
-        seconds = time.monotonic() - self._began
+        words = f"rank {self._rank} {waited} {time.monotonic() - self._began:.0f} s"
         if not self.ranks:
-            return f"rank {self._rank} {waited} {seconds:.0f} s in init_process_group, to which all ranks have come"
+            return f"{words} in init_process_group, to which all ranks have come"
+        if self.address and not self.reached:
+            return f"{words} for rank 0 {_state_of(*self.address)}"
         have = "has" if len(self.ranks) == 1 else "have"
-        return (
-            f"rank {self._rank} {waited} {seconds:.0f} s for {name_ranks(self.ranks)}, "
-            f"which {have} not called penstock.pipeline yet"
-        )
+        words += f" for {name_ranks(self.ranks)}, which {have} not called penstock.pipeline yet"
+        come = [rank for rank in self._all if rank not in self.ranks]
+        if not (self.address and come):
+            return words
+        who = name_ranks(come) if len(come) <= _MOST_NAMED else f"the other {len(come)} ranks"
+        return f"{words}; with WORLD_SIZE={len(self._all)} {who} came to {self.address[0]}:{self.address[1]}"
 
 
 class Meeting:
@@ -141,6 +155,7 @@ class Meeting:
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._number = store.add(f"rank {rank}", 1)
+        self._come = f"come {self._number}"
 
     def absent(self) -> tuple[int, ...]:
         """The ranks that have not come."""
@@ -156,10 +171,28 @@ class Meeting:
         return json.loads(self._store.get(key))
 
     def await_all(self, missing: Missing) -> None:
-        """Waits until all ranks have come. Raises PipelineFailure if one does not."""
-        key = f"come {self._number}"
-        self._store.add(key, 1)
-        self._wait(lambda: self._store.add(key, 0) >= self._ranks, missing)
+        """Waits until all ranks have come. Raises PipelineFailure if one does not, or counts the ranks differently."""
+        store, come, alike = self._store, self._come, f"{self._come} of {self._ranks}"
+        store.add(alike, 1)
+        entry = store.add(come, 1)
+        store.set(f"{come} entry {entry}", json.dumps([self._rank, self._ranks]))
+
+        def met() -> bool:
+            if (entries := store.add(come, 0)) > store.add(alike, 0):
+                self._refuse_sizes(entries)
+            return store.add(alike, 0) >= self._ranks
+
+        self._wait(met, missing)
+
+    def _refuse_sizes(self, entries: int) -> None:
+        """Raises PipelineFailure: ranks came with different numbers of ranks."""
+        if self._rank == 0:  # it may hold the store, in which the others have yet to see this
+            time.sleep(2 * _LONGEST_LOOK_SECONDS)
+        keys = [f"{self._come} entry {entry}" for entry in range(1, entries + 1)]
+        came = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        sizes = {size: sorted(rank for rank, its_size in came if its_size == size) for _, size in sorted(came)}
+        told = ", ".join(f"{name_ranks(ranks[:_MOST_NAMED])} with WORLD_SIZE={size}" for size, ranks in sizes.items())
+        raise PipelineFailure(f"rank {self._rank} stops: {told}; set the same WORLD_SIZE on every rank")
 
     def _wait(self, met: Callable[[], bool], missing: Missing) -> None:
         look_seconds = _LOOK_SECONDS
@@ -169,6 +202,18 @@ class Meeting:
             missing.check()
             time.sleep(look_seconds)
             look_seconds = min(1.5 * look_seconds, _LONGEST_LOOK_SECONDS)
+
+
+def _state_of(host: str, port: int) -> str:
+    """In words: whether something listens at MASTER_ADDR and MASTER_PORT."""
+    where = f"at {host}:{port} (MASTER_ADDR and MASTER_PORT)"
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except (socket.gaierror, UnicodeError) as error:
+        return f"{where}: {host!r} does not resolve to an address ({error}); set MASTER_ADDR to rank 0's host"
+    except OSError as error:
+        return f"{where}, where nothing answers ({error}); set the same address and port on every rank"
+    return f"{where}, where something listens that is not rank 0, or is too busy; set rank 0's port on every rank"
 
 
 def say(words: str) -> None:

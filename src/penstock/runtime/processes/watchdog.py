@@ -225,7 +225,7 @@ class Watchdog:
                     self._take(message)
         except TimeoutError:
             pass
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it sent ends the connection, never this thread
             if self._connection:
                 self._connection.close()
                 self._connection = None
@@ -241,7 +241,11 @@ class Watchdog:
                 self._send(asked=host_clock.now_ns())
         if "sightings" in message:
             self._asked = False
-            self.sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]
+            sightings = [Sighting.from_list(sighting) for sighting in message["sightings"]]
+            ranks = len(self.sightings)
+            if len(sightings) != ranks or not all(sighting.fits(ranks) for sighting in sightings):
+                raise ValueError("sightings of other ranks")
+            self.sightings = sightings
         if "failure" in message:
             self._fail(Failure.from_json(message["failure"]))
             self._send(noted=True)
@@ -319,7 +323,7 @@ class Watchdog:
         if connection is None or self._address is None:
             return False
         try:
-            connection.send({"rank": self._rank, "token": self._address["token"], **message})
+            connection.send(message)
         except OSError:
             return False
         return True

@@ -111,7 +111,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
     if mesh is not None:
         return _from_mesh(ranks, mesh)
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return World(ranks or 1)
         rendezvous.start("cpu:gloo,cuda:nccl" if device_type == "cuda" and dist.is_nccl_available() else "gloo")
         atexit.register(_leave)

@@ -15,7 +15,7 @@ are left out by chance, all microbatches up to the first in which the whole stag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -145,16 +145,26 @@ class SplitBackward:
         """
         early = self._early[microbatch] = []
         put = self._put.pop(microbatch, None)
-        whole = set[int]() if put is None or self._compiled else self._uses.can_wait.keys() - put
-        if self._in_order and not whole:
+        known = self._compiled if put is None else self._compiled | put
+        missed = [p for p in self._deferred if id(p) not in known and not p._post_accumulate_grad_hooks]
+        if self._in_order and (put is None or not missed):
             return _Untouched(self._deferred, partial(self._refuse_found, microbatch))
-        return self._diverting(microbatch, early, whole)
+        return self._diverting(microbatch, early, [] if put is None else missed)
 
     @contextmanager
-    def _diverting(self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]], whole: Set[int]) -> Iterator[None]:
-        with self._kept_until_w(early):
+    def _diverting(
+        self, microbatch: int, early: list[tuple[nn.Parameter, Tensor]], missed: Sequence[nn.Parameter]
+    ) -> Iterator[None]:
+        """Keeps until W what is added to a `.grad`. Where I keeps the order of microbatches, only for those missed:
+        others would come after what I adds for later microbatches."""
+        found, allowed = set[int](), {id(p) for p in missed}
+        others = [p for p in self._deferred if self._in_order and id(p) not in allowed]
+        with (
+            self._kept_until_w(early, missed if self._in_order else self._parameters),
+            _Untouched(others, found.update),
+        ):
             yield
-        self._refuse_found(microbatch, ({id(p) for p, _ in early} & self._uses.can_wait.keys()) - whole)
+        self._refuse_found(microbatch, found | ({id(p) for p, _ in early} & self._uses.can_wait.keys()) - allowed)
 
     def _refuse_found(self, microbatch: int, found: set[int]) -> None:
         """Ends the backward at I. Raises PartitionError if it has found a gradient that was to wait.
@@ -194,9 +204,11 @@ class SplitBackward:
                         _accumulate(terms.pop(key))
 
     @contextmanager
-    def _kept_until_w(self, early: list[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-        """Diverts whatever is added to a `.grad` to `early`."""
-        hooked = next((p for p in self._parameters if p._post_accumulate_grad_hooks), None)
+    def _kept_until_w(
+        self, early: list[tuple[nn.Parameter, Tensor]], parameters: Sequence[nn.Parameter]
+    ) -> Iterator[None]:
+        """Diverts whatever is added to the `.grad` of these parameters to `early`."""
+        hooked = next((p for p in parameters if p._post_accumulate_grad_hooks), None)
         if hooked is not None:
             raise ScheduleError(
                 f"parameter {self._names[id(hooked)]!r} has a hook that reads accumulated gradients, and the "
@@ -211,15 +223,15 @@ class SplitBackward:
             early.append((parameter, parameter.grad))
             parameter.grad = None
 
-        before = [p.grad for p in self._parameters]
+        before = [p.grad for p in parameters]
         handles = []
-        for parameter in self._parameters:
+        for parameter in parameters:
             parameter.grad = None
             handles.append(parameter.register_post_accumulate_grad_hook(keep))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            for parameter, grad, handle in zip(self._parameters, before, handles, strict=True):
+            for parameter, grad, handle in zip(parameters, before, handles, strict=True):
                 handle.remove()
                 parameter.grad = grad
 

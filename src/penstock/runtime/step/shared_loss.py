@@ -31,7 +31,7 @@ class SharedLoss:
         parts: for each rank that terms come from, the terms; on other ranks, as many Nones. Not read before
             they are sent or asked for: reading waits for their device.
         divisor: what the sum is divided by, term by term.
-        names: what further sums there are, of as many terms each, which follow those of the loss.
+        names: the parts of the loss. Each term of the loss is followed by one of each part.
     """
 
     def __init__(self, parts: Sequence[Sequence[Tensor | None]], divisor: int = 1, names: Sequence[str] = ()) -> None:
@@ -97,12 +97,11 @@ class SharedLoss:
     def _totals(self) -> list[Tensor | None]:
         totals: list[Tensor | None] = [None] * (1 + len(self._names))
         for buffer in self.fill(self.terms) if self._buffers is None else self._buffers:
-            each = len(buffer) // len(totals)
             for place, (value, dtype) in enumerate(buffer.tolist()):
                 if dtype:
                     term = torch.tensor(value, dtype=_DTYPES[int(dtype) - 1]) / self._divisor
-                    total = totals[place // each]
-                    totals[place // each] = term if total is None else total + term
+                    total = totals[place % len(totals)]
+                    totals[place % len(totals)] = term if total is None else total + term
         return totals
 
 
@@ -142,16 +141,13 @@ def _parts(engine: Engine, bound: BoundSchedule) -> Mapping[int, Sequence[Tensor
 def _summed(engine: Engine, bound: BoundSchedule, microbatches: int) -> SharedLoss:
     """The loss of all replicas, on its way to every process: a sum in which each microbatch has its own place."""
     world, placement = engine.world, bound.schedule.placement
-    count, sums = microbatches * world.data_parallel, 1 + len(bound.head.names)
-    terms: list[Tensor | None] = [None] * (count * sums)
+    sums = 1 + len(bound.head.names)
+    terms: list[Tensor | None] = [None] * (microbatches * world.data_parallel * sums)
     for stage in range(placement.stages):
         if placement.is_last(stage) and placement.rank_of[stage] in engine.ranks and world.tp_rank == 0:
             numbers = bound.schedule.numbers_on(stage)
-            mine = bound.head.terms(numbers)
-            for row in range(sums):
-                first = row * count + world.replica * microbatches
-                each = mine[row * len(numbers) : (row + 1) * len(numbers)]
-                terms[first + numbers.start : first + numbers.stop] = each
+            start = (world.replica * microbatches + numbers.start) * sums
+            terms[start : start + len(numbers) * sums] = bound.head.terms(numbers)
     shared, control = SharedLoss([terms], world.data_parallel, bound.head.names), engine.control
     if control.sends_late:
         shared.expect(control.send_late(shared.terms, partial(_sum, shared), control.others))

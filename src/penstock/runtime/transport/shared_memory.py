@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hmac
 import mmap
 import os
 import secrets
@@ -25,6 +26,7 @@ from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
 from penstock.runtime.processes.failure_detector import Process
+from penstock.runtime.processes.joining import say
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport
 from penstock.runtime.transport.protocol import Channel, Message, Pending
@@ -44,7 +46,8 @@ JOIN_SECONDS = 60.0
 _ALIGN = 64
 _KEY = struct.Struct("<5i")  # program, source stage, target stage, backward, bytes of a slot
 _MESSAGE = struct.Struct("<i")  # microbatch
-_HELLO = struct.Struct("<2i")  # rank, kind of connection
+_HELLO = struct.Struct("<2i16s")  # rank, kind of connection, secret
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 Gather = Callable[[Any], list[Any]]
 """Gives every rank each rank's object; every rank calls it."""
@@ -54,6 +57,9 @@ class Neighbours:
     """Connections to the other ranks on this machine, over which channels hand over their memory.
 
     All ranks of a pipeline create them together. `ranks`: the ranks that can be reached.
+
+    Every user of the machine sees the names of their sockets and can connect. So the kernel is asked whose process is
+    at the other end, and a rank shows the secret of the one that it connects to.
     """
 
     def __init__(self, rank: int, gather: Gather) -> None:
@@ -62,32 +68,45 @@ class Neighbours:
         self.lines: dict[int, socket.socket] = {}
         """A second socket to each neighbour, for `Broadcasts`."""
         self._arrived: dict[tuple[int, bytes], tuple[int, socket.socket]] = {}
-        token = gather(secrets.token_hex(16))[0]
+        name, secret, here = f"\0penstock-{secrets.token_hex(16)}", secrets.token_bytes(16), Process.here()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
             door.settimeout(JOIN_SECONDS)
             # An abstract name: visible in this network namespace only, and gone with the socket.
-            door.bind(f"\0penstock-{token}-{rank}")
+            door.bind(name)
             door.listen()
-            machines = gather(Process.here().machine)  # also a barrier: now everyone is listening
-            near = [peer for peer, machine in enumerate(machines) if machine == machines[rank] and peer != rank]
+            doors = gather((here.machine, here.pid, name, secret))  # also a barrier: now everyone is listening
+            near = [peer for peer, (machine, *_) in enumerate(doors) if machine == here.machine and peer != rank]
+            pids = {here.pid, *(doors[peer][1] for peer in near)}  # a sandbox may show this process as the other end
             kinds = (self._connections, self.lines)
             for peer in near:
                 for kind, sockets in enumerate(kinds if peer < rank else ()):
-                    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                    connection.connect(f"\0penstock-{token}-{peer}")
-                    connection.sendall(_HELLO.pack(rank, kind))
-                    sockets[peer] = connection
-            for _ in range(len(kinds) * sum(peer > rank for peer in near)):
+                    connection = sockets[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                    connection.connect(doors[peer][2])
+                    if _process_behind(connection)[0] not in pids:
+                        self.close()
+                        raise ConnectionError(f"rank {peer} has ended, and another process has taken its socket's name")
+                    connection.sendall(_HELLO.pack(rank, kind, doors[peer][3]))
+            awaited = {(peer, kind) for peer in near if peer > rank for kind in range(len(kinds))}
+            strangers: set[int] = set()
+            while awaited:
                 connection, _ = door.accept()
-                connection.settimeout(JOIN_SECONDS)
-                peer, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
-                connection.settimeout(None)
-                kinds[kind][peer] = connection
+                pid, user = _process_behind(connection)
+                hello = _hello(connection, secret) if pid in pids and user == os.geteuid() else None
+                if hello in awaited:
+                    awaited.remove(hello)
+                    kinds[hello[1]][hello[0]] = connection
+                    continue
+                connection.close()
+                if user not in strangers:
+                    strangers.add(user)
+                    say(
+                        f"rank {rank} ignores connections from process {pid} of user {user}, which is none of its peers"
+                    )
 
     @staticmethod
     def supported() -> bool:
         """Whether this system supports it (Linux does)."""
-        return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+        return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(socket, "SO_PEERCRED")
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -117,6 +136,23 @@ class Neighbours:
             bell.close()
         for connection in (*self._connections.values(), *self.lines.values()):
             connection.close()
+
+
+def _process_behind(connection: socket.socket) -> tuple[int, int]:
+    """The process that connected, or listens, and its user, as the kernel noted them."""
+    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
+
+
+def _hello(connection: socket.socket, secret: bytes) -> tuple[int, int] | None:
+    """The rank that has connected and the kind of its connection; None without the secret."""
+    connection.settimeout(JOIN_SECONDS)
+    try:
+        peer, kind, shown = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+    except OSError:
+        return None
+    connection.settimeout(None)
+    return (peer, kind) if hmac.compare_digest(shown, secret) else None
 
 
 class SharedMemoryTransport:

@@ -1,0 +1,255 @@
+"""The one gate for files: whatever comes from outside is read here, and whatever users keep is written here.
+
+A reader takes regular files only, limits what they unpack to and how many values they parse to, and checks types by the
+annotations of a dataclass (pydantic). A writer writes beside its target and renames, so that a failure leaves the
+older file as it was. Every error is an `ArgumentError` of one line: which file, what was found, what was expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import re
+import reprlib
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.words import printable
+
+T = TypeVar("T")
+FilePath = str | os.PathLike[str]
+
+MAX_BYTES = 512 << 20
+"""Of a file, once unpacked."""
+MAX_VALUES = 4_000_000
+"""Of a file of JSON or CSV: lists, objects and their entries, which take about 100 bytes each in memory."""
+MAX_QUOTED = 80
+"""Characters that an error quotes of a value."""
+
+_CHUNK_BYTES = 1 << 20
+_GZIP = 31  # zlib's window size for gzip's format
+_KINDS = {
+    stat.S_ISDIR: "a folder",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+}
+_NEW = re.compile(r"\.\d+-\d+\.new\.")
+_MAX_NAME = 255
+_numbers = itertools.count()
+
+
+def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> bytes:
+    """Read a regular file, and unpack it if it is packed by gzip.
+
+    Args:
+        what: names the file in messages, such as "plan 'plan.json'"; None: its path.
+        max_bytes: once unpacked; None: `MAX_BYTES`.
+
+    Raises:
+        ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
+    """
+    what = os.fspath(path) if what is None else what
+    max_bytes = MAX_BYTES if max_bytes is None else max_bytes
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if kind := _kind(os.fstat(file.fileno()).st_mode):
+                raise ArgumentError(f"{what} is {kind}; expected a regular file")
+            data = bytearray()
+            unpack = None
+            while chunk := file.read(_CHUNK_BYTES):
+                if not data and unpack is None and chunk.startswith(b"\x1f\x8b"):
+                    unpack = zlib.decompressobj(_GZIP)
+                while chunk:
+                    data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
+                    if len(data) > max_bytes:
+                        size = "unpacks to" if unpack else "has"
+                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, the limit for such a file")
+                    chunk = unpack.unconsumed_tail if unpack else b""
+            if unpack and not unpack.eof:
+                raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
+            return bytes(data)
+    except OSError as error:
+        raise ArgumentError(f"{what} cannot be read: {error.strerror or error}") from None
+    except zlib.error as error:
+        raise ArgumentError(f"{what} cannot be unpacked: {error}") from None
+
+
+def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
+    """Read a file of UTF-8 text. Raises ArgumentError as `read_bytes` does, and for other encodings."""
+    try:
+        return read_bytes(path, what, max_bytes).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{what or os.fspath(path)} is not UTF-8 text: {error}") from None
+
+
+def read_json(path: FilePath, what: str | None = None) -> Any:
+    """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
+    what = os.fspath(path) if what is None else what
+    return parse_json(read_bytes(path, what), what)
+
+
+def parse_json(data: str | bytes, what: str) -> Any:
+    """Parse JSON into plain values. NaN and Infinity are not JSON.
+
+    Raises:
+        ArgumentError: it is something else, has more than `MAX_VALUES` values, or is nested too deeply.
+    """
+    from pydantic_core import from_json
+
+    check_number_of_values(data, what)
+    try:
+        return from_json(data.removeprefix(b"\xef\xbb\xbf") if isinstance(data, bytes) else data, allow_inf_nan=False)
+    except ValueError as error:
+        reason = "its values are nested too deeply" if "recursion" in str(error) else str(error)
+        words: Any = ("NaN", "Infinity") if isinstance(data, str) else (b"NaN", b"Infinity")
+        finite = "; numbers must be finite, without NaN or Infinity" if any(word in data for word in words) else ""
+        raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
+
+
+def check_number_of_values(data: str | bytes, what: str) -> None:
+    """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
+    marks: Any = "[{,;\t\n" if isinstance(data, str) else [b"[", b"{", b",", b";", b"\t", b"\n"]
+    if sum(map(data.count, marks)) > 2 * MAX_VALUES:  # files with indentation have a line for each value, too
+        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
+
+
+STRICT: Any = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+"""`__pydantic_config__` of every dataclass that `validate` makes: pydantic asks each dataclass for its own."""
+
+
+def validate(kind: type[T], given: Any, what: str) -> T:
+    """Make a dataclass (with `__pydantic_config__ = STRICT`), or a container of some, from the plain values of a file.
+
+    Annotations decide: a float takes a finite number, a bool is no number, a tuple takes a list. Unknown names are
+    errors, as are missing ones.
+
+    Args:
+        what: names the file, or the part of it, in messages.
+
+    Raises:
+        ArgumentError: names the first value that is wrong, and what was expected in its place.
+    """
+    from pydantic import ValidationError
+    from pydantic_core import to_json
+
+    try:
+        return _adapter(kind).validate_json(to_json(given))  # type: ignore[no-any-return, arg-type]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
+        raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}") from None
+
+
+def _in_words(error: Any, where: str) -> str:
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{where} is unknown to this version"
+    if error["type"] == "value_error":  # raised by the class itself, which names its own fields
+        return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
+    return f"{where or 'the whole'}={quoted(error['input'])}: {error['msg'].replace('Input should be', 'expected')}"
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind, config=None if is_dataclass(kind) else STRICT)
+
+
+@contextlib.contextmanager
+def reported_as_damage(what: str) -> Iterator[None]:
+    """Raise what goes wrong with the deeper values of a file, whose types no annotation gives, as an ArgumentError."""
+    try:
+        yield
+    except PenstockError as error:
+        if "\n" in str(error):  # a text of an option, with a mark below the place that is wrong
+            raise ArgumentError(f"{what} is damaged: {quoted(str(error))}") from error
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{what} is damaged: {type(error).__name__}: {quoted(str(error))}") from error
+
+
+def quoted(value: Any) -> str:
+    """The value in at most 80 printable characters, for errors."""
+    text = printable(reprlib.repr(value))
+    return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 3]}..."
+
+
+def _kind(mode: int) -> str:
+    """What a file is, by its mode, if it is no regular one; otherwise nothing."""
+    return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def write_text(path: FilePath, text: str, what: str | None = None) -> None:
+    """Write a file of UTF-8 text. Raises ArgumentError as `replacing` does."""
+    with replacing(path, what) as new:
+        new.write_text(text, encoding="utf-8", newline="")
+
+
+def write_json(path: FilePath, value: Any, what: str | None = None) -> None:
+    """Write a value as JSON, a line per entry. Raises ArgumentError as `replacing` does."""
+    write_text(path, json.dumps(value, indent=1) + "\n", what)
+
+
+@contextlib.contextmanager
+def replacing(path: FilePath, what: str | None = None) -> Iterator[Path]:
+    """Yield the path of a new file, which takes the place of the one at `path` when the block ends.
+
+    If the block raises, what it wrote is removed, and the old file is as it was.
+
+    Args:
+        what: names the file in messages, such as an option; None: its path.
+
+    Raises:
+        ArgumentError: the file cannot be written, or what is there is no regular file.
+    """
+    what = os.fspath(path) if what is None else what
+    try:
+        with atomic(path) as new:
+            yield new
+    except OSError as error:
+        raise ArgumentError(f"{what} cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def atomic(path: FilePath) -> Iterator[Path]:
+    """As `replacing`, but raise OSError."""
+    target = Path(os.path.realpath(path))
+    mode = None
+    with contextlib.suppress(FileNotFoundError):
+        mode = target.stat().st_mode
+        if kind := _kind(mode):
+            raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", str(path))
+    new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new.{target.name}"[-_MAX_NAME:])
+    try:
+        yield new
+        if mode is not None:
+            new.chmod(stat.S_IMODE(mode))
+        new.replace(target)
+    finally:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: FilePath) -> None:
+    """Remove the new files of writers in a folder that were killed before they could."""
+    for name in os.listdir(folder):
+        if _NEW.match(name):
+            Path(folder, name).unlink(missing_ok=True)

@@ -1,0 +1,122 @@
+"""A rank that waits for others at the start says for whom and where, and what is wrong with how they were started."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from penstock.errors import ArgumentError, PipelineFailure
+from penstock.runtime.processes import joining, rendezvous
+from penstock.runtime.processes.failure_detector import Patience
+from penstock.runtime.processes.joining import Meeting, Missing
+
+
+def words(address: tuple[str, int], *, rank: int = 1, ranks: int = 4, reached: bool = False, left: Any = None) -> str:
+    missing = Missing(rank, ranks, Patience())
+    missing.address, missing.reached = address, reached
+    missing.ranks = left or missing.ranks
+    return missing._words("has waited")
+
+
+def test_a_master_address_that_does_not_resolve_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "create_connection", fail)
+    for rank in (0, 1):
+        assert re.fullmatch(
+            rf"rank {rank} has waited 0 s for rank 0 at nowhere:29500 \(MASTER_ADDR and MASTER_PORT\): 'nowhere' does "
+            r"not resolve to an address \(\[Errno -2\] Name or service not known\); set MASTER_ADDR to rank 0's host",
+            words(("nowhere", 29500), rank=rank),
+        )
+
+
+def test_a_master_address_that_can_be_no_name_is_named() -> None:
+    assert "does not resolve to an address" in words(("a" * 70 + ".b", 29500))
+
+
+def test_a_port_where_rank_0_is_not_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"for rank 0 at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), where something listens" in words(
+            ("127.0.0.1", port)
+        )
+    said = words(("127.0.0.1", port))
+    assert f"for rank 0 at 127.0.0.1:{port} (MASTER_ADDR and MASTER_PORT), where nothing answers" in said
+    assert said.endswith("; set the same address and port on every rank")
+
+
+def test_who_has_come_is_said_with_the_address_and_the_number_of_ranks() -> None:
+    assert words(("a", 29500), rank=0, reached=True, left=(2,)) == (
+        "rank 0 has waited 0 s for rank 2, which has not called penstock.pipeline yet; with WORLD_SIZE=4 ranks 0, 1, 3 "
+        "came to a:29500"
+    )
+    many = words(("a", 29500), rank=0, ranks=1000, reached=True, left=(2,))
+    assert many.endswith("; with WORLD_SIZE=1000 the other 999 ranks came to a:29500")
+
+
+def test_it_is_said_within_half_a_minute() -> None:
+    missing = Missing(0, 2, Patience())
+    assert missing._next - missing._began == 15
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ((2, 3), "rank 0 with WORLD_SIZE=2, rank 1 with WORLD_SIZE=3"),
+        ((3, 2, 3), "ranks 0, 2 with WORLD_SIZE=3, rank 1 with WORLD_SIZE=2"),
+    ],
+)
+def test_ranks_with_another_world_size_are_named_by_all(
+    sizes: tuple[int, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_LONGEST_LOOK_SECONDS", 0.2)
+    store, said = dist.HashStore(), dict[int, str]()
+
+    def come(rank: int, ranks: int) -> None:
+        try:
+            Meeting(store, rank, ranks).await_all(Missing(rank, ranks, Patience(join_seconds=20)))
+        except PipelineFailure as failure:
+            said[rank] = str(failure)
+
+    threads = [threading.Thread(target=come, args=(rank, ranks)) for rank, ranks in enumerate(sizes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == f"rank 0 stops: {told}; set the same WORLD_SIZE on every rank"
+    for rank in range(len(sizes)):
+        assert re.search(rf"rank {rank} stops: .* with WORLD_SIZE=2.* with WORLD_SIZE=3|WORLD_SIZE=3.*=2", said[rank])
+
+
+GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("RANK", "2", "from 0 to 1"),
+        ("RANK", "-1", "from 0 to 1"),
+        ("RANK", None, "from 0 to 1"),
+        ("RANK", "\N{SUPERSCRIPT TWO}", "from 0 to 1"),
+        ("RANK", "9" * 9999, "from 0 to 1"),
+        ("WORLD_SIZE", "two", "from 1 to"),
+        ("WORLD_SIZE", "", "from 1 to"),
+        ("WORLD_SIZE", "0", "from 1 to"),
+        ("MASTER_PORT", "70000", "from 1 to 65535"),
+        ("MASTER_PORT", None, "from 1 to 65535"),
+    ],
+)
+def test_what_the_environment_may_not_say_is_refused_at_once(
+    name: str, value: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, given in (GOOD | {name: value}).items():
+        monkeypatch.delenv(key, raising=False) if given is None else monkeypatch.setenv(key, given)
+    with pytest.raises(ArgumentError, match=rf"^{name}=.{{,100}} in the environment.*{expected}") as caught:
+        rendezvous.start("gloo")
+    assert len(str(caught.value)) < 400

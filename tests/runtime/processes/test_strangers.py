@@ -1,0 +1,307 @@
+"""Whoever connects to the failure detector, and whatever it is sent: it goes on, and its ranks are served."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import PipelineFailure
+from penstock.runtime.processes import heartbeat_server
+from penstock.runtime.processes.failure import Failure, Position, Sighting, wait_chain
+from penstock.runtime.processes.failure_detector import Patience
+from penstock.runtime.processes.heartbeat_server import Connection, HeartbeatServer, connect, join
+from penstock.runtime.processes.joining import Missing
+from penstock.runtime.processes.watchdog import Watchdog
+
+DEEP = b"[" * 500_000
+PATIENCE = Patience(beat_seconds=0.1)
+
+
+class Served:
+    """A detector of two ranks, of which rank 1 has joined."""
+
+    def __init__(self) -> None:
+        self.server = HeartbeatServer(2, PATIENCE)
+        self.token: str = self.server.address["token"]
+        self.rank = self.join(1)
+        assert self.serves()
+
+    def join(self, rank: int) -> Connection:
+        connection = connect(self.server.address, rank, 10)
+        connection.link.settimeout(10)
+        return connection
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.address["port"]), timeout=10)
+
+    def drops(self, sent: bytes) -> bool:
+        """Whether a stranger's connection is closed, without an answer, because of what it sends."""
+        with self.stranger() as link:
+            try:
+                link.sendall(sent)
+                return link.recv(1) == b""
+            except ConnectionError:
+                return True
+
+    def serves(self, rank: Connection | None = None, *, well: bool = True) -> bool:
+        """Whether a rank is still answered; `well`: and nobody is said to be lost."""
+        connection = rank or self.rank
+        connection.send({"beat": Sighting(Position("1RECV_F0", (0,))).to_list()})
+        while True:
+            for message in connection.receive():
+                assert not (well and "failure" in message)
+                if "sightings" in message:
+                    return True
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    one = Served()
+    yield one
+    one.server.stop()
+    assert one.server.join(10), "its thread has ended"
+    one.rank.close()
+
+
+BEFORE_THE_TOKEN = {
+    "deep": DEEP + b"\n",
+    "long": b"x" * 513,
+    "NUL": bytes(600),
+    "empty line": b"\n",
+    "JSON": b'{"rank": 0, "token": "guess", "beat": 1}\n',
+    "other token": b"0" * 32 + b" 0\n",
+    "web": b"GET / HTTP/1.1\r\n\r\n",
+    "not text": b"\xff\xfe\x00\xd8 0\n",
+}
+RANKS_THERE_ARE_NOT = ("", " 0", "-1", "2", "1e0", "0x1", "9" * 400, "\N{SUPERSCRIPT TWO}", "1" + " " * 600, "0\0")
+
+
+@pytest.mark.parametrize("sent", BEFORE_THE_TOKEN.values(), ids=BEFORE_THE_TOKEN.keys())
+def test_nothing_of_a_connection_without_the_token_is_parsed(
+    served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    parsed: list[Any] = []
+    monkeypatch.setattr(heartbeat_server, "parse", lambda lines: parsed.extend(lines) or [])
+    assert served.drops(sent)
+    assert parsed == []
+    monkeypatch.undo()
+    assert served.serves()
+
+
+def test_the_token_alone_admits_only_the_ranks_there_are(served: Served) -> None:
+    for number in RANKS_THERE_ARE_NOT:
+        assert served.drops(f"{served.token} {number}\n".encode()), number
+        assert served.drops(f"{served.token} {number}\n{{}}\n".encode()), number
+    assert served.serves()
+
+
+def beat(*words: Any) -> dict[str, Any]:
+    return {"beat": list(words)}
+
+
+FROM_A_RANK = {
+    "deep": DEEP,
+    "deep within": b'{"beat": ' + DEEP[:300_000] + b"}",
+    "long": b'"' + b"x" * (1 << 20) + b"y" * (1 << 17),
+    "list": b"[1]",
+    "number": b"9" * 5000,
+    "half": b'{"beat": [',
+    "infinite asked": {"asked": float("inf")},
+    "no numbers": {"asked": "soon"},
+    "endless peers": beat("", [float("inf")], 0, False, None),
+    "strange peers": beat("", [7], 0, False, None),
+    "negative peers": beat("", [-1], 0, False, None),
+    "many peers": beat("", [0] * 99, 0, False, None),
+    "short": beat(""),
+    "device": beat("", [], 0, False, 3),
+    "join": {"join": 5},
+    "no pid": {"join": ["m", "../../../proc/self", "1"]},
+    "NUL pid": {"join": ["m", "\0", "1"]},
+    "machine": {"join": [["m"], 1, "1"]},
+    "failure": {"failure": 3},
+    "deep failure": {"failure": "[" * 100_000},
+    "whose failure": {"failure": Failure(7, None, "x").to_json()},
+    "kind": {"failure": json.dumps({"rank": 0, "action": None, "error": "x", "kind": ["raised"]})},
+}
+
+
+@pytest.mark.parametrize("sent", FROM_A_RANK.values(), ids=FROM_A_RANK.keys())
+def test_what_a_rank_should_not_send_ends_its_connection_only(served: Served, sent: bytes | dict[str, Any]) -> None:
+    line = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+    assert served.drops(f"{served.token} 0\n".encode() + line + b"\n")
+    assert served.serves()
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+keys = st.sampled_from(["beat", "join", "asked", "noted", "rank", "token"])
+messages = st.dictionaries(keys, plain, max_size=3).map(lambda message: json.dumps(message).encode())
+
+
+@pytest.fixture(scope="module")
+def fuzzed() -> Iterator[Served]:
+    one = Served()
+    yield one
+    one.server.stop()
+    assert one.server.join(10)
+    one.rank.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.booleans(), st.lists(st.binary(max_size=40) | messages, max_size=4), st.sampled_from([b"\n", b"\0", b""]))
+@example(True, [b'{"join": [true, false, null]}'], b"\n")
+def test_no_bytes_end_the_detector(fuzzed: Served, known: bool, lines: list[bytes], end: bytes) -> None:
+    with fuzzed.stranger() as link, suppress(ConnectionError):
+        link.sendall((f"{fuzzed.token} 0\n".encode() if known else b"") + end.join([*lines, b""]))
+        link.shutdown(socket.SHUT_WR)
+        while link.recv(1 << 16):
+            pass
+    assert fuzzed.serves(well=False), "a rank may say that it fails"
+
+
+def test_a_guest_that_is_slow_to_send_the_token_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_server, "_GREETING_SECONDS", 0.2)
+    with served.stranger() as silent, served.stranger() as slow:
+        with suppress(ConnectionError):  # closed before the kernel tells
+            while True:
+                slow.sendall(b"0")
+                slow.settimeout(0.01)
+                with suppress(TimeoutError):
+                    assert slow.recv(1) == b""
+                    break
+        assert silent.recv(1) == b""
+    assert served.serves(), "a rank may be silent for longer"
+
+
+def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
+    guests = [served.stranger() for _ in range(300)]
+    try:
+        late = served.join(0)
+        assert served.serves(late)
+        assert served.serves()
+        assert len(served.server._from(None)) <= 64
+        late.close()
+    finally:
+        for guest in guests:
+            guest.close()
+
+
+def test_a_rank_has_at_most_four_connections_and_the_last_ones_stay(served: Served) -> None:
+    links = []
+    for _ in range(5):
+        link = served.stranger()
+        link.sendall(f"{served.token} 0\n".encode())
+        links.append(link)
+    try:
+        assert links[0].recv(1) == b""
+        for link in links[1:]:
+            link.sendall(b'{"asked": 1}\n')
+            assert link.recv(1) == b"{"
+        assert served.serves()
+    finally:
+        for link in links:
+            link.close()
+
+
+def test_without_file_descriptors_it_goes_on_and_does_not_spin(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def accept(listener: socket.socket) -> None:
+        tried.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as full:
+        full.setattr(socket.socket, "accept", accept)
+        waiting = served.stranger()
+        for _ in range(3):
+            assert served.serves()
+    assert len(tried) >= 2
+    assert min(later - before for before, later in itertools.pairwise(tried)) >= PATIENCE.beat_seconds / 2
+    waiting.close()
+    late = served.join(0)
+    assert served.serves(late)
+    late.close()
+
+
+ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
+
+
+def test_what_a_rank_says_is_one_line_without_orders_for_the_terminal() -> None:
+    said = str(Failure.from_json(json.dumps({"rank": 1, "action": ORDERS, "error": f"a\nb{ORDERS}", "kind": "raised"})))
+    said += wait_chain(0, [Sighting.from_list([ORDERS, [1], 1.0, False, None]), Sighting()])[1]
+    said += str(Sighting.from_list(["", [], 1.0, False, [ORDERS, [], ORDERS]]).device)
+    said += Failure.of(0, "0F0", ValueError(ORDERS)).error
+    assert said.isprintable()
+    assert "done" in said
+    assert (
+        len(Failure.from_json(json.dumps({"rank": 1, "action": None, "error": "x" * 99_999, "kind": "raised"})).error)
+        < 5000
+    )
+
+
+FROM_RANK_0: list[bytes] = [
+    DEEP,
+    b"[]",
+    b'{"clock": [1]}',
+    b'{"clock": [1e999, 0]}',
+    b'{"sightings": [3]}',
+    b'{"sightings": []}',
+    b'{"sightings": [["1RECV", [5], 0, false, null], ["", [], 0, false, null]]}',
+    b'{"failure": "[]"}',
+    b'{"failure": null}',
+]
+
+
+def pair() -> tuple[Connection, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(10)
+    return Connection(ours), theirs
+
+
+@pytest.mark.parametrize("sent", FROM_RANK_0, ids=range(len(FROM_RANK_0)))
+def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(sent: bytes) -> None:
+    connection, theirs = pair()
+    address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
+    dog = Watchdog(1, address, connection, Patience(beat_seconds=0.05), ranks=2)
+    with theirs:
+        sending = threading.Thread(target=send, args=(theirs, sent + b"\n"))
+        sending.start()
+        while dog._connection is not None:
+            dog._talk()
+        sending.join()
+        dog.position = Position("1RECV_F0", (0,))
+        dog._tick()
+        dog._decide()
+    assert dog.failure is None
+
+
+def send(link: socket.socket, sent: bytes) -> None:
+    with suppress(ConnectionError):
+        link.sendall(sent)
+
+
+@pytest.mark.parametrize("sent", [b"[" * 30_000, b"[]", b'{"failure": "[]"}', b'{"absent": 5}', b'{"failure": 1}'])
+def test_whatever_answers_in_place_of_rank_0_at_the_start_is_said_in_a_line(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, theirs = pair()
+    monkeypatch.setattr(heartbeat_server, "connect", lambda *_: connection)
+    address = {"hosts": ["127.0.0.1"], "port": 1, "token": "t", "process": ["elsewhere", 1, ""]}
+    with theirs:
+        theirs.sendall(sent + b"\n")
+        with pytest.raises(PipelineFailure, match="rank 1 stops: rank 0 was lost"):
+            join(address, 1, PATIENCE, Missing(1, 2, PATIENCE))

@@ -1,0 +1,248 @@
+"""Whatever is in a file from outside, its reader says in one line what is wrong, at once and within its memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fabric.made_runs import made_run, write_run
+from penstock import files
+from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
+from penstock.cli._cost_files import read_costs, read_links
+from penstock.errors import ArgumentError, PenstockError
+from penstock.explain import explain, read_run, run_of
+from penstock.fabric.results import results
+from penstock.fabric.samples import RUN, Run
+from penstock.network.scenario import read_scenario
+from penstock.plan import Choice, Plan, read_plan
+from penstock.runs import RunRead
+from penstock.runs import read_run as read_folder
+from penstock.runs.about import FORMAT, VERSION, About
+from penstock.runs.health import health
+from penstock.runs.records import RankState
+from penstock.schedule import Schedule, generate
+from penstock.schedule.csv import read_csv, write_csv
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import StageCost, simulate
+from scaffolding.run_folders import ABOUT
+
+SCHEDULE = generate("1f1b", 2, 3)
+TIMELINE = simulate(SCHEDULE, StageCost(1.0, 1.0, 1.0))
+
+
+def profile() -> dict[str, Any]:
+    units = tuple(
+        UnitCost(name, 1e-3, 1e-3, 1e-3, parameter_bytes=64, gradient_bytes=64, tied=(Tied("w", 32, 32),))
+        for name in ("a", "b")
+    )
+    return Profile(units, "cpu", "float32", {"w": (4, 4)}, links=(MeasuredLink(0, 1, 1e-5, 1e9),)).to_dict()
+
+
+def plan() -> dict[str, Any]:
+    choice = Choice(1, 2, 1, "1f1b", 3, 4)
+    numbers = (1.0, 1.0)
+    return Plan(choice, ("b",), (), numbers, 5.0, 0.0, {"warm-up": 0.1}, numbers, (8.0, float("inf"))).to_dict()
+
+
+def state() -> dict[str, Any]:
+    own = RankState(0, 0, (0,), "host", 1, 0.0, 5, "1F0", (1,), 0.0, 1 << 20).to_dict()
+    return {"run": ABOUT.id, "at": 1.0, "state": own, "heard": [{**own, "number": 1}]}
+
+
+def write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def read_state(file: Path) -> None:
+    """The file of a rank's state is read beside a whole run.json."""
+    write(file.parent / RUN, json.dumps(ABOUT.to_dict()))
+    write(file.parent / "ranks" / "0.json", file.read_text())
+    states, damaged = read_folder(file.parent).ranks_and_damage()
+    for one in states:
+        health(one)
+    assert states or damaged or f'"{ABOUT.id}"' not in file.read_text()
+
+
+def read_about(file: Path) -> None:
+    RunRead(file.parent, About.from_dict(files.read_json(file), "run")).steps()
+
+
+def read_fabric(file: Path) -> None:
+    folder = file.parent
+    write_run(made_run(3), folder)
+    write(folder / RUN, file.read_text())
+    with files.reported_as_damage(str(folder)):
+        results(Run.read(folder))
+
+
+CHROME = {
+    "traceEvents": [
+        {"ph": "X", "name": str(s.action), "ts": s.start_seconds, "dur": 1.0, "pid": s.rank, "tid": 0} for s in TIMELINE
+    ]
+}
+STAGE = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "activation": 8, "output_bytes": 8}
+READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
+    "profile": (profile, read_profile),
+    "plan": (plan, read_plan),
+    "timeline": (TIMELINE.to_dict, lambda file: explain(run_of(read_run([file])))),
+    "trace": (lambda: CHROME, lambda file: explain(run_of(read_run([file])))),
+    "run.json": (ABOUT.to_dict, read_about),
+    "rank's state": (state, read_state),
+    "costs": (lambda: {"stages": [STAGE, STAGE], "links": {"latency": 1e-4, "bandwidth": 1e9}}, read_costs),
+    "links": (lambda: {"links": [{"from": 0, "to": 1, "latency": 1e-4, "bandwidth": 1e8}]}, read_links),
+    "fabric run.json": (lambda: made_run(3).record, read_fabric),
+}
+ODD = [None, True, -1, 0, 1.5, 10**30, "", "x" * 500, "\x1b[31m", "NaN", [], {}, [1], {"a": 1}, [[[[]]]]]
+TOKENS = ["NaN", "Infinity", "1e999", "[" * 5000, '"' + "y" * 5000 + '"', "1" * 5000, "}", ""]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of each value in a file of JSON."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [path, *(place for key, one in inside for place in places(one, (*path, key)))]
+
+
+def changed(whole: Any, path: tuple[Any, ...], value: Any, *, gone: bool) -> Any:
+    """A copy with one value replaced, or without it."""
+    if not path:
+        return value
+    made = dict(whole) if isinstance(whole, dict) else list(whole)
+    if len(path) == 1 and gone:
+        del made[path[0]]
+    else:
+        made[path[0]] = changed(made[path[0]], path[1:], value, gone=gone)
+    return made
+
+
+@st.composite
+def mutations(draw: st.DrawFn, whole: Any) -> str:
+    path = draw(st.sampled_from(places(whole)))
+    how = draw(st.sampled_from(["odd", "odd", "gone", "token", "cut"]))
+    if how == "cut":
+        text = json.dumps(whole)
+        return text[: draw(st.integers(0, len(text) - 1))]
+    if how == "token":
+        return json.dumps(changed(whole, path, "@", gone=False)).replace('"@"', draw(st.sampled_from(TOKENS)))
+    return json.dumps(changed(whole, path, draw(st.sampled_from(ODD)), gone=how == "gone"))
+
+
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "40")), suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_in_one_line(
+    kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    make, read = READERS[kind]
+    file = write(tmp_path_factory.mktemp("fuzz") / "file.json", data.draw(mutations(make())))
+    said = ""
+    try:
+        read(file)
+    except PenstockError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_files_that_are_whole_are_read(kind: str, tmp_path: Path) -> None:
+    make, read = READERS[kind]
+    read(write(tmp_path / "whole" / "file.json", json.dumps(make())))
+
+
+@pytest.fixture
+def odd_files(tmp_path: Path) -> dict[str, Path]:
+    """Files that are not regular, by what they are."""
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    return {
+        "a device": Path("/dev/zero"),
+        "a pipe": tmp_path / "pipe",
+        "a folder": tmp_path,
+        "a socket": tmp_path / "socket",
+    }
+
+
+def test_only_regular_files_are_read_and_none_is_waited_for(odd_files: dict[str, Path]) -> None:
+    for kind, file in odd_files.items():
+        by_open = {"a socket": "cannot be read: No such device", "a folder": "cannot be read: Is a directory"}
+        expected = by_open.get(kind, f"is {kind}; expected a regular file")
+        for read in (read_profile, read_plan, read_costs, read_links, read_csv, lambda f: read_scenario(f, None, 2)):  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match=expected):
+                read(file)
+    with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
+        read_run([Path("/dev/zero")])
+
+
+def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = tmp_path / "many.json.gz"
+    many.write_bytes(gzip.compress(b"[" + b"{}," * 2_000_000 + b"{}]", 1))
+    monkeypatch.setattr(files, "MAX_VALUES", 1_000_000)
+    with pytest.raises(ArgumentError, match=r"many.json.gz has more than 1,000,000 values"):
+        read_run([many])
+    with pytest.raises(ArgumentError, match="unpacks to more than 1 MiB"):
+        files.read_bytes(many, max_bytes=1 << 20)
+    cut = tmp_path / "cut.json.gz"
+    cut.write_bytes(many.read_bytes()[:2000])
+    with pytest.raises(ArgumentError, match="cannot be unpacked: it is cut off"):
+        read_run([cut])
+
+
+def test_an_error_quotes_at_most_80_characters_of_a_value(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.json", json.dumps({**profile(), "device": ["\x1b[31m" + "z" * 500]}))
+    with pytest.raises(ArgumentError, match=r"^profile '.*p.json': device=.{10,80}: expected a valid string$"):
+        read_profile(file)
+
+
+def test_what_is_written_takes_the_place_of_the_old_file_only_once_it_is_whole(tmp_path: Path) -> None:
+    file = write(tmp_path / "out.csv", "old")
+    file.chmod(0o640)
+
+    def fill() -> None:
+        with files.replacing(file) as new:
+            new.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ArgumentError, match=r"out.csv cannot be written: No space left"):
+        fill()
+    assert (file.read_text(), os.listdir(tmp_path)) == ("old", ["out.csv"])
+    write_csv(SCHEDULE, file)
+    assert Schedule.parse(str(read_csv(file))).rows == SCHEDULE.rows
+    assert (os.listdir(tmp_path), file.stat().st_mode & 0o777) == (["out.csv"], 0o640)
+
+
+def test_a_link_stays_a_link_when_its_file_is_written(tmp_path: Path) -> None:
+    file = write(tmp_path / "real.json", "1")
+    (tmp_path / "link.json").symlink_to(file)
+    files.write_json(tmp_path / "link.json", [2])
+    assert (tmp_path / "link.json").is_symlink()
+    assert files.read_json(file) == [2]
+
+
+def test_nothing_but_a_regular_file_is_replaced(odd_files: dict[str, Path]) -> None:
+    for kind, file in odd_files.items():
+        with pytest.raises(ArgumentError, match=f"cannot be written: it is {kind}; expected a regular file"):
+            files.write_text(file, "text")
+    assert Path("/dev/zero").is_char_device()
+
+
+def test_dataclasses_are_checked_by_their_annotations() -> None:
+    with pytest.raises(ArgumentError, match=r"^plan: choice.ranks=True: expected a valid integer"):
+        Plan.from_dict({**plan(), "choice": {**asdict(Choice(1, 2, 1, "1f1b", 3, 4)), "ranks": True}}, "plan")
+    with pytest.raises(ArgumentError, match="pipeline_seconds=inf: expected a finite number"):
+        Plan.from_dict({**plan(), "pipeline_seconds": float("inf")}, "plan")
+    with pytest.raises(ArgumentError, match="the timeline: stage is unknown to this version"):
+        Timeline.from_dict({**TIMELINE.to_dict(), "stage": 1})
+    assert (FORMAT, VERSION) == ("penstock run", 1)
