@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
 
 CASES = '''
-import itertools, os
+import itertools, os, sys
 import torch
 from torch import nn
 
@@ -97,6 +98,22 @@ def failing_loss():
 def raises():
     raise ValueError("boom")
 
+class Ends(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.body, self.head, self.end = nn.Linear(5, 8), nn.Linear(8, 4), end
+    def forward(self, x):
+        self.end(0)
+        return self.head(self.body(x))
+
+def exits(): sys.exit(0)
+def interrupts(): raise KeyboardInterrupt
+def leaves(): os._exit(0)
+def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
+def leaves_in_forward(): return Ends(lambda _: os._exit(0)), *good()[1:]
+def exits_in_loss(): return *good()[:3], lambda *_: sys.exit()
+def exits_the_second_time(): return good() if next(calls) == 1 else sys.exit(0)
+
 def raises_on_rank_1():
     return good() if os.environ["RANK"] == "0" else raises()
 
@@ -111,10 +128,11 @@ nothing = None
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "cases.py").write_text(CASES)
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
-    for name in ("cases", "_target_cases"):
+    for name in ("cases", "_target_cases", "_target_exits"):
         sys.modules.pop(name, None)
 
 
@@ -123,7 +141,7 @@ def verify(*arguments: str) -> Result:
 
 
 def in_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "verify", *arguments]
+    command = [sys.executable, "-P", "-c", "from penstock.cli import main; main()", "verify", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
@@ -303,6 +321,11 @@ BAD = [
     ("cases.py:no_model", "returned a str as the model"),
     ("cases.py:no_tuple", "returned a Tensor as args"),
     ("cases.py:no_loss", "returned a str as the loss"),
+    ("cases.py:exits", "TARGET 'cases.py:exits' raised SystemExit: 0 (cases.py:"),
+    ("cases.py:exits_in_forward", "the model or the loss of cases.py:exits_in_forward raised SystemExit: 0 (cases.py:"),
+    ("cases.py:exits_in_loss", "raised SystemExit (cases.py:"),
+    ("cases.py:exits_the_second_time", "raised SystemExit: 0 (cases.py:"),
+    ("exits.py:good", "TARGET 'exits.py:good' raised SystemExit: 0 (exits.py:"),
     ("cases.py:failing_loss", "raised ZeroDivisionError: no such loss (cases.py:"),
 ]
 
@@ -314,6 +337,43 @@ def test_bad_target_exits_2_and_says_why(target: str, says: str) -> None:
     assert last_line(done.stderr).startswith("penstock: error: ")
     assert says in last_line(done.stderr)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("verb", ["inspect", "profile", "simulate", "plan --devices 2 --global-batch 12"])
+@pytest.mark.parametrize("target", ["cases.py:exits", "cases.py:exits_in_forward"])
+def test_no_command_ends_well_when_its_target_ends_the_process(verb: str, target: str) -> None:
+    done = CliRunner().invoke(app, [*verb.split(), target])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "raised SystemExit: 0 (cases.py:" in last_line(done.stderr)
+
+
+@pytest.mark.parametrize("target", ["cases.py:leaves", "cases.py:leaves_in_forward"])
+def test_os_exit_is_no_success(target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    verify(target, "--microbatches", "2")
+    assert {*left} == {2}
+    assert f"{target}" in (said := capfd.readouterr().err)
+    assert "called os._exit(0) before the command had a result" in said
+
+
+def test_an_interrupt_is_one_line() -> None:
+    done = verify("cases.py:interrupts")
+    assert done.exit_code == 128 + signal.SIGINT
+    assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
+
+
+@pytest.mark.parametrize("reports", [0, 1])
+def test_every_process_has_to_report(reports: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(arguments: list[str], ranks: int, threads: int | None) -> int:
+        for rank in range(reports):
+            (Path(arguments[-1]) / f"rank-{rank}.json").write_text('{"report": {"ok": true}}')
+        return 0
+
+    monkeypatch.setattr(sys.modules["penstock.cli.verify"], "launch", launch)
+    done = verify("cases.py:good", "--transport", "distributed")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"ended with exit status 0, and {reports} of 2 compared anything" in last_line(done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -386,11 +446,13 @@ def test_what_runs_again_is_said() -> None:
 
 
 @pytest.mark.distributed
-def test_error_of_one_process_is_the_last_line() -> None:
+def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
+    for name in ("random", "socket", "tempfile", "secrets"):
+        (folder / f"{name}.py").write_text("print('code of the current folder')")
     done = in_process("cases.py:raises_on_rank_1", "--ranks", "2", "--transport", "distributed")
     assert done.returncode == 2
     assert "TARGET 'cases.py:raises_on_rank_1' raised ValueError: boom (cases.py:" in last_line(done.stderr)
-    assert done.stdout == ""
+    assert done.stdout == "", "neither the agent nor a rank imports from the current folder"
 
 
 @pytest.mark.distributed

@@ -72,8 +72,7 @@ class Rest:
         return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Rest:
-        read = pickle.loads(data)
+    def from_values(cls, read: dict[str, Any]) -> Rest:
         if "groups" in read:  # of a version that took one optimizer
             kind, groups = read.pop("optimizer"), [(group["names"], group["options"]) for group in read.pop("groups")]
             read["optimizers"] = {} if kind is None else {"optimizer": (kind, groups)}
@@ -155,8 +154,7 @@ def read_entries(label: str, state: Mapping[str, Any]) -> Own:
     """What was read for what this process holds."""
     own: Own = {}
     for path, name, key in _split(state, label):
-        value = state[path]
-        own.setdefault(name, {})[key] = pickle.loads(value) if isinstance(value, bytes) else value
+        own.setdefault(name, {})[key] = state[path]
     return own
 
 

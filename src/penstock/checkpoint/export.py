@@ -96,7 +96,7 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
     return path
 
 
-def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
+def export_checkpoint(folder: str | Path, path: str | Path, *, weights_only: bool = True) -> Path:
     """Writes the model in a checkpoint to one `safetensors` file, like `export_safetensors`, but without the model.
 
     One tensor is in memory at a time.
@@ -104,15 +104,16 @@ def export_checkpoint(folder: str | Path, path: str | Path) -> Path:
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the latest is used.
         path: the file to write; its folder is created if missing.
+        weights_only: as for `load`.
 
     Raises:
-        ArgumentError: there is no checkpoint, or a tensor's dtype has no name in the format.
+        ArgumentError: there is no checkpoint, it is damaged, or a tensor's dtype has no name in the format.
         OSError: the file cannot be written.
     """
     found = folders.find(Path(folder))
     if found is None:
         raise ArgumentError(f"{folder}: expected a checkpoint, or a folder of checkpoints")
-    reader = Reader(found)
+    reader = Reader(found, weights_only=weights_only)
     like = model_tensors(reader.metadata)
     held = [FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in like.items()]
     entries = in_order([held], sorted(like))

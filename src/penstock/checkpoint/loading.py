@@ -55,6 +55,7 @@ def load(
     optimizer: Optimizers | None = None,
     *,
     others: Mapping[str, Any] | None = None,
+    weights_only: bool = True,
 ) -> Restored | None:
     """Loads the latest checkpoint in a folder, or the one that the path names. Every rank calls it.
 
@@ -67,6 +68,9 @@ def load(
         optimizer: an optimizer of the same class as the saved one, with the same parameter names in each group; or a
             list or dict, as for `save`.
         others: as for `save`. Averages are made as they were, from the pipeline.
+        weights_only: as for `torch.load`: unpickle only tensors, numbers, texts, containers and the classes that
+            `torch.serialization.add_safe_globals` allows. Objects of other classes, in `extra` or in the state of
+            `others`, need False, with which a checkpoint can run any code: pass it only if you trust who wrote it.
 
     Returns:
         What was loaded; None, with nothing changed, if there is no checkpoint.
@@ -81,7 +85,7 @@ def load(
     if path is None:
         return None
     fails = f"cannot read {path}"
-    reader = together(pipe, lambda: Reader(path), fails)
+    reader = together(pipe, lambda: Reader(path, weights_only=weights_only), fails)
     rest = together(pipe, reader.rest, fails)
     optimizers, items = together(pipe, lambda: by_label(optimizer, others), fails)
     own = together(pipe, lambda: group_names(pipe, optimizers), fails)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.checkpoint.contents import REST, Rest
+from penstock.checkpoint.folders import METADATA
+from penstock.checkpoint.unpickling import unpickle
 from penstock.errors import ArgumentError
 
 
@@ -67,9 +76,14 @@ class Reader:
         metadata: what the checkpoint contains.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises ArgumentError if the checkpoint lacks one of its files, OSError if it cannot be read."""
-        self.path = path
+    def __init__(self, path: Path, *, weights_only: bool = True) -> None:
+        """Raises ArgumentError if the checkpoint lacks one of its files or its metadata are damaged, or OSError.
+
+        Args:
+            path: the checkpoint.
+            weights_only: whether to unpickle only what cannot run code. The metadata never are.
+        """
+        self.path, self._weights_only = path, weights_only
         self._reader = _OnceRead(path)
         self.metadata = self._reader.read_metadata()
         files = {stored.relative_path for stored in (self.metadata.storage_data or {}).values()}
@@ -79,15 +93,39 @@ class Reader:
             raise ArgumentError(f"{path} cannot be loaded: {what}; take another checkpoint, or copy the whole folder")
 
     def read(self, state: dict[str, Any]) -> None:
-        """Reads into the tensors in `state`, and replaces each None with the stored value."""
+        """Reads into the tensors in `state`, and replaces each None with the stored value.
+
+        Raises ArgumentError, which names the file, if a file is damaged or a value would run code.
+        """
         hush()
-        load(state, storage_reader=self._reader, no_dist=True)
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)  # it fills `state` itself
+        try:
+            load(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            raise next(iter(failed.failures.values()))[0] from None
+        for key, value in state.items():
+            if isinstance(value, bytes):
+                state[key] = self._unpickled(key, value)
+
+    def _unpickled(self, key: str, data: bytes) -> Any:
+        if not self._weights_only:
+            return pickle.loads(data)
+        try:
+            return unpickle(io.BytesIO(data))
+        except Exception as error:
+            raise ArgumentError(
+                f"{self.path}: {key!r} is no plain value ({error}); allow its class with "
+                "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
+            ) from error
 
     def rest(self) -> Rest:
         """Everything that does not belong to one tensor."""
         state: dict[str, Any] = {REST: None}
         self.read(state)
-        return Rest.from_bytes(state[REST])
+        try:
+            return Rest.from_values(state[REST])
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(_damaged(self.path, error)) from error
 
 
 class _OnceRead(FileSystemReader):
@@ -97,5 +135,63 @@ class _OnceRead(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
+            file = Path(self.path) / METADATA
+            try:
+                with file.open("rb") as opened:
+                    self._metadata = unpickle(opened)
+                _check(Path(self.path), self._metadata)
+            except OSError:
+                raise
+            except Exception as error:  # random bytes raise anything
+                raise ArgumentError(_damaged(file, error)) from error
         return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """File by file, so that an error names one."""
+        per_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            per_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in per_file.items():
+            try:
+                done = super().read_data(replace(plan, items=items), planner)
+            except OSError:
+                raise
+            except Exception as error:
+                raise ArgumentError(_damaged(Path(self.path) / name, error)) from error
+        return done if per_file else super().read_data(plan, planner)
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Reads bytes as torch reads tensors; torch itself would unpickle anything here."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def _check(path: Path, metadata: Metadata) -> None:
+    """Raises an error if the metadata are of another type, or tell of more than the files in that folder hold."""
+    held: dict[str, int] = {}
+    for index, stored in metadata.storage_data.items():
+        file = path / stored.relative_path
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise ValueError(f"it names {str(stored.relative_path)[:80]!r}, which is not a file of this folder")
+        if (
+            stored.offset < 0
+            or stored.length < 0
+            or (file.is_file() and file.stat().st_size < stored.offset + stored.length)
+        ):
+            raise ValueError(f"{file.name} is shorter than it says")
+        held[index.fqn] = held.get(index.fqn, 0) + stored.length
+    for name, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            if item.size.numel() * item.properties.dtype.itemsize > held.get(name, 0):
+                raise ValueError(f"{name[:80]!r} is larger than its files")
+        elif not isinstance(item, BytesStorageMetadata):
+            raise TypeError(f"{str(name)[:80]!r} is neither a tensor nor bytes")
+
+
+def _damaged(file: Path, error: Exception) -> str:
+    text = " ".join(str(error).split())[:160]
+    return (
+        f"{file} is damaged, or no file of a checkpoint ({type(error).__name__}: {text}); take another checkpoint, or "
+        "copy the whole folder again"
+    )

@@ -6,7 +6,9 @@ If the module has an `EPILOG`, it is printed below the options.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from importlib import import_module
 from typing import Annotated, Any
@@ -39,6 +41,9 @@ VERBS: dict[str, dict[str, Any]] = {
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
 
 
+STOPPED = "stopped by Ctrl-C; no process is left running"
+
+
 class _Verbs(Commands):
     """Imports a verb's module when its command is looked up, and reports Penstock's own errors in one line."""
 
@@ -65,16 +70,19 @@ class _Verbs(Commands):
             text, status = bad_value(error), 2
             if text is None:
                 raise
-        except PenstockError as error:
+        except KeyboardInterrupt:
+            text, status = STOPPED, 128 + signal.SIGINT
+        except (PenstockError, OSError) as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
-            text, status = str(error), 1 if isinstance(error, VerificationError) else 2
+            text = _describe(error) if isinstance(error, OSError) else str(error)
+            status = 1 if isinstance(error, VerificationError) else 2
             if isinstance(error, ArgumentError | PartitionError) and (
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
                 text = in_options(text, set(options_of(verb)))
-        sys.stdout.flush()
-        print(f"penstock: error: {text}", file=sys.stderr)
+        _flush()
+        print(f"penstock: {text}" if text == STOPPED else f"penstock: error: {text}", file=sys.stderr)
         raise typer.Exit(status)
 
 
@@ -99,4 +107,34 @@ def _penstock(
 
 def main() -> None:
     """The console script. Exits with 0, with 1 if a verification failed, with 2 on an error, or as the job did."""
-    app(prog_name="penstock")
+    for name in ("stdout", "stderr"):  # closed, as by `>&-`: nothing else may get its number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
+    with contextlib.suppress(AttributeError):  # what tests put in its place
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    status: Any = 0
+    lost: OSError | None = None
+    try:
+        app(prog_name="penstock")
+    except SystemExit as ended:
+        status = ended.code
+    except OSError as error:  # of a page of help
+        lost = error
+    if lost := _flush() or lost:
+        print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
+    sys.exit(status or (2 if lost else 0))
+
+
+def _flush() -> OSError | None:
+    """Writes what standard output holds back. If it cannot be written, drops it and returns why."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again at its end
+        return error
+    return None
+
+
+def _describe(error: OSError) -> str:
+    """What could not be read or written, and why, in one line."""
+    return f"{error.filename or 'cannot write all output'}: {error.strerror or error}"

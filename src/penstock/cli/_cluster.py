@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli._spread import options_on
+from penstock.cli._spread import check_count, options_on
 from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
 from penstock.words import counted, sized
@@ -123,7 +123,7 @@ class ClusterOptions:
                 raise ArgumentError(
                     f"--devices {self.devices!r}: expected a number, or numbers of several kinds, as in 4xold,8xnew"
                 )
-            counts[found[2] or ""] = int(found[1])
+            counts[found[2] or ""] = check_count("--devices", int(found[1]))
         sizes = _by_kind("--memory", self.memory, counts)
         speeds = _by_kind("--speed", self.speed, counts)
         return tuple(

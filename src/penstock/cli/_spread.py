@@ -10,6 +10,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from penstock.errors import ArgumentError
+
 OUTPUT_PANEL = "Output"
 
 Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
@@ -25,7 +27,7 @@ def options_on(panel: str) -> Callable[..., Any]:
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """Prepares a verb for Typer: replaces each dataclass parameter with one option per field."""
+    """Prepares a verb for Typer: replaces each dataclass parameter with one option per field, and limits all counts."""
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     parameters: list[inspect.Parameter] = []
@@ -37,11 +39,27 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(verb)
     def called(**given: Any) -> None:
+        for name, value in given.items():
+            if type(value) is int and "seed" not in name:
+                check_count(f"--{name.replace('_', '-')}", value)
         made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         verb(**made, **given)
 
     vars(called)["__signature__"] = inspect.Signature(parameters)
     return called
+
+
+_MOST = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
+_MOST |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks"), 10_000)
+_MOST_OF_ANYTHING = 1_000_000_000
+
+
+def check_count(option: str, count: int) -> int:
+    """Returns the number. Raises ArgumentError if it is more than any job has: it would only exhaust time or memory."""
+    most = _MOST.get(option, _MOST_OF_ANYTHING)
+    if count > most:
+        raise ArgumentError(f"{option} {count}: expected at most {most:,}; pass a smaller number")
+    return count
 
 
 def _options(group: Any) -> list[inspect.Parameter]:

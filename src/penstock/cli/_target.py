@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.cli._spread import check_count
+from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -120,9 +121,10 @@ def names(text: str | None) -> list[str] | None:
 def whole_numbers(option: str, text: str) -> list[int]:
     """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
     try:
-        return [int(number) for number in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
         raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
+    return [check_count(option, number) for number in numbers]
 
 
 @contextlib.contextmanager
@@ -137,13 +139,9 @@ def loaded(name: str, what: str) -> Iterator[Target]:
         PenstockError: TARGET is wrong, or the block raised it.
         ArgumentError: the block raised anything else.
     """
-    from penstock.launch.target import describe, load
+    from penstock.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
         given = load(name)
-        try:
+        with user_code(f"{what} of {name}"):
             yield given
-        except PenstockError:
-            raise
-        except Exception as error:
-            raise ArgumentError(f"{what} of {name} raised {describe(error)}") from error

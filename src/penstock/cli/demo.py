@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +10,14 @@ import typer
 from rich.console import Console
 
 from penstock.cli._microbatches import CUT
+from penstock.cli._spread import spread
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid
 from penstock.words import counted
 
 
+@spread
 def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-n", help="How many processes share the model, 1 to 4.")] = 2,
     schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b",
@@ -34,7 +35,7 @@ def demo(
     if status:
         Console().show_cursor()  # a progress bar that was cut short hides it
     if status == 128 + signal.SIGINT:
-        print("penstock: stopped by Ctrl-C; no process is left running", file=sys.stderr)
+        raise KeyboardInterrupt
     raise typer.Exit(status)
 
 
@@ -62,8 +63,5 @@ def _alone(settings: Settings) -> int:
     """Runs the demo with one rank, in this process."""
     from penstock.demo.train import main
 
-    try:
-        main(settings.arguments())
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    main(settings.arguments())
     return 0

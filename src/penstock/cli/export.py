@@ -13,12 +13,20 @@ from penstock.errors import CheckpointError
 def export(
     folder: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: then the latest.")],
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only/--no-weights-only",
+            help="Whether to unpickle plain values only. Objects saved in extra= or others= need "
+            "--no-weights-only, with which a checkpoint can run any code: only for one you trust.",
+        ),
+    ] = True,
 ) -> None:
     """Write the model in a checkpoint, saved by any number of ranks, to one safetensors file. Needs no model code."""
     from penstock.checkpoint import export_checkpoint
 
     try:
-        path = export_checkpoint(folder, out)
+        path = export_checkpoint(folder, out, weights_only=weights_only)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}") from None
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

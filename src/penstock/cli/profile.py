@@ -15,7 +15,7 @@ from rich.text import Text
 
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._outcome import print_unbroken, table
-from penstock.cli._spread import OUTPUT_PANEL
+from penstock.cli._spread import OUTPUT_PANEL, spread
 from penstock.cli._target import Leaves, Opens, TargetName, loaded, names, whole_numbers
 from penstock.words import counted, in_ranges, sized
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.balance import Profile, UnitCost
 
 
+@spread
 def profile(
     target: TargetName,
     microbatches: Annotated[int | None, typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}.")] = None,

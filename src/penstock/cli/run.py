@@ -104,6 +104,8 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
     lacking = why_not()
     if lacking is not None:
         raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
+    if "SUDO_USER" in os.environ:
+        _say([f"{job.command[0 if job.command[0] != '-m' else 1]} runs as root, not as {os.environ['SUDO_USER']}"])
     try:
         with machines:
             described, began = machines.described(), time.monotonic()

@@ -38,9 +38,14 @@ if TYPE_CHECKING:
 def agent_command(arguments: Sequence[str]) -> list[str]:
     """The command of one machine's agent, to be started in an environment with a `TAG`: torchrun with these arguments.
 
-    It ends when this process does.
+    It ends when this process does. Neither it nor ranks that run a module of ours import from the current folder; a
+    script of the user's sees its own folder, as under `python script.py`.
     """
-    return [sys.executable, "-m", "penstock.launch.agent", str(os.getpid()), *arguments]
+    at = next((at for at, argument in enumerate(arguments) if not argument.startswith("--")), len(arguments))
+    command = list(arguments[at:])
+    if command[:1] == ["-m"] and command[1].partition(".")[0] == "penstock":
+        command = ["--no-python", sys.executable, "-P", "-u", *command]
+    return [sys.executable, "-P", "-m", "penstock.launch.agent", str(os.getpid()), *arguments[:at], *command]
 
 
 def end_with_parent(parent: int) -> bool:

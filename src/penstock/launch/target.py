@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -79,12 +81,8 @@ def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")
-    try:
+    with user_code(f"{what} {text!r}"):
         module = _from_file(Path(place), what) if place.endswith(".py") else _from_name(place, what)
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise ArgumentError(f"{what} {text!r} raised {describe(error)}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -96,13 +94,40 @@ def _call(text: str, function: Callable[[], Any]) -> Target:
     torch.manual_seed(SEED)
     random.seed(SEED)
     numpy.random.seed(SEED)
-    try:
+    with user_code(f"TARGET {text!r}"):
         returned = function()
-    except PenstockError:
-        raise
-    except Exception as error:
-        raise ArgumentError(f"TARGET {text!r} raised {describe(error)}") from error
     return _check(text, returned, partial(_call, text, function))
+
+
+@contextlib.contextmanager
+def user_code(name: str) -> Iterator[None]:
+    """Runs the user's code, which must not end this process with status 0: that would pass for a result.
+
+    Calling `os._exit(0)` ends it with status 2 and a message.
+
+    Raises:
+        PenstockError: as the block raised it.
+        KeyboardInterrupt: Ctrl-C.
+        ArgumentError: the block raised anything else, `SystemExit` included.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:  # a child that it forked may end
+            line = f"penstock: error: {name} called os._exit(0) before the command had a result; remove the call\n"
+            os.write(2, line.encode())
+            status = 2
+        leave(status)
+
+    vars(os)["_exit"] = refuse
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ArgumentError(f"{name} raised {describe(error)}") from error
+    finally:
+        vars(os)["_exit"] = leave
 
 
 def describe(error: BaseException) -> str:

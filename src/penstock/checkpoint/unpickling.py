@@ -1,0 +1,57 @@
+"""Unpickles plain values, tensors and torch's metadata, and nothing that could run code of a checkpoint's author."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, BinaryIO
+
+import torch
+
+_METADATA = (
+    "Metadata TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING ChunkStorageMetadata BytesStorageMetadata "
+    "MetadataIndex StorageMeta"
+)
+_KNOWN = {
+    "builtins": "bytearray complex dict frozenset int float list range set slice str tuple",
+    "collections": "Counter OrderedDict defaultdict deque",
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "scalar _reconstruct",
+    "numpy.core.multiarray": "scalar _reconstruct",
+    "pathlib": "Path PosixPath PurePosixPath",
+    "pathlib._local": "Path PosixPath PurePosixPath",
+    "torch": "Size device",
+    "torch._utils": "_rebuild_tensor_v2 _rebuild_parameter",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": _METADATA,
+}
+"""The names that may be called, by module: those in the states of torch's optimizers and schedulers, numpy's numbers
+and arrays, and what `torch.distributed.checkpoint` writes into its metadata."""
+
+
+def unpickle(file: BinaryIO) -> Any:
+    """What `pickle` wrote. Any class may be allowed by `torch.serialization.add_safe_globals`, as for `torch.load`.
+
+    Raises `pickle.UnpicklingError` for anything else, and whatever `pickle` raises if the data are damaged.
+    """
+    return _Unpickler(file).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):  # of a tensor, where torch would unpickle anything
+            return _storage
+        if name in _KNOWN.get(module, "").split():
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        for allowed in torch.serialization.get_safe_globals():
+            found, path = allowed if isinstance(allowed, tuple) else (allowed, "")
+            if (path or f"{found.__module__}.{found.__qualname__}") == f"{module}.{name}":
+                return found
+        raise pickle.UnpicklingError(f"it calls {module}.{name}, which could run any code")
+
+
+def _storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

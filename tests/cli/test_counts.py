@@ -1,0 +1,28 @@
+"""Every count on a command's line has a limit, which is checked before any work begins."""
+
+from __future__ import annotations
+
+import pytest
+from command_line import refusal
+
+MANY = "99999999999"
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "most"),
+    [
+        ("plan no:file --devices {} --global-batch 8", "--devices", "20,000"),
+        ("plan no:file --devices 4xold,{}xnew --global-batch 8", "--devices", "20,000"),
+        ("plan no:file --devices 2 --global-batch {}", "--global-batch", "100,000"),
+        ("verify no:file --microbatches {}", "--microbatches", "10,000"),
+        ("verify no:file --ranks {}", "--ranks", "10,000"),
+        ("verify no:file --replicas {}", "--replicas", "10,000"),
+        ("profile no:file --microbatches {}", "--microbatches", "10,000"),
+        ("search --ranks {} --microbatches 4", "--ranks", "10,000"),
+        ("demo --ranks {}", "--ranks", "10,000"),
+        ("run --ranks {} no_file.py", "--ranks", "10,000"),
+    ],
+)
+def test_a_number_beyond_reason_is_refused_at_once(command: str, option: str, most: str) -> None:
+    expected = f"{option} {MANY}: expected at most {most}; pass a smaller number"
+    assert refusal(*command.format(MANY).split()) == expected

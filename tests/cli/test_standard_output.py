@@ -1,0 +1,57 @@
+"""Standard output that takes nothing, or no such characters: one line or replaced characters, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
+
+import pytest
+
+from penstock.cli import main
+
+ORDER = "--schedule 1f1b --ranks 2 --microbatches 4"
+COMMANDS = ["schedules", "devices", "--help", f"show {ORDER}", f"simulate {ORDER} --json", "--version"]
+
+
+def full() -> TextIOWrapper:
+    return open("/dev/full", "w", encoding="utf-8")
+
+
+def closed() -> TextIOWrapper:
+    reads, writes = os.pipe()
+    os.close(reads)
+    return os.fdopen(writes, "w", encoding="utf-8")
+
+
+@pytest.mark.parametrize("made", [full, closed])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_cannot_be_written_ends_in_one_line(
+    command: str,
+    made: Callable[[], TextIOWrapper],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["penstock", *command.split()])
+    with made() as out:  # closing it would raise if anything were left to write
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) <= 1
+    if made is full:  # rich and click end a command quietly whose reader has gone
+        assert said[0].startswith("penstock: error: cannot write all output: ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_characters_that_standard_output_lacks_are_replaced(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["penstock", *command.split()])
+    with open(os.devnull, "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert (ended.value.code, capsys.readouterr().err) == (0, "")
