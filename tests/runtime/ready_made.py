@@ -35,7 +35,7 @@ class ReadyStage:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (it never changes)
     buffers: ClassVar[Mapping[str, Tensor]] = {}
     frame = None
-    may_update = reads = traces = remembered = overwritten = overwritten_strays = checkpointed = norms_as_functions = ()
+    may_update = reads = remembered = checkpointed = norms_as_functions = ()
     borrowed: ClassVar[Mapping[int, str]] = {}
     draws_outside_modules = False
     depends_on_values = True

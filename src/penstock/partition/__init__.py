@@ -11,7 +11,6 @@ from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
 from penstock.partition.stages.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage, Surroundings, retarget
 from penstock.partition.state.left_behind import Left
-from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.defaults import default_kwargs
 from penstock.partition.values.leaves import leaves_of
@@ -37,7 +36,6 @@ __all__ = [
     "Stage",
     "Surroundings",
     "TooFewLayersError",
-    "Trace",
     "UnmeasurableError",
     "default_kwargs",
     "gates_of",

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings, Trace
+from penstock.partition import Left, Origin, RandomSource, Remembered, Surroundings
 from penstock.stages import StageMeta
 from penstock.trees import Flat
 
@@ -47,15 +47,9 @@ class Stage(Protocol):
     @property
     def reads(self) -> tuple[str, ...]: ...
     @property
-    def traces(self) -> tuple[Trace, ...]: ...
-    @property
     def remembered(self) -> tuple[Remembered, ...]: ...
     @property
     def borrowed(self) -> Mapping[int, str]: ...
-    @property
-    def overwritten(self) -> tuple[str, ...]: ...
-    @property
-    def overwritten_strays(self) -> tuple[str, ...]: ...
     @property
     def draws_outside_modules(self) -> bool: ...
     @property

@@ -85,7 +85,7 @@ def any_use(stages: Sequence[Stage]) -> Stage:
 
 
 _MAPPINGS = ("parameters", "buffers", "borrowed")
-_TUPLES = ("may_update", "reads", "traces", "remembered", "overwritten", "overwritten_strays")
+_TUPLES = ("may_update", "reads", "remembered")
 
 
 def _joined(given: Iterable[Iterable[Any]]) -> tuple[Any, ...]:

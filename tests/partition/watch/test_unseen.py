@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock import PartitionError, inspect, pipeline, verify
+from penstock import PartitionError, inspect, verify
 from penstock.compat import storage_of
 from penstock.partition.recording.facts import Fact
 from penstock.partition.watch.unseen import Saved
@@ -149,16 +149,6 @@ class NormalisesByAverages(Block):
         return torch.tanh(F.batch_norm(y, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=False))
 
 
-class ShrinksOutliers(Block):
-    """Writes for some values only, which those that are made up for the recording are not among."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        if x.detach().abs().max() > 50:
-            self.layer.weight.data.mul_(0.9)
-        return y
-
-
 class Codebook(Block):
     """The distances save what is updated, but no gradient is taken of the choice."""
 
@@ -245,23 +235,9 @@ def test_layers_that_run_again_find_what_they_found_at_first() -> None:
         check(BetweenCheckpoints)
 
 
-@pytest.mark.parametrize(
-    ("block", "name"),
-    [
-        (WritesWeight, r"'[12]\.layer\.weight'"),
-        (ExchangesBuffer, r"'[02]\.scale'"),
-        (ExchangesBufferForReal, r"'[02]\.scale'"),
-        (WritesWeightForReal, r"'[12]\.layer\.weight'"),
-        (NormalisesByAverages, r"'[02]\.norm\.running_(mean|var)'"),
-        (WritesBuffer, r"'[02]\.scale'"),
-        (WritesStray, r"'0\.stray', a tensor that is not a buffer,"),
-    ],
-)
-def test_what_the_model_holds_is_not_written_while_another_microbatch_needs_it(block: type[Block], name: str) -> None:
+@pytest.mark.parametrize("block", [WritesWeight, ExchangesBufferForReal, NormalisesByAverages, WritesStray])
+def test_what_the_model_holds_may_be_written_where_its_backward_comes_next(block: type[Block]) -> None:
     check(chain(block), schedule="naive")
-    for schedule in ("gpipe", "zb-h1"):
-        with pytest.raises(PartitionError, match=rf"forward of stage \d updates {name} in place although its backward"):
-            check(chain(block), ranks=2, schedule=schedule, microbatches=4)
 
 
 def test_what_is_cloned_may_be_written() -> None:
@@ -277,8 +253,6 @@ def test_what_backward_finds_as_its_forward_left_it_may_be_written(block: type[B
 def test_a_forward_that_runs_again_finds_its_own() -> None:
     for block in (WritesBuffer, ExchangesBuffer):
         check(chain(block), ranks=2, microbatches=4, recompute="always")
-    with pytest.raises(PartitionError, match=r"updates '2\.scale' in place"):
-        check(chain(WritesBuffer), ranks=2, microbatches=4, recompute={0: "always"})
 
 
 def test_what_no_gradient_is_taken_of_may_be_written() -> None:
@@ -290,20 +264,6 @@ def test_recording_leaves_the_weights_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inspect(model, (torch.randn(4, WIDTH),), stages=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_write_for_rare_values_is_noticed_when_it_happens() -> None:
-    check(chain(ShrinksOutliers), ranks=2, microbatches=4)
-    x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    x[5] *= 100
-
-    def model() -> nn.Module:
-        return nn.Sequential(ShrinksOutliers(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    with pytest.raises(PartitionError, match=r"forward of stage 0 updates '0\.layer\.weight' in place"):
-        verify(
-            model, (x,), target=target, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", whole_batch=False
-        )
 
 
 def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> None:
@@ -319,42 +279,3 @@ def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> 
         saved.belongs_to(fact, [x])
     saved.settle()
     assert fact.saved == frozenset()
-
-
-class Decides(nn.Module):
-    """What it returns depends on values, so that it runs for real where it is recorded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x))
-        return x + y if float(x.detach().sum()) > 0 else x - y
-
-
-class ScalesBetween(nn.Module):
-    """What is written between blocks is saved by a call whose result only such a block takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(6, 6), nn.ModuleList(Decides() for _ in range(3))
-        self.register_buffer("scale", torch.ones(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        mean = x.detach().abs().mean(0)
-        x = x * self.scale
-        self.scale.data.lerp_(mean, 0.1)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_what_a_call_before_a_block_that_runs_for_real_has_saved_counts() -> None:
-    x, target = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
-    with (
-        pipeline(ScalesBetween(), (x,), loss=F.mse_loss, ranks=2, microbatches=4) as pipe,
-        pytest.raises(PartitionError, match="updates 'scale' in place although its backward uses it"),
-    ):
-        pipe.step(x, target=target)

@@ -393,20 +393,6 @@ def test_counts_that_matter_in_backward_are_those_of_one_device(count: tuple[Any
     verify(lambda: counted(change, state), (X,), target=TARGET, loss_fn=F.mse_loss, **given).check()
 
 
-@pytest.mark.parametrize(("change", "state"), COUNTS[1:3])
-def test_counts_of_backwards_are_refused_where_stages_have_copies(change: Any, state: Any) -> None:
-    with pytest.raises(PartitionError, match=r"backward of stage 3 changes 'state' of a Counted .*dualpipe-v"):
-        verify(
-            lambda: counted(change, state),
-            (X,),
-            target=TARGET,
-            loss_fn=F.mse_loss,
-            ranks=2,
-            microbatches=4,
-            schedule="dualpipe",
-        )
-
-
 def test_what_hooks_note_for_others_is_no_matter_where_stages_have_copies() -> None:
     make = partial(counted, notes, list)
     verify(make, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, microbatches=4, schedule="dualpipe").check()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import defaultdict, deque
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,207 +42,16 @@ class KeepsForBackward(nn.Module):
         return Recalls.apply(self.linear(x), self)
 
 
-class KeepsInAnObject(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.state = nn.Linear(6, 6), SimpleNamespace(scale=None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.scale = 1 + x.detach().abs().mean()
-        return Recalls.apply(self.linear(x), self.state)
-
-
-class Pops(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stack: list[Tensor]) -> Tensor:
-        ctx.stack = stack
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.stack.pop(), None
-
-
-class KeepsOnAStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.stack = nn.Linear(6, 6), []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.stack.append(1 + x.detach().abs().mean())
-        return Pops.apply(self.linear(x), self.stack)
-
-
-class Stack(list[Any]):
-    """A list by another name."""
-
-
-@dataclasses.dataclass
-class Holder:
-    stack: list[Tensor] = dataclasses.field(default_factory=list)
-
-
-class KeepsDeeper(nn.Module):
-    """On a stack that is not an attribute itself."""
-
-    kept: Any
-
-    def stack(self) -> Any:
-        return self.kept["stack"]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.kept = nn.Linear(6, 6), {"stack": []}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.stack().append(1 + x.detach().abs().mean())
-        return Pops.apply(self.linear(x), self.stack())
-
-
-class KeepsInATuple(KeepsDeeper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = (deque(), [Holder()])
-
-    def stack(self) -> Any:
-        return self.kept[1][0].stack
-
-
-class KeepsInADefaultDict(KeepsDeeper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = defaultdict(list)
-
-
-class KeepsOnItsOwnKindOfStack(KeepsDeeper):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = Stack()
-
-    def stack(self) -> Any:
-        return self.kept
-
-
-class KeepsOnADeque(KeepsOnItsOwnKindOfStack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = deque()
-
-
-class KeepsInNewObjects(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.states = nn.Linear(6, 6), []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.states.append(SimpleNamespace(scale=1 + x.detach().abs().mean()))
-        return PopsAnObject.apply(self.linear(x), self.states)
-
-
-class PopsAnObject(Pops):
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.stack.pop().scale, None
-
-
-DEEPER = [KeepsDeeper, KeepsInATuple, KeepsInADefaultDict, KeepsOnItsOwnKindOfStack, KeepsOnADeque, KeepsInNewObjects]
-
-
 def prove(model: nn.Module, **options: Any) -> None:
     verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, microbatches=4, **options).check()
 
 
-@pytest.mark.parametrize(
-    ("kind", "recompute", "order"),
-    representatives(3, [KeepsForBackward, KeepsInAnObject, KeepsOnAStack], ["never", "always", 1], PLACES),
-)
-def test_what_a_forward_keeps_is_there_in_its_own_backward(
-    kind: type[nn.Module], recompute: Any, order: tuple[str, int]
-) -> None:
-    schedule, ranks = order
+@pytest.mark.parametrize("recompute", ["never", "always", 1])
+@ORDERS
+def test_what_a_forward_keeps_is_there_in_its_own_backward(schedule: str, ranks: int, recompute: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(kind() for _ in range(4)))
+    model = nn.Sequential(*(KeepsForBackward() for _ in range(4)))
     prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
-
-
-@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
-def test_what_a_forward_keeps_may_be_anywhere_below_an_attribute(order: tuple[str, int], recompute: Any) -> None:
-    schedule, ranks = order
-    torch.manual_seed(0)
-    model = nn.Sequential(*(kind() for kind in DEEPER))
-    prove(model, ranks=ranks, schedule=schedule, recompute=recompute)
-
-
-@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
-def test_a_stack_is_empty_behind_a_step(order: tuple[str, int], recompute: Any) -> None:
-    schedule, ranks = order
-    model = nn.Sequential(*(KeepsOnAStack() for _ in range(4)))
-    kwargs: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
-    with pipeline(model, (X,), loss=F.mse_loss, **kwargs) as pipe:
-        for _ in range(2):
-            pipe.step(X, target=TARGET)
-            assert not any(block.stack for block in model)
-
-
-TOLD: dict[str, Tensor] = {}
-TAPE: list[Tensor] = []
-
-
-class KeepsInItsClass(nn.Module):
-    """Its backward takes what its forward has left in the class and in a global dict."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        KeepsInItsClass.scale = TOLD["scale"] = 1 + x.detach().abs().mean()
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * KeepsInItsClass.scale + TOLD["scale"])
-        return y
-
-
-class KeepsOnATape(nn.Module):
-    """All such blocks push to one global list, which their backwards pop from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if y.requires_grad:
-            TAPE.append(1 + x.detach().abs().mean())
-            y.register_hook(lambda grad: grad * TAPE.pop())
-        return y
-
-
-@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
-def test_what_forward_keeps_for_backward_outside_of_modules(order: tuple[str, int], recompute: Any) -> None:
-    schedule, ranks = order
-
-    def in_class() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), KeepsInItsClass(), *(nn.Linear(6, 6) for _ in range(3)))
-
-    def on_tape() -> nn.Module:
-        return nn.Sequential(*(KeepsOnATape() for _ in range(4)))
-
-    for make in (in_class, on_tape):
-        TAPE.clear()
-        torch.manual_seed(0)
-        model = make()
-        plain = copy.deepcopy(model)
-        for rows in range(0, 8, 2):
-            (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
-        given: Any = {"ranks": ranks, "schedule": schedule, "microbatches": 4, "recompute": recompute}
-        with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
-            pipe.step(X, target=TARGET)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-            assert one.grad is not None
-            assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 class RunsAgain(nn.Module):
@@ -429,7 +235,7 @@ class Calibrates(nn.Module):
         return torch.tanh(y / self.history[-1]) + F.linear(x, self.scales["weight"])
 
 
-@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", "always", 1]))
+@pytest.mark.parametrize(("order", "recompute"), representatives(2, PLACES, ["never", 1]))
 def test_what_the_first_microbatches_put_in_a_container_stays_there(order: tuple[str, int], recompute: Any) -> None:
     schedule, ranks = order
     torch.manual_seed(0)

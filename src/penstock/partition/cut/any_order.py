@@ -47,7 +47,7 @@ def why_fixed(recording: Recording, model: nn.Module) -> str:
     facts = recording.facts.values()
     reasons = {
         "it draws from Python's or numpy's generators": recording.is_foreign,
-        "it keeps something from call to call": bool(recording.remembered or recording.traces or recording.left),
+        "it keeps something from call to call": bool(recording.remembered or recording.leaves_traces or recording.left),
         "it branches at random": any(fact.branch is not None or fact.is_anywhere for fact in facts),
         "what a module writes or draws may depend on values": any(fact.depends_on_values for fact in facts),
         "it updates memory unseen by autograd": any(fact.unseen for fact in facts),

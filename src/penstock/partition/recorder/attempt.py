@@ -44,7 +44,7 @@ from penstock.partition.units.opening import Opening, StayWhole
 from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
 from penstock.partition.values.leaves import leaves_of
 from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path
-from penstock.partition.watch.unseen import Watch, may_overwrite
+from penstock.partition.watch.unseen import Watch, overwrites_unseen
 from penstock.trees import Flat, flatten, unflatten
 from penstock.words import shortened
 
@@ -115,7 +115,8 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                     *(reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
                     gone=recorder.observer.gone,
                 )
-                recording = replace(_finish(recorder, loan, result, left, attempt.grain), traces=reach.traces())
+                recording = _finish(recorder, loan, result, left, attempt.grain)
+                recording = replace(recording, leaves_traces=bool(reach.names_changed()))
                 names_of_units = [u.name for u in units.values()]
                 changed = carried_over(reach, provenance, names_of_units)
                 if changed:
@@ -130,7 +131,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                         return other
 
                     _check_stateless(recorder, again, partial(numbers, reach, names_of_units), changed)
-                if not watches and may_overwrite(recording, recorder.observer.mere_statistics):
+                if not watches and overwrites_unseen(recording):
                     raise Watch
                 return recording
     finally:
@@ -157,7 +158,6 @@ def _run_checked(
         recorder.sideways.check_units(recorder.on_memory)  # may give a better reason
         raise
     recorder.sideways.check_units(recorder.on_memory)
-    recorder.fixed.check()
     return result
 
 

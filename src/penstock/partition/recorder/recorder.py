@@ -28,8 +28,6 @@ from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, make_guard
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.returned import Returned
-from penstock.partition.run.fixed import Fixed
-from penstock.partition.run.gradient_hooks import Hook
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
@@ -91,7 +89,6 @@ class Recorder(Writer, TorchFunctionMode):
         self.taken = set(taken)  # names of attributes that are read after the calls of such units
         self._why_real: dict[str, list[str]] = {}  # reason -> their names
         self.returned = Returned(opening)
-        self.fixed = Fixed(lambda: {*names, *self._kept, *(id(place.entries) for place in reach.places)})
         self._thread = threading.get_ident()
         self._paused = False
         self._numbers = count()
@@ -101,9 +98,7 @@ class Recorder(Writer, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._paused:
-            if func is Tensor.register_hook:
-                self.sideways.note_hook(Hook.of(*args, **kwargs))
-            elif func == SET_DATA and id(args[0]) in self.loan.names:
+            if func == SET_DATA and id(args[0]) in self.loan.names:
                 with self.observer.exchanging(args[0]):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
@@ -195,13 +190,11 @@ class Recorder(Writer, TorchFunctionMode):
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
             seeded, first_call = self.seeds.were_set, len(self.observer.calls)
-            fixed = self.fixed.give(given.opaque, unit.name, self._here, self.scope)
             with self._running(args, kwargs, unit):
                 result, drew, writes = self.sideways.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
-            self.fixed.take(fixed, unit.name)
             if self.chance.after_unit():
                 drew = [*drew, module]
             self.seeds.check(drew if seeded else (), f"{unit.name!r}", self.scope)

@@ -16,7 +16,6 @@ from penstock.partition.obstacle import Rate
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard
 from penstock.partition.state.left_behind import Left
-from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.opening import NOTHING, Opening
 from penstock.partition.units.units import NO_GRAIN, Grain
@@ -78,7 +77,7 @@ class Recording:
         borrowed: for each unit, the memory of the model's own parameters and buffers that it takes through other
             tensors.
         remembered: what units carry over from call to call; see `Remembered`.
-        traces: where it leaves something besides its result.
+        leaves_traces: whether it leaves something besides its result.
     """
 
     graph: fx.Graph
@@ -106,7 +105,7 @@ class Recording:
     is_foreign: bool = False
     borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
-    traces: tuple[Trace, ...] = ()
+    leaves_traces: bool = False
 
     @property
     def overwritten(self) -> list[int]:

@@ -8,7 +8,6 @@ reversible layers) becomes part of the module around it, which runs as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.run.gradient_hooks import Hook, refuse_hooks
 from penstock.partition.run.real import on_other_values
 from penstock.partition.run.replay import Operators, operators
 from penstock.partition.state.provenance import Call, Foreign
@@ -45,7 +43,6 @@ class Sideways:
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
-        self._hooks: list[Hook] | None = None  # hooks that the running unit registers on values
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -110,12 +107,7 @@ class Sideways:
         now = {id(place): place.copied() for place in changed}
         before = self._operators(run, args, kwargs, from_start=True) if changed else None
         with self._observer.logging() as log:
-            self._hooks = []
             result, on_fakes = run(args, kwargs)
-            hooks, self._hooks = self._hooks, None
-        if hooks:
-            again = partial(self._operators, run, args, kwargs, from_start=False)
-            refuse_hooks(unit.name, hooks, lambda takes: again(takes=takes), self._reach, self._observer)
         updates = result[2] & self.held_by(unit)
         written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
         own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
@@ -131,11 +123,6 @@ class Sideways:
             if on_fakes and self._operators(run, args, kwargs, from_start=False) != log:
                 self._swayed.setdefault(unit.name, _names(own))
         return result
-
-    def note_hook(self, hook: Hook) -> None:
-        """Call this when a unit registers a hook on a value."""
-        if self._hooks is not None:
-            self._hooks.append(hook)
 
     def _operators(
         self, run: Callable[[Any, Any], Any], args: Any, kwargs: Any, *, from_start: bool, **options: Any

@@ -159,7 +159,7 @@ def _kept(partition: Partition) -> Any:
         raise ValueError
     return (
         *(partition.cuts, partition.input_order, partition.result_structure, partition.draw_offsets),
-        *([(*s.parameters,), (*s.buffers,), s.may_update, s.reads, s.overwritten] for s in partition.stages),
+        *([(*s.parameters,), (*s.buffers,), s.may_update, s.reads] for s in partition.stages),
         *_readings(partition),
     )
 

@@ -16,7 +16,6 @@ from torch import fx, nn
 from penstock.errors import PartitionError
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.recording import Recording
-from penstock.partition.state.names_in_forward import possible_data_writes
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.objects import OPAQUE
 from penstock.stages import MODEL_INPUT, Input, Output, TensorMeta
@@ -344,26 +343,6 @@ class CutRecording:
             if fact.kind == "constant":
                 found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
         return found
-
-    def overwritten(self, nodes: Collection[fx.Node]) -> tuple[str, ...]:
-        """Canonical names of the parameters and buffers that these calls (may) update and save for their backward."""
-        facts = [self.facts[node] for node in nodes]
-        written = frozenset[int]().union(*(fact.writes for fact in facts))
-        saved = frozenset[int]().union(*(fact.saved for fact in facts))
-        uncertain = [self.facts[node] for node in nodes if self.depends_on_values(node)]
-        modules = [self.model.get_submodule(name) for fact in uncertain for name in fact.units]
-        rare = {id(tensor) for module in modules for part in module.modules() for tensor in possible_data_writes(part)}
-        return tuple(
-            name
-            for storage, name in self.recording.memory.items()
-            if storage in written & saved or id(self.recording.held[name]) in rare
-        )
-
-    def overwritten_strays(self, nodes: Collection[fx.Node]) -> tuple[str, ...]:
-        """The same for other tensors that these calls remember, as users know them."""
-        saved = frozenset[int]().union(*(self.facts[node].saved for node in nodes))
-        used = [each for each in self.recording.remembered if any(self.uses(node, each) for node in nodes)]
-        return tuple(each.text for each in used if each.storage in saved)
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value through which memory came to a stage, traced back through the views made there."""

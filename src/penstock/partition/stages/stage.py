@@ -19,7 +19,6 @@ from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.recording.returned import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
-from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.chain import public_names
 from penstock.partition.values.objects import free_name
@@ -61,12 +60,9 @@ class Stage:
         may_update: the buffers that the forward may update for some values, besides those in `meta`.
         reads: the buffers that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
-        overwritten: the parameters and buffers that the forward updates in place although its backward uses them.
-        overwritten_strays: other tensors that its forward remembers and updates in the same way, as users know them.
         borrowed: the memory of the model's parameters and buffers that blocks here take through other tensors (detached
             views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
-        traces: where the model's forward leaves something besides its result, on this stage or another.
         frame: called with the stage's forward and its arguments; None if nothing needs to happen around it.
     """
 
@@ -79,11 +75,8 @@ class Stage:
     depends_on_values: bool = False
     may_update: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
-    traces: tuple[Trace, ...] = ()
     remembered: tuple[Remembered, ...] = ()
     borrowed: Mapping[int, str] = field(default_factory=dict)
-    overwritten: tuple[str, ...] = ()
-    overwritten_strays: tuple[str, ...] = ()
 
     @property
     def draws_outside_modules(self) -> bool:
@@ -203,10 +196,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
         may_update=may_update,
         reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
         remembered=remembered,
-        traces=recording.traces,
         borrowed=split.borrowed(plan.run),
-        overwritten=tuple(public[name] for name in split.overwritten(plan.run)),
-        overwritten_strays=split.overwritten_strays(plan.run),
     )
 
 

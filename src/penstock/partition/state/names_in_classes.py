@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections import deque
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -24,19 +23,6 @@ def named_by(model: nn.Module) -> list[Any]:
     """Classes, functions (including those that `functools.cache` wraps) and, as dicts, the globals of files."""
     kinds = dict.fromkeys(base for module in model.modules() for base in type(module).__mro__)
     return _named(tuple(kinds))
-
-
-def names_read(model: nn.Module) -> frozenset[str]:
-    """The names of attributes and variables that this code reads, and all text in it (`getattr(self, "last")`)."""
-    codes = (value.__code__ for value in named_by(model) if isinstance(value, FunctionType))
-    return frozenset[str]().union(*map(_reads, codes))
-
-
-@functools.cache
-def _reads(code: CodeType) -> frozenset[str]:
-    loads = (step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_"))
-    inner = [_reads(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(value for value in loads if isinstance(value, str)).union(*inner)
 
 
 @functools.lru_cache(maxsize=8)

@@ -15,7 +15,7 @@ from inspect import getattr_static
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.partition.state.closure_cells import EMPTY, contents
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
@@ -187,26 +187,6 @@ def texts_of(code: CodeType) -> frozenset[str]:
     """The texts in a function's code that may be names, as in `getattr(block, "skip", False)`."""
     inner = [texts_of(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset(c for c in code.co_consts if isinstance(c, str) and c.isidentifier()).union(*inner)
-
-
-def possible_data_writes(module: nn.Module) -> Iterator[Tensor]:
-    """What a module's forward may write to through `.data`, even if only for some values.
-
-    If its code names `.data`, these are its parameters and buffers, and those of the inner modules that it names.
-    """
-    found: dict[str, FunctionType] = {}
-    pending = [("forward", f) for f in _functions(getattr_static(type(module), "forward", None))]
-    while pending:
-        name, function = pending.pop()
-        if name not in found and not is_library(function.__module__):
-            found[name] = function
-            words = words_of(function.__code__)
-            pending += [(w, f) for w in sorted(words) for f in _functions(getattr_static(type(module), w, None))]
-    words = frozenset[str]().union(*(words_of(function.__code__) for function in found.values()))
-    if words.isdisjoint(("data", "set_")):
-        return
-    for part in (module, *(part for path, part in _inside(module, words) if path[0] in words)):
-        yield from (*part.parameters(recurse=False), *part.buffers(recurse=False))
 
 
 def _inside(module: nn.Module, words: Collection[str]) -> Iterator[tuple[Path, nn.Module]]:

@@ -21,9 +21,6 @@ from torch import Tensor
 from penstock.compat import WeakStorage, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
-HOOKS = -2
-"""The number of a call that a backward would make, rather than the forward."""
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -193,7 +190,7 @@ class Provenance:
             root = self.root(tensor)
             roots.append(root)
             name = self.held.get(root)
-            if name is not None and (call is None or call.number != HOOKS):
+            if name is not None:
                 self.touched.add(name)
             made = self._made.get(root)
             if made is None and name is None:

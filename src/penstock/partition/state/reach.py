@@ -127,19 +127,6 @@ class Holder:
         return f"{self.text}.{key}".lstrip(".") if self.attributes else f"{self.text}[{key!r}]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Trace:
-    """A place where the forward leaves something: an entry of `holder`, or everything that this list or dict contains.
-
-    Attributes:
-        holder: a list, deque or dict; for attributes and globals, the dict that they are in.
-        key: the entry; None for all entries.
-    """
-
-    holder: Any
-    key: str | None
-
-
 class _Part:
     """Some places, checked together."""
 
@@ -187,16 +174,6 @@ class Reach:
     def names_changed(self) -> list[str]:
         """The names of attributes and the like that the forward has set."""
         return [place.name(key) for place in self.changed() for key, _ in place.changes() if key != "training"]
-
-    def traces(self) -> tuple[Trace, ...]:
-        """Where the forward has left something, except sets, arrays and variables of closures."""
-        found: list[Trace] = []
-        for place in self.changed():
-            if place.attributes:
-                found += [Trace(place.entries, key) for key, _ in place.changes() if key != "training"]
-            elif isinstance(place.entries, (list, deque, dict)):
-                found.append(Trace(place.entries, None))
-        return tuple(found)
 
     def restore(self) -> None:
         for place in self.changed():

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.partition.values.objects import CONSTANTS
-from penstock.trees import LEAF, PLAIN, Flat, TreeSpec, flatten, overwrite
+from penstock.trees import LEAF, Flat, TreeSpec, flatten, overwrite
 
 
 class Passed:
@@ -20,17 +20,13 @@ class Passed:
 
     Attributes:
         containers: the outermost objects, lists and dicts.
-        opaque: what is in or next to these, is neither a tensor nor a plain value, and cannot be rebuilt.
     """
 
     def __init__(self, args: Any, kwargs: Any, kept: Collection[int] = ()) -> None:
         """`kept`: ids of what the model keeps between calls; what holds no tensor is passed on as it is."""
-        outermost = list(_outermost((*args, *kwargs.values())))
-        self.containers = tuple(value for value, is_leaf in outermost if not is_leaf)
+        self.containers = tuple(_outermost((*args, *kwargs.values())))
         self._kept = kept
         self._shown, self._every = self._state()
-        leaves = *(value for value, is_leaf in outermost if is_leaf), *self._every.leaves
-        self.opaque = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and type(leaf) not in PLAIN]
 
     def _state(self) -> tuple[Flat, Flat]:
         """All containers, flattened twice: with only the objects that hold tensors opened, and with all opened."""
@@ -43,7 +39,7 @@ class Passed:
         if not self.containers:
             return []
         before, after = _by_container(self._every), _by_container(self._state()[1])
-        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not alike(*pair)]
+        return [index for index, pair in enumerate(zip(before, after, strict=True)) if not _alike(*pair)]
 
     def given(self, changed: Collection[int]) -> tuple[list[int], Flat]:
         """Which containers must be rebuilt for the call, and all containers as they were before it, flattened."""
@@ -63,15 +59,15 @@ def kept_by(model: nn.Module) -> dict[int, object]:
     return {id(value): value for value in values if not isinstance(value, Tensor) and type(value) not in CONSTANTS}
 
 
-def _outermost(values: Any) -> Iterator[tuple[Any, bool]]:
-    """Each outermost value that is not a tensor, a constant or a tuple, and whether it cannot be opened."""
+def _outermost(values: Any) -> Iterator[Any]:
+    """Each outermost object, list and dict that can be opened."""
     for value in values:
         if isinstance(value, Tensor) or type(value) in CONSTANTS:
             continue
         if type(value) is tuple:
             yield from _outermost(value)
-        else:
-            yield value, type(value) not in (list, dict) and flatten(value, empty=True).structure == LEAF
+        elif type(value) in (list, dict) or flatten(value, empty=True).structure != LEAF:
+            yield value
 
 
 def _by_container(flat: Flat) -> Iterator[tuple[TreeSpec, list[Any]]]:
@@ -86,7 +82,7 @@ def _leaves(plan: TreeSpec) -> int:
     return 1 if plan.op == LEAF.op else sum(map(_leaves, plan.children))
 
 
-def alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
+def _alike(one: tuple[Hashable, list[Any]], other: tuple[Hashable, list[Any]]) -> bool:
     """Whether two values, as structure and leaves, hold the same objects and equal constants."""
     if one[0] != other[0]:
         return False

@@ -59,7 +59,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.provenance = Provenance()
         self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
         self.statistics: set[int] = set()
-        self._taken: set[int] = set()  # memory taken by operators that do not update running statistics
         self._log: list[Any] | None = None
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
@@ -73,7 +72,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         writing: list[Tensor] = []
-        is_plain, updates_statistics = isinstance(func, torch._ops.OpOverload), False
+        is_plain = isinstance(func, torch._ops.OpOverload)
         if is_plain and (is_seeded(func) or written_arguments(func)):
             names = argument_names(func)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -89,15 +88,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         self._written[storage_of(tensor)] = tensor
                         writing.append(tensor)
                         if name in RUNNING:
-                            updates_statistics = True
                             self.statistics.add(storage_of(tensor))
         values = (*args, *kwargs.values())
         if self._log is not None:
             self._log.append((func, described(values), numbers_given(func, args)))
         given_tensors = tensors_of(values)
         taken = self.provenance.read(given_tensors)
-        if not updates_statistics:
-            self._taken.update(taken)
         for tensor in writing:
             self.provenance.writing(tensor)
         sets = is_plain and func._opname == "set_"
@@ -121,24 +117,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def not_counting(self) -> Iterator[None]:
         """A context in which operators do not count as the model's."""
-        work, taken, provenance = self.work, set(self._taken), self.provenance
+        work, provenance = self.work, self.provenance
         borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
         try:
             yield
         finally:
-            self.work, self._taken, provenance.borrowed = work, taken, borrowed
-
-    @property
-    def mere_statistics(self) -> set[int]:
-        """The memory of running statistics that nothing uses except the batch norms that update them."""
-        return self.statistics - self._taken
+            self.work, provenance.borrowed = work, borrowed
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """Notes that what was seen of a real tensor that a unit ran on also holds for the fake one."""
         if storage_of(real) in self.statistics:
             self.statistics.add(storage_of(fake))
-        if storage_of(real) in self._taken:
-            self._taken.add(storage_of(fake))
         self.saved.stands_for(real, self.provenance.root(fake))
 
     @contextmanager

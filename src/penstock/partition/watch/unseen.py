@@ -1,13 +1,13 @@
-"""Finds in-place updates of what backward needs.
+"""Finds in-place updates of values between calls that backward needs.
 
 Autograd counts a tensor's versions, and raises if backward finds a different version from the one that forward saved,
 unless the update went through `.data`. One device then computes with whatever was written; a stage that holds another
-copy, or that runs other microbatches in between, would not. So this module finds such updates, and what forward saved.
+copy would not. So this module finds such updates, and what forward saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,20 +32,9 @@ class Watch(BaseException):
     """
 
 
-def may_overwrite(recording: Recording, statistics: Collection[int]) -> bool:
-    """Whether the forward updates in place anything that may be saved for backward.
-
-    `statistics`: the memory of running statistics that only batch norms take. In training, when they update them, they
-    do not use them.
-    """
-    facts = recording.facts.values()
-    written = frozenset[int]().union(*(fact.writes for fact in facts)).difference(statistics)
-    held = [recording.held[name] for storage, name in recording.memory.items() if storage in written]
-    return (
-        any(fact.unseen for fact in facts)
-        or any(tensor.is_floating_point() or tensor.is_complex() for tensor in held)
-        or any(each.storage is not None for each in recording.remembered)
-    )
+def overwrites_unseen(recording: Recording) -> bool:
+    """Whether the forward updates, unseen by autograd, values between calls, which may be saved for backward."""
+    return any(fact.unseen.difference(recording.memory) for fact in recording.facts.values())
 
 
 class Versions:

@@ -13,22 +13,19 @@ from functools import partial
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
-from penstock.runtime.features.backward_counts import BackwardCounts
 from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
 from penstock.runtime.features.finite import FiniteStage
-from penstock.runtime.features.forward_order import ForwardOrder
-from penstock.runtime.features.forward_state import ForwardState
-from penstock.runtime.features.in_flight import Overwritten
+from penstock.runtime.features.forward_attributes import ForwardAttributes
+from penstock.runtime.features.forward_order import check_forward_order
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
-from penstock.runtime.features.tensor_state import TensorState
 from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.alike import weight_uses
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -64,18 +61,15 @@ FEATURES: tuple[MakeFeature, ...] = (
     Offload.of,
     _recomputed,
     Compiled.of,
-    Overwritten.of,
     OwnGradients.of,
     FiniteStage.of,
-    ForwardOrder.of,  # may run the code again, after all that notes what a forward leaves
+    check_forward_order,
     Framed.of,  # around whatever runs the code
     Reduced.of,
     _deferred_norms,
-    ForwardState.of,
+    ForwardAttributes.of,
     RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
-    TensorState.of,
-    BackwardCounts.of,
     BackwardDraws.of,
 )
 """All features of Penstock, the outermost first."""

@@ -18,12 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY
-from penstock.partition.state.reach import Trace
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Feature
-from penstock.runtime.features.forward_state import ContainerCopies
+from penstock.runtime.features.forward_attributes import AttributeCopies
 from penstock.runtime.features.recompute import BufferCopies, Buffers, updated_buffers
 from penstock.runtime.features.recorded_code import recorded_code
 from penstock.runtime.front_end import Stage
@@ -91,7 +90,7 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
         copies = node.meta.get(INPUT_OVERWRITTEN, False)
-        again = RunsAgain(layer, Buffers([layer], updated), stage.traces, copies=copies)
+        again = RunsAgain(layer, Buffers([layer], updated), copies=copies)
         module.add_submodule(node.target, again)
     module.recompile()
     return module
@@ -101,15 +100,13 @@ class RunsAgain(nn.Module):
     """A layer that runs again in backward.
 
     Args:
-        traces: where the model's forward leaves something besides its result.
         copies: whether to keep copies of its inputs, because they are updated in place before it runs again.
     """
 
-    def __init__(self, layer: nn.Module, buffers: Buffers, traces: Sequence[Trace], *, copies: bool) -> None:
+    def __init__(self, layer: nn.Module, buffers: Buffers, *, copies: bool) -> None:
         super().__init__()
         self.layer = layer
         self._buffers_of_layer = buffers
-        self._traces = traces
         self._copies = copies
         self._others = buffers.others(layer)
 
@@ -128,8 +125,7 @@ class RunsAgain(nn.Module):
 
     def _first_run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         names = tuple(kwargs)
-        containers = ContainerCopies(self.layer.modules(), self._traces)
-        call = _Call(self.layer, names, self._buffers_of_layer.copy(), containers)
+        call = _Call(self.layer, names, self._buffers_of_layer.copy(), AttributeCopies(self.layer.modules()))
         given = (*args, *kwargs.values())
         flat = flatten(given, empty=True)
         if not self._copies and _are(flat.leaves, given):  # tensors and plain values
@@ -151,9 +147,9 @@ class _Call:
     """
 
     def __init__(
-        self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies, containers: ContainerCopies
+        self, layer: nn.Module, names: Sequence[str], buffers: BufferCopies, attributes: AttributeCopies
     ) -> None:
-        self._layer, self._names, self._buffers, self._containers = layer, names, buffers, containers
+        self._layer, self._names, self._buffers, self._attributes = layer, names, buffers, attributes
         self.first: Sequence[Any] | None = None
         self.takes_gradient: Sequence[bool] | None = None
         self._has_run = False
@@ -187,7 +183,7 @@ class _Call:
                 "(torch.autograd.grad), which would run it again there, and draw and update everything once more; "
                 "choose recompute='always' for its stage, or 'never'"
             )
-        with self._buffers.in_place(), self._containers.in_place():
+        with self._buffers.in_place(), self._attributes.in_place():
             yield
 
 

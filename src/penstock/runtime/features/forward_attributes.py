@@ -1,0 +1,164 @@
+"""Keeps the attributes that a module's forward sets for its own backward.
+
+A reversible block notes the state of the random generators, so that it draws the same numbers when it runs itself again
+in backward (reformer-pytorch's `Deterministic`, `attention_seed` in transformers' Reformer). In plain training a
+microbatch's backward directly follows its forward; in a pipeline other forwards may run between the two and overwrite
+what was noted. So whatever a forward sets is kept per microbatch, and restored for its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from penstock.partition.state.containers import is_container, refill
+from penstock.partition.state.library import OF_TORCH
+from penstock.runtime.features.context import StageContext
+from penstock.runtime.features.feature import NOTHING, Context, Feature, Start
+from penstock.schedule import Op
+
+MISSING = object()
+"""The value of an attribute that is not set."""
+
+Attribute = tuple[int, str]
+"""A module, by its position among the stage's, and a name."""
+
+Values = dict[Attribute, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The attributes before and after a microbatch's forward."""
+
+    before: Values
+    after: Values
+
+
+class ForwardAttributes(Feature):
+    """The attributes that the modules of one stage hold between forward and backward.
+
+    It learns which ones a forward sets in the first step, and in the first one after the model changed or a step
+    raised.
+
+    Args:
+        modules: the stage's.
+        splits: the microbatches whose backward ends with W.
+    """
+
+    @classmethod
+    def of(cls, stage: StageContext) -> ForwardAttributes | None:
+        """In training, also under `compile=`: wherever the compiler breaks its graph, Python runs each time."""
+        return cls(stage.modules(), stage.microbatches(Op.W)) if stage.training else None
+
+    def __init__(self, modules: Iterable[nn.Module], splits: Iterable[int] = ()) -> None:
+        self._modules = [vars(module) for module in modules]
+        self._splits = frozenset(splits)
+        self._known: dict[Attribute, None] = {}
+        self._kept: dict[int, Kept] = {}
+        self._learning = True
+        self._changes = -1  # the count of changes at the last learning
+        self._latest = -1  # the microbatch of the last forward
+
+    def begin_step(self, start: Start) -> None:
+        """Drops anything left by a step that raised."""
+        self._kept.clear()
+        self._learning, self._changes = start.changes != self._changes, start.changes
+
+    def forward(self, microbatch: int, *, runs_again: bool) -> Context:
+        """Wraps a forward: keeps what it sets."""
+        return self._keeping(microbatch) if self._learning or self._known else NOTHING
+
+    @contextmanager
+    def _keeping(self, microbatch: int) -> Iterator[None]:
+        everything = [held.copy() for held in self._modules] if self._learning else ()
+        before = self._now()
+        yield
+        self._latest = microbatch
+        new = {key: value for key, value in self._set_since(everything) if key not in self._known}
+        self._known |= dict.fromkeys(new)
+        for kept in (*self._kept.values(), Kept(before, {})):  # earlier forwards left them as this one found them
+            kept.before.update(new)
+            kept.after.update(new)
+        self._kept[microbatch] = Kept(before, self._now())
+
+    def _set_since(self, before: Sequence[dict[str, Any]]) -> Iterator[tuple[Attribute, Any]]:
+        """The attributes that have been set, each with its previous value."""
+        for position, was in enumerate(before):
+            now = self._modules[position]
+            for name in (was | now).keys() - OF_TORCH:
+                if now.get(name, MISSING) is not was.get(name, MISSING):
+                    yield (position, name), was.get(name, MISSING)
+
+    def backward(self, microbatch: int) -> Context:
+        """Wraps a backward: restores what its forward set."""
+        return self._restoring(microbatch, ends=microbatch not in self._splits) if self._known else NOTHING
+
+    def weights(self, microbatch: int) -> Context:
+        """Wraps W, in which hooks on the gradients of parameters run: restores what the I part left."""
+        return self._restoring(microbatch, ends=True) if self._known else NOTHING
+
+    @contextmanager
+    def again(self, microbatch: int) -> Iterator[None]:
+        """Wraps the stage's forward when it runs again within a backward: restores what it found the first time."""
+        if microbatch in self._kept:
+            self._put(self._kept[microbatch].before)
+        yield
+
+    @contextmanager
+    def _restoring(self, microbatch: int, *, ends: bool) -> Iterator[None]:
+        now, kept = self._now(), self._kept.get(microbatch)
+        if kept is None:
+            yield
+            return
+        self._put(kept.after)
+        try:
+            yield
+        finally:
+            self._kept[microbatch] = Kept(kept.before, self._now())
+            if ends:
+                del self._kept[microbatch]
+            if microbatch != self._latest:  # otherwise a backward has left what plain torch leaves
+                self._put(now)
+
+    def _now(self) -> Values:
+        return {(position, name): self._modules[position].get(name, MISSING) for position, name in self._known}
+
+    def _put(self, values: Values) -> None:
+        for (position, name), value in values.items():
+            if value is MISSING:
+                self._modules[position].pop(name, None)
+            else:
+                self._modules[position][name] = value
+
+
+class AttributeCopies:
+    """The numbers and the contents of the lists, dicts and sets in the attributes of some modules, for a layer that
+    runs again within a backward: it must not count or append once more.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        held = [(vars(m), name, value) for m in modules for name, value in vars(m).items() if name not in OF_TORCH]
+        self._numbers = [each for each in held if type(each[2]) in (int, float)]
+        self._contents = [(value, value.copy()) for _, _, value in held if is_container(value)]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Restores the copies temporarily. Anything added or removed in the meantime is discarded."""
+        numbers = [(held, name, held.get(name)) for held, name, _ in self._numbers]
+        contents = [(container, container.copy()) for container, _ in self._contents]
+        _restore(self._numbers, self._contents)
+        try:
+            yield
+        finally:
+            _restore(numbers, contents)
+
+
+def _restore(numbers: Iterable[tuple[dict[str, Any], str, Any]], contents: Iterable[tuple[Any, Any]]) -> None:
+    for held, name, value in numbers:
+        held[name] = value
+    for container, copy in contents:
+        refill(container, copy)
