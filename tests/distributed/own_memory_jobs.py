@@ -27,6 +27,7 @@ class Block(nn.Module):
         super().__init__()
         self.line = nn.Linear(WIDTH, WIDTH)
         self.calls: list[int] = []
+        self.memory: Tensor | None = None
 
     def kept(self, h: Tensor, name: str = "memory") -> Tensor:
         """Memory of this shape and name, without a graph."""

@@ -40,6 +40,7 @@ class Sideways:
         self._once = once
         self._swayed: dict[str, str] = {}
         self._writers: set[str] = set()
+        self._looked_at: frozenset[int] = frozenset()  # by the unit that was last tried again
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
@@ -149,7 +150,9 @@ class Sideways:
         def noting(args: Any, kwargs: Any) -> None:
             writes.update(run(args, kwargs)[0][2])
 
+        provenance.forget_contents()
         second = self._operators(noting, args, kwargs, from_start=False, takes=takes)
+        self._looked_at = frozenset(provenance.looked_at)
         if second is None or stale or writes & self.held_by(unit) - updates:
             return True
         if second == first:
@@ -162,13 +165,16 @@ class Sideways:
         return self._operators(following, args, kwargs, from_start=False, times=2) != second
 
     def _follows(self, args: Any, kwargs: Any, run: Run) -> frozenset[int]:
-        """The sizes, of tensors that a unit has just left, that grow if its arguments do along dimension 0 or 1."""
+        """The sizes, of tensors that a unit has just left and reads when it is called again, that grow if its arguments
+        do along dimension 0 or 1. What it overwrites first (scratch memory) is no state."""
+        root = self._observer.provenance.root
 
-        def left() -> dict[Any, torch.Size]:
+        def left() -> dict[Any, tuple[int, torch.Size]]:
             changed = [(place, key, value) for place in self._reach.changed() for key, value in place.changes()]
-            return {(p, key, n): t.shape for p, key, value in changed for n, t in enumerate(tensors_in(value))}
+            every = (((p, key, n), t) for p, key, value in changed for n, t in enumerate(tensors_in(value)))
+            return {entry: (root(t), t.shape) for entry, t in every}
 
-        def grown(dim: int) -> dict[Any, torch.Size]:
+        def grown(dim: int) -> dict[Any, tuple[int, torch.Size]]:
             def running(args: Any, kwargs: Any) -> None:
                 size = next(tensors_in((args, kwargs))).shape[dim]
 
@@ -179,12 +185,14 @@ class Sideways:
                 run(*map_tensors(longer, (args, kwargs)))
                 shapes.update(left())
 
-            shapes: dict[Any, torch.Size] = {}
+            shapes: dict[Any, tuple[int, torch.Size]] = {}
             self._operators(running, args, kwargs, from_start=True)
             return shapes
 
-        now = left()
-        pairs = [(now.get(entry, other), other) for dim in (0, 1) for entry, other in grown(dim).items()]
+        looked_at = self._looked_at
+        now = {entry: shape for entry, (memory, shape) in left().items() if memory in looked_at}
+        every = [(entry, shape) for dim in (0, 1) for entry, (_, shape) in grown(dim).items()]
+        pairs = [(now[entry], other) for entry, other in every if entry in now]
         return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
 
     def check_units(self, known: Collection[int]) -> None:
