@@ -98,7 +98,7 @@ def test_trap_5_the_sender_refuses_a_value_that_has_changed(
         for part in ("of stage 0", "from stage 0 to 1 in microbatch 0", given, "float32[4, 9]", "Nothing was sent"):
             assert part in str(caught.value)
         assert not received
-        assert "0SEND_F" in caught.value.__notes__[0]
+        assert any("0SEND_F" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize("schedule", ONE_STAGE)

@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import PartitionError
 from penstock.schedule import Schedule
 
-WIDTH = 4
+WIDTH = 5
 BACKWARDS = Schedule.parse(
     "mine: 2 microbatches, stages on ranks 0 1\nrank 0: 0F1 0F0 0B0 0B1\nrank 1: 1F1 1F0 1B0 1B1"
 )

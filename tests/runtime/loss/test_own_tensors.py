@@ -44,9 +44,19 @@ def in_closure() -> Callable[[Tensor, Tensor], Tensor]:
     return lambda output, target: inner(output, target) + F.mse_loss(output, teacher(target).detach())
 
 
+def in_an_object() -> Callable[[Tensor, Tensor], Tensor]:
+    class Holder:
+        losses: dict[str, list[nn.Module]]
+
+    holder = Holder()
+    holder.losses = {"main": [Scaled()]}
+    return lambda output, target: holder.losses["main"][0](output, target)
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
+        (in_an_object, "loss.holder.losses.main.0.scale"),
         (Scaled, "loss.scale"),
         (lambda: Scaled().forward, "loss.scale"),
         (Plain, "loss.scale"),

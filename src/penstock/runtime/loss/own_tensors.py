@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
-from types import FunctionType, MethodType
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from penstock.runtime.front_end import Partition
 PREFIXES = ("loss.", "loss_fn.", "pipeline.loss.")
 """What the names of a loss's tensors begin with: the first of these with which no name of the model begins."""
 
-_DEPTH = 3
-"""How many functions deep to look for what a loss is made of."""
+_DEPTH = 5
+"""How many functions, objects or containers deep to look for what a loss is made of."""
+_MOST_ENTRIES = 64
+"""Of a container: a longer one has data, not losses."""
 
 
 def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
@@ -87,7 +90,11 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module |
         code = value.__code__
         inner = {key: value.__globals__.get(key) for key in code.co_names}
         inner |= dict(zip(code.co_freevars, map(contents, value.__closure__ or ()), strict=True))
-    elif callable(value) and not isinstance(value, type) and not is_library(type(value).__module__):
+    elif isinstance(value, dict):
+        inner = {str(key): part for key, part in islice(value.items(), _MOST_ENTRIES)}
+    elif isinstance(value, (list, tuple)):
+        inner = {str(index): part for index, part in enumerate(value[:_MOST_ENTRIES])}
+    elif not isinstance(value, (type, ModuleType)) and not is_library(type(value).__module__):
         inner = getattr(value, "__dict__", {})
     for key, part in inner.items() if depth else ():
         yield from _parts(f"{name}.{key}", part, depth - 1)
