@@ -18,6 +18,7 @@ from penstock.errors import ArgumentError
 
 P = TypeVar("P", bound=Tensor)
 
+CACHE_LINE_BYTES = 64
 BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use a link's full rate, small enough to overlap with later buckets."""
 
@@ -40,11 +41,23 @@ def gradient_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = Non
     return sum(parameter.numel() * gradient_dtype(parameter, asked).itemsize for parameter in parameters)
 
 
+def slot_elements(elements: int, dtype: torch.dtype) -> int:
+    """The elements that a gradient takes of a buffer of sums, in which each begins at a cache line, as a tensor of its
+    own does.
+
+    Kernels for other addresses would first run in the second step's backward. CUDA loads a kernel when it first runs,
+    once all that run have ended, and among these are receives: two ranks that await each other's gradients would hang.
+    """
+    unit = CACHE_LINE_BYTES // dtype.itemsize
+    return -(-elements // unit) * unit
+
+
 def summed_bytes(parameters: Iterable[Tensor], asked: torch.dtype | None = None) -> int:
     """The size of what each process sends that sums its gradients with others': the gradients, and one number for each,
     which says whether it is there. `asked`: see `gradient_dtype`.
     """
-    return sum((parameter.numel() + 1) * gradient_dtype(parameter, asked).itemsize for parameter in parameters)
+    dtypes = [(parameter, gradient_dtype(parameter, asked)) for parameter in parameters]
+    return sum((slot_elements(parameter.numel(), dtype) + 1) * dtype.itemsize for parameter, dtype in dtypes)
 
 
 def by_gradient_dtype(parameters: Iterable[P], asked: torch.dtype | None = None) -> dict[torch.dtype, list[P]]:

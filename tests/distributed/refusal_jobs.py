@@ -51,7 +51,6 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "another module": (layers, {"parallelize": _another}),
     "compiled": (layers, {"compile": {"backend": "eager"}, "parallelize": _no_change}),
     "keepings": (layers, {"recompute": {7: "always"}}),
-    "norms": (layers, {"deferred_batch_norm": True}),
     "one rank": (layers, {"materialize": _materialize}),
 }
 

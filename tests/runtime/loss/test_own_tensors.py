@@ -50,7 +50,7 @@ def in_an_object() -> Callable[[Tensor, Tensor], Tensor]:
 
     holder = Holder()
     holder.losses = {"main": [Scaled()]}
-    return lambda output, target: holder.losses["main"][0](output, target)
+    return lambda output, target: 2 * holder.losses["main"][0](output, target)
 
 
 @pytest.mark.parametrize(

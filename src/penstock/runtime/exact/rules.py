@@ -34,9 +34,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from penstock.compat import any_autocast, holders, run_backward, storage_of
+from penstock.gradients import CACHE_LINE_BYTES
 from penstock.partition.values.memory import extent
-
-CACHE_LINE_BYTES = 64
 
 
 class Receive(torch.autograd.Function):

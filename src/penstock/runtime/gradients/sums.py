@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
-from penstock.gradients import by_gradient_dtype, gradient_dtype
-from penstock.runtime.exact.rules import CACHE_LINE_BYTES
+from penstock.gradients import by_gradient_dtype, gradient_dtype, slot_elements
 from penstock.runtime.gradients.distribution import is_distributed, local, local_gradient
 from penstock.runtime.transport.protocol import Pending
 
@@ -140,13 +139,9 @@ class GradientSum:
 
 
 def _slots(members: Sequence[nn.Parameter]) -> list[int]:
-    """The elements that each gradient takes of a buffer, so that all begin at a cache line, like tensors of their own.
-
-    Kernels for other addresses would first run in the second step's backward. CUDA loads a kernel when it first runs,
-    once all that run have ended, and among these are receives: two ranks that await each other's gradients would hang.
-    """
-    unit = CACHE_LINE_BYTES // gradient_dtype(members[0]).itemsize
-    return [-(-local(parameter.detach()).numel() // unit) * unit for parameter in members]
+    """The elements that each gradient takes of a buffer."""
+    dtype = gradient_dtype(members[0])
+    return [slot_elements(local(parameter.detach()).numel(), dtype) for parameter in members]
 
 
 def _places(buffer: Tensor, members: Sequence[nn.Parameter]) -> Sequence[Tensor]:

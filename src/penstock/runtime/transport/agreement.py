@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from penstock.errors import ShapeError
-from penstock.runtime.exact.rules import CACHE_LINE_BYTES, Layout
+from penstock.gradients import CACHE_LINE_BYTES
+from penstock.runtime.exact.rules import Layout
 from penstock.runtime.transport.protocol import Message
 from penstock.stages import Link
 
