@@ -74,7 +74,8 @@ class Neighbours:
             # An abstract name: visible in this network namespace only, and gone with the socket.
             door.bind(name)
             door.listen()
-            doors = gather((here.machine, here.pid, name, secret))  # also a barrier: now everyone is listening
+            gathered = gather((rank, (here.machine, here.pid, name, secret)))  # a barrier, too: now everyone listens
+            doors = [door for _, door in sorted(gathered)]  # a mesh may have its processes in another order
             near = [peer for peer, (machine, *_) in enumerate(doors) if machine == here.machine and peer != rank]
             pids = {here.pid, *(doors[peer][1] for peer in near)}  # a sandbox may show this process as the other end
             kinds = (self._connections, self.lines)
