@@ -402,7 +402,7 @@ def test_bad_schedule_in_a_file(write: Any, content: str, says: str) -> None:
 
 def test_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_bytes(b"\xff\xfe0F0")
-    assert "the file is not UTF-8 text" in refusal("simulate", "--csv", str(tmp_path / "mine.csv"))
+    assert "is not UTF-8 text" in refusal("simulate", "--csv", str(tmp_path / "mine.csv"))
 
 
 @pytest.mark.parametrize(
@@ -421,8 +421,11 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),
         (["--csv", "mine.csv", "--ranks", "8"], "--csv mine.csv: the file already sets what --ranks would"),
         (["--csv", "mine.csv", "--schedule", "1f1b"], "the file already sets what --schedule would"),
-        (["--csv", "no-such-file"], "--csv no-such-file: No such file"),
-        (["--schedule", "1f1b", *NUMBERS, "--costs", "no-such-file"], "--costs no-such-file: No such file"),
+        (["--csv", "no-such-file"], "--csv no-such-file cannot be read: No such file"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--costs", "no-such-file"],
+            "--costs no-such-file cannot be read: No such",
+        ),
         (
             ["--schedule", "1f1b", *NUMBERS, "--costs", "c.json", "--comm", "1"],
             "the file already sets what --comm would",
@@ -441,7 +444,10 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         ),
         (["--schedule", "1f1b", *NUMBERS, "--memory-weight-grad", "1"], "--memory-weight-grad 1 of --memory-activ"),
         (["--schedule", "all", *NUMBERS, "--perfetto", "x.json"], "--perfetto: a trace shows one schedule"),
-        (["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"], "--perfetto no/such/folder: No such file"),
+        (
+            ["--schedule", "1f1b", *NUMBERS, "--perfetto", "no/such/folder"],
+            "no/such/folder cannot be written: No such",
+        ),
     ],
 )
 def test_bad_options_are_said_in_one_line(options: list[str], says: str) -> None:

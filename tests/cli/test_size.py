@@ -26,10 +26,9 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        ("simulate", "--schedule", "gpipe", "--ranks", "100000", "--microbatches", "100000"),
-        ("simulate", "--schedule", "all", "--ranks", "100000", "--microbatches", "100000"),
-        ("show", "--schedule", "zb-v", "--ranks", "100000", "--microbatches", "100000"),
-        ("simulate", "--schedule", "gpipe", "--ranks", "1", "--microbatches", "1", "--chunks", "1000000000"),
+        ("simulate", "--schedule", "gpipe", "--ranks", "10000", "--microbatches", "10000"),
+        ("simulate", "--schedule", "all", "--ranks", "10000", "--microbatches", "10000"),
+        ("show", "--schedule", "zb-v", "--ranks", "10000", "--microbatches", "10000"),
         ("simulate", "--schedule", "seq1f1b", "--ranks", "1", "--microbatches", "1", "--slices", "1000000000"),
     ],
 )
@@ -42,8 +41,9 @@ def test_too_much_is_refused(options: tuple[str, ...]) -> None:
 def test_too_many_stages_are_refused_however_few_their_actions() -> None:
     one = ("--ranks", "20000", "--microbatches", "1")
     for options in (("simulate", "--schedule", "gpipe", *one), ("show", "--schedule", "1f1b", *one), ("search", *one)):
-        says = "--ranks 20000: with 1 a rank that makes 20,000 stages, but at most 10,000 can be timed; give fewer"
-        assert refusal(*options).startswith(says)
+        assert "at most 10,000" in refusal(*options)
+    options = ("simulate", "--schedule", "gpipe", "--ranks", "6000", "--microbatches", "1", "--chunks", "2")
+    assert "12,000 stages, but at most 10,000 can be timed; give fewer" in refusal(*options)
 
 
 def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:

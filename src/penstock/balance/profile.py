@@ -346,7 +346,7 @@ class Profile:
         """
         if not isinstance(given, dict) or given.get("version") != VERSION:
             version = quoted(given.get("version") if isinstance(given, dict) else given)
-            raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not {version}; make a new one")
+            raise ArgumentError(f"{what}: expected a profile of version {VERSION}, not of {version}; make a new one")
         found = validate(cls, {key: value for key, value in given.items() if key not in ("version", "identity")}, what)
         if given.get("identity", found.identity) != found.identity:
             raise ArgumentError(f"{what}: its parameters are not those that it was made of; make a new one")

@@ -29,9 +29,9 @@ def meet(attack: Attack, ranks: int = 3) -> tuple[list[Neighbours], Doors]:
 
     def create(rank: int) -> None:
         def gather(value: Any) -> list[Any]:
-            doors[rank] = value
+            doors[rank] = value[1]
             attacked.wait(30)
-            return doors
+            return [*enumerate(doors)][::-1]  # a mesh may have its processes in another order
 
         made[rank] = Neighbours(rank, gather)
 
@@ -151,7 +151,8 @@ def test_whoever_takes_the_name_of_a_rank_that_ended_is_not_shown_its_secret() -
         gathered: list[Any] = []
 
         def gather(value: Any) -> list[Any]:
-            gathered[:] = [(value[0], value[1], name, bytes(16)), value]
+            _, own = value
+            gathered[:] = [(0, (own[0], own[1], name, bytes(16))), value]
             return gathered
 
         with pytest.raises(ConnectionError, match="another process has taken its socket's name"):
