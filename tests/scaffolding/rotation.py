@@ -82,7 +82,6 @@ CPU_SECONDS = {
     "tests/runtime/execute/test_local_run.py": 5,
     "tests/runtime/features/test_backward_updates.py": 5,
     "tests/runtime/features/test_compile.py": 5,
-    "tests/runtime/features/test_kept_in_odd_places.py": 5,
     "tests/runtime/features/test_own_backward.py": 5,
     "tests/runtime/step/test_changing_batches.py": 5,
     "tests/test_peft.py": 5,
