@@ -59,7 +59,6 @@ CPU_SECONDS = {
     "tests/distributed/test_gradient_dtype_ranks.py": 20,
     "tests/partition/run/test_sideways.py": 20,
     "tests/partition/stages/test_exact.py": 20,
-    "tests/runtime/features/test_carried_later.py": 20,
     "tests/runtime/features/test_offload_copies.py": 25,
     "tests/runtime/features/test_recompute.py": 20,
     "tests/runtime/split_backward/test_split_schedules.py": 20,
