@@ -258,7 +258,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     refused("it has runs in it: gpt", tmp_path / "runs")
     damaged: Callable[[RunRead], dict[str, Any]] = lambda run: {**run.about.to_dict(), "placement": "0 x"}  # noqa: E731
     (tmp_path / "run.json").write_text(json.dumps(damaged(read_run(tmp_path / "runs" / "gpt"))))
-    refused("is damaged: placement is '0 x'", tmp_path)
+    refused("is damaged: placement='0 x'", tmp_path)
 
 
 def test_a_first_step_that_is_refused_ends_no_recording(tmp_path: Path) -> None:

@@ -403,7 +403,7 @@ def test_a_plan_goes_through_a_file(tmp_path: Path, megabytes: float) -> None:
         ("{", "is not JSON"),
         ("[]", r"expected a plan of version 2, not \[\]"),
         ('{"version": 1}', "expected a plan of version 2, not 1"),
-        ('{"version": 2, "choice": {}}', "misses"),
+        ('{"version": 2, "choice": {}}', "is missing"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -415,14 +415,14 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: s
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("choice", {"ranks": 2}, "is not one"),
-        ("choice", 7, "choice=7 is not an object"),
-        ("cuts", "layer.1", "cuts='layer.1' is not a list"),
+        ("choice", {"ranks": 2}, "choice.replicas is missing"),
+        ("choice", 7, "choice=7: expected an object"),
+        ("cuts", "layer.1", "cuts='layer.1': expected a valid array"),
         ("cuts", [], r"cuts=\[\]: expected the names of 3 units"),
         ("recompute", [4], "recompute: there is no stage 4; the stages are 0 to 3"),
-        ("offload", ["0"], "offload: there is no stage '0'"),
+        ("offload", ["0"], r"offload\[0\]='0': expected a valid integer"),
         ("stage_seconds", [1, 1, 1, -1], r"stage_seconds=.*expected 4 numbers of 0 or more"),
-        ("memory_bytes", [1], r"memory_bytes=\[1\]: expected 4 numbers"),
+        ("memory_bytes", [1], r"memory_bytes=\[1.0\]: expected 4 numbers"),
         ("pipeline_seconds", "long", "pipeline_seconds"),
         ("devices", [0, 1, 2, 2], "devices='0', '1', '2', '2': expected each of 0 to 3 once"),
         ("order", "1f1b", "expected a first line as in"),
@@ -432,7 +432,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, text: str, message: s
             "order is for 2 ranks, 2 stages, .*, but choice has 4 ranks",
         ),
         ("made_for", {"device": "cpu"}, "parameters"),
-        ("idle", [], "idle=.* is not an object"),
+        ("idle", [], "idle=.*: expected an object"),
     ],
 )
 def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: object, message: str) -> None:

@@ -163,12 +163,15 @@ class Plan:
             raise ArgumentError(f"{what}: expected a plan of version {VERSION}, not {quoted(version)}; make a new one")
         values = {key: value for key, value in given.items() if key not in ("version", "step_seconds")}
         try:
-            limits = validate(tuple[float | None, ...], values.get("limit_bytes"), f"{what}: limit_bytes")
+            limits = validate(tuple[float | None, ...], values.get("limit_bytes", ()), f"{what}: limit_bytes")
             plan = validate(cls, {**values, "limit_bytes": [limit or 0.0 for limit in limits]}, what)
-            plan = replace(plan, limit_bytes=tuple(math.inf if limit is None else limit for limit in limits))
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}; make a new one with `penstock plan`") from None
+        plan = replace(plan, limit_bytes=tuple(math.inf if limit is None else limit for limit in limits))
+        try:
             _check_order(plan)
         except (ArgumentError, ScheduleError) as error:
-            raise ArgumentError(f"{error}; make a new one with `penstock plan`") from None
+            raise ArgumentError(f"{what}: {error}; make a new one with `penstock plan`") from None
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -291,22 +291,6 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
         pipeline(gradient_dtype=dtype)
 
 
-class Older:
-    """`torch.Tensor` of a torch that has no `grad_dtype`."""
-
-
-def test_a_torch_without_grad_dtype_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock import gradients
-
-    monkeypatch.setattr(gradients, "Tensor", Older)
-    with pytest.raises(ArgumentError, match=r"torch .* has no Tensor\.grad_dtype"):
-        pipeline()
-    with pipeline(gradient_dtype=None) as pipe:
-        x, y = batch()
-        pipe.step(x, target=y)
-        assert dict(pipe.named_parameters())[TIED].grad.dtype == torch.bfloat16
-
-
 def test_a_model_may_be_copied_before() -> None:
     model = Net()
     other = copy.deepcopy(model)
