@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import fx, nn
 
+from penstock.compat import any_autocast
 from penstock.errors import PartitionError
 from penstock.partition.cut.places import is_mark, named_calls, position_of
 from penstock.partition.recording.recording import Recording
@@ -43,7 +44,8 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
 
     For "layers", only repeated blocks, if there are any. If these stages have enough marks, only marks. If they have
     too few candidates, or would be far from even, also later calls of units, and calls outside the units that take a
-    parameter.
+    parameter. Autocast casts a weight once for all its uses and rounds their sum, which stages would not: under it
+    stages that are far from even stay so.
     """
     found = _weighed(recording, model, balance, _places(recording, model, balance, finer=False))
     marks = [one for one in found[1:] if is_mark(one.name)]
@@ -51,8 +53,9 @@ def candidates(recording: Recording, model: nn.Module, balance: Weighed, stages:
         return _weighed(recording, model, balance, {one.name: one.position for one in (found[0], *marks)})
     if stages > 1:
         more = _weighed(recording, model, balance, _places(recording, model, balance, finer=True))
-        is_even = stages <= len(found) and _largest(more, stages) >= EVENER * _largest(found, stages)
-        found = found if is_even or stages > len(more) else more
+        casts = any_autocast() or any(fact.modes.autocast is not None for fact in recording.facts.values())
+        is_enough = stages <= len(found) and (casts or _largest(more, stages) >= EVENER * _largest(found, stages))
+        found = found if is_enough or stages > len(more) else more
     return found
 
 

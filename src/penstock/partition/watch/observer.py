@@ -82,7 +82,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._seeds is not None and (generator := given.get("generator")) is not None:
                     self._seeds.check_generator(generator, *self.provenance.place)
                 self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
-            overwrites = func._opname in OVERWRITES or "out" in func._overloadname
+            overwrites = func._opname in OVERWRITES or "out" in written_arguments(func)
             for name in written_arguments(func):
                 value = given.get(name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
