@@ -83,7 +83,8 @@ def verify(
         args, kwargs = map_tensors(lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
         batch = Microbatch(tuple(args), kwargs, target)
         compiles = pipe.session.compile is not False or pipe.session.has_compiled_blocks
-        with torch.compiler.set_stance("force_eager"):  # hooks and draws of compiled code are others
+        # Hooks and draws of compiled code are others. Plain code may use `torch.cond`, which compiles to train.
+        with torch.compiler.set_stance("force_eager" if compiles else "default"):
             found = reference(other, pipe, batch, reduction, {**options, "compile": compiles}, whole_batch)
         if exact is None:
             divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order

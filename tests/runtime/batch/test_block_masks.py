@@ -118,22 +118,34 @@ def test_a_mask_for_other_samples_is_refused() -> None:
         penstock.pipeline(model, (x, padded(LENGTHS[:4])), ranks=2, microbatches=3, balance="layers")
 
 
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # type: ignore[no-any-return]
+
+
+class Branches(nn.Module):
+    def __init__(self, in_block: bool) -> None:
+        super().__init__()
+        self.in_block = in_block
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Chooses(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(self.inner(x) if self.in_block else self.inner.forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own compiler looks at it
+@pytest.mark.parametrize("in_block", [True, False])
+def test_cond_trains(in_block: bool) -> None:
+    x = torch.randn(3, WIDTH)
+    options = {"ranks": 2, "microbatches": 3, "whole_batch": False}
+    report = penstock.verify(Branches(in_block), (x,), target=x, loss_fn=nn.functional.mse_loss, **options)
+    assert report.ok, report.summary()
+
+
 @pytest.mark.parametrize("in_block", [True, False])
 def test_cond(in_block: bool) -> None:
-    class Chooses(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # type: ignore[no-any-return]
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Chooses(), nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            return self.last(self.inner(x) if in_block else self.inner.forward(x))
-
-    model, x = Model().requires_grad_(False), torch.randn(3, WIDTH)
+    model, x = Branches(in_block).requires_grad_(False), torch.randn(3, WIDTH)
     with penstock.pipeline(model, (x,), ranks=2, microbatches=3, balance="layers") as pipe:
         expected = torch.cat([model(row) for row in x.split(1)])
         torch.testing.assert_close(pipe.predict(x), expected, rtol=0, atol=1e-6)
