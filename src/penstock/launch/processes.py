@@ -22,6 +22,9 @@ from typing import IO
 from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left, shell_status
 
+VERIFY = "PENSTOCK_VERIFY"
+"""Of the environment: set if pipelines are to be verified in their first step."""
+
 LAUNCH_SECONDS = 8.0
 """What agents have to end after a signal, or once one has failed, before everything is killed."""
 _POLL_SECONDS = 0.05
