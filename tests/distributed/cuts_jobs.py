@@ -104,68 +104,14 @@ def towers(rank: int) -> tuple[list[list[str]], float, dict[str, Tensor]]:
             return [sorted(stage.parameters) for stage in pipe.session.partition.stages], loss, grads
 
 
-def overlap(rank: int) -> str:
-    """What is said of a head that has a parameter of its own in the memory of the embedding."""
+def overlap(rank: int, turned: bool) -> str:
+    """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose."""
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
-    layers[2].weight = nn.Parameter(layers[0].weight.data)
+    weight = layers[0].weight.data
+    layers[2].weight.data = weight.t() if turned else weight
     x, _ = batch(4)
     try:
         with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss):
             return ""
     except penstock.ArgumentError as error:
         return str(error)
-
-
-class Head(nn.Module):
-    """Multiplies by a weight that it holds as a plain attribute or as a buffer."""
-
-    held: Tensor
-
-    def __init__(self, weight: Tensor, *, is_buffer: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 9)
-        if is_buffer:
-            self.register_buffer("held", weight)
-        else:
-            self.held = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) @ self.held
-
-
-class Outside(nn.Sequential):
-    """Its own forward multiplies by such an attribute."""
-
-    weight: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y @ self.weight
-
-
-def borrower(kind: str, rank: int = 0) -> str:
-    """What is said of a model whose end uses its beginning's memory in another tensor."""
-    torch.manual_seed(0)
-    first = nn.Linear(9, 9)
-    layers: nn.Sequential
-    if kind == "outside":
-        layers = Outside(first, nn.Linear(9, 9), nn.Linear(9, 9))
-        layers.weight = first.weight.detach()
-    elif kind == "norms":
-        both = torch.zeros(2, 9)
-        layers = nn.Sequential(first, nn.BatchNorm1d(9), nn.Linear(9, 9), nn.BatchNorm1d(9))
-        layers[1].running_mean, layers[3].running_mean = both[0], both.view(-1)[0:9]
-    else:
-        weight = first.weight.data.t() if kind == "attribute" else first.weight.detach()
-        layers = nn.Sequential(first, nn.Linear(9, 9), Head(weight, is_buffer=kind == "buffer"))
-    x, _ = batch(4)
-    try:
-        with penstock.pipeline(layers, (x,), ranks=None if rank else 2, microbatches=2, loss=F.mse_loss):
-            return ""
-    except penstock.ArgumentError as error:
-        return str(error)
-
-
-def borrow(rank: int, kind: str) -> str:
-    """The same in a process for each rank."""
-    return borrower(kind, rank + 1)

@@ -51,7 +51,6 @@ def why_fixed(recording: Recording, model: nn.Module) -> str:
         "it branches at random": any(fact.branch is not None or fact.is_anywhere for fact in facts),
         "what a module writes or draws may depend on values": any(fact.depends_on_values for fact in facts),
         "it updates memory unseen by autograd": any(fact.unseen for fact in facts),
-        "it takes parameters through other tensors": any(recording.borrowed.values()),
         "it changes autocast": any(fact.modes.autocast is not None for fact in facts),
         "modules in it have hooks": has_global_forward_hooks() or any(map(_has_hooks, model.modules())),
     }

@@ -359,7 +359,6 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
-        borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
         touched=frozenset(recorder.observer.provenance.touched),
         remembered=_remembered_by(recorder),
     )
