@@ -38,7 +38,7 @@ from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import Entry, carried_over, numbers, same
 from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.state.remembered import Remembered, draws_alone, strays
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening, StayWhole
 from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
@@ -98,7 +98,6 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            stack.enter_context(iterators_stopped(reach))
             new = partial(
                 Recorder, model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening
             )
