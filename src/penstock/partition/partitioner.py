@@ -247,7 +247,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        self._assumptions.look_around(self.model, _opened(self.model, units))
+        self._assumptions.look_around(self.model, _opened(self.model, units), units)
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
