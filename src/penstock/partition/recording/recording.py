@@ -75,7 +75,6 @@ class Recording:
         asks: where the forward asked for the outcome of something random.
         is_foreign: whether it draws from Python's or numpy's generators.
         remembered: what units carry over from call to call; see `Remembered`.
-        leaves_traces: whether it leaves something besides its result.
     """
 
     graph: fx.Graph
@@ -102,7 +101,6 @@ class Recording:
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
     remembered: tuple[Remembered, ...] = ()
-    leaves_traces: bool = False
 
     @property
     def overwritten(self) -> list[int]:
