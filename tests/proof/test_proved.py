@@ -111,6 +111,16 @@ def test_what_has_passed_holds_for_nothing_else(other: dict[str, Any]) -> None:
     assert not is_verified(**other)
 
 
+def test_only_the_proofs_own_features_do_not_count() -> None:
+    def nothing(stage: Any) -> None:
+        """Makes no feature."""
+
+    assert verify(blocks, (X,), target=Y, cuts=["2"], **OPTIONS).ok
+    assert not is_verified(features=[nothing])
+    nothing.__module__ = "penstock.proof.states"
+    assert is_verified(features=[nothing])
+
+
 def test_what_differs_is_not_verified() -> None:
     with planted():
         assert not verify(blocks, (X,), target=Y, cuts=["2"], **OPTIONS).ok

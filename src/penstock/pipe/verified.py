@@ -18,7 +18,7 @@ passed: set[str] = set()
 
 _OPTIONS = (
     *("loss_fn", "reduction", "batch_dims", "split", "merge", "leaves", "opens", "transport", "parallelize"),
-    *("unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "features", "gradient_dtype"),
+    *("unshard_window", "recompute", "offload", "deferred_batch_norm", "compile", "gradient_dtype"),
 )
 """The options that change what is computed, or where."""
 
@@ -51,6 +51,7 @@ def fingerprint_of(split: SplitModel, engine: Engine, order: Schedule, options: 
         [(row.stage, row.op, row.microbatch, row.joined) for row in order.rows],
         (world.is_local, world.data_parallel, len(world.column), [device.type for device in engine.devices]),
         [_text(getattr(options, name)) for name in _OPTIONS],
+        [_text(make) for make in options.features if not str(make.__module__).startswith("penstock.proof.")],
     )
     return sha256(repr(facts).encode()).hexdigest()[:16]
 
