@@ -175,13 +175,13 @@ class Steps:
             raise
         self._refuse_aliases(cached, args, kwargs, target, divided)
         inputs = self._inputs(cached, cut)
-        failures = self._split.failures
+        changes = self._split.count_changes()
         if not self.has_outputs:
-            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, failures=failures), cut)
+            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes), cut)
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
-        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, failures), cut)
+        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes), cut)
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:

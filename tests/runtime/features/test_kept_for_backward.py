@@ -156,9 +156,15 @@ def test_deferred_batch_norms_excuse_no_other_buffers(kind: type[nn.Module], def
         as_one_device(lambda: around(kind(), nn.BatchNorm1d(WIDTH)), schedule="1f1b", deferred_batch_norm=deferred)
 
 
-def test_an_average_in_a_checkpoint_beside_deferred_batch_norms_is_refused() -> None:
-    with pytest.raises(PartitionError, match="a Counting updates buffers in a forward that runs itself again"):
-        as_one_device(lambda: around(Again(), nn.BatchNorm1d(WIDTH)), schedule="gpipe", deferred_batch_norm=True)
+def test_a_checkpoint_beside_deferred_batch_norms_updates_in_order() -> None:
+    mine, its = (seeded(lambda: around(Again(), nn.BatchNorm1d(WIDTH))) for _ in range(2))
+    x, y = batch()
+    with pipeline(
+        mine, (x,), loss=F.mse_loss, ranks=2, microbatches=4, schedule="gpipe", deferred_batch_norm=True
+    ) as pipe:
+        pipe.step(x, target=y)
+    step_by_hand(its, (x,), y, F.mse_loss, 4)
+    assert torch.equal(mine[2].inner.mean, its[2].inner.mean)
 
 
 # -- writes that autograd does not see, and layers that run again -----------------------------------------------------
@@ -261,10 +267,36 @@ def test_what_is_kept_is_learned_after_a_first_step_that_raised(schedule: str) -
 # -- blocks that are switched between steps ---------------------------------------------------------------------------
 
 
-class UpdatesIfOn(Averages):
+class KeepsIfOn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.on = nn.Linear(WIDTH, WIDTH), False
+        self.on, self.scale = False, torch.tensor(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.on:
+            self.scale = x.detach().mean()
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.scale)
+        return y
+
+
+class ReadsIfOn(Averages):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        y = x * 1.0
+        y.register_hook(lambda gradient: gradient * self.mean if self.on else gradient)
+        return y
+
+
+class UpdatesIfOn(ReadsIfOn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.on:
@@ -277,7 +309,21 @@ def switch(model: nn.Module, step: int) -> None:
     model[2].on = step >= 2
 
 
-@pytest.mark.parametrize(("recompute", "words"), [("always", "updates '2.mean'"), (1, "updates its buffer")])
-def test_what_is_switched_on_between_steps_is_refused_as_from_the_beginning(recompute: Any, words: str) -> None:
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_forward_keeps_from_some_step_on(schedule: str) -> None:
+    as_one_device(lambda: around(KeepsIfOn()), schedule=schedule, between=switch, steps=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "recompute", "words"),
+    [
+        (ReadsIfOn, "never", "reads buffer"),
+        (UpdatesIfOn, "always", "updates '2.mean'"),
+        (UpdatesIfOn, 1, "updates its buffer"),
+    ],
+)
+def test_what_is_switched_on_between_steps_is_refused_as_from_the_beginning(
+    kind: type[nn.Module], recompute: Any, words: str
+) -> None:
     with pytest.raises(PartitionError, match=words):
-        as_one_device(lambda: around(UpdatesIfOn()), schedule="1f1b", between=switch, steps=4, recompute=recompute)
+        as_one_device(lambda: around(kind()), schedule="1f1b", between=switch, steps=4, recompute=recompute)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline, verify
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.representatives import representatives
 
 PLACES = [("gpipe", 2), ("1f1b", 4)]
@@ -117,15 +118,18 @@ def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> 
 
 
 @ORDERS
-def test_checkpoints_that_are_switched_off_are_noticed(schedule: str, ranks: int) -> None:
+def test_checkpoints_that_are_switched_off_and_on_are_followed(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(4)))
+    plain = copy.deepcopy(model)
     with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
-        pipe.step(X, target=TARGET)
-        for block in model[1:]:
-            block.checkpoints = False
-        with pytest.raises(PartitionError, match=r"has run a BatchNorm1d .* 0 times, .* expected 1. .* a new pipeline"):
+        for on in (True, False, True):
+            for block in (*model[1:], *plain[1:]):
+                block.checkpoints = on
             pipe.step(X, target=TARGET)
+            step_by_hand(plain, (X,), TARGET, F.mse_loss, 4)
+            assert_same_gradients(model, plain)
+            assert all(map(torch.equal, model.buffers(), plain.buffers()))
 
 
 def test_another_librarys_checkpoint_around_a_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Feed:
         weights: the weight of each microbatch's loss.
         keep_outputs: whether to keep the model's output for each microbatch.
         loss_scale: the factor by which gradients are multiplied.
-        failures: how many steps have raised.
+        changes: how often the model was found changed between two steps.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
@@ -107,7 +107,7 @@ class Feed:
     weights: Sequence[float] = ()
     keep_outputs: bool = False
     loss_scale: float = 1.0
-    failures: int = 0
+    changes: int = 0
 
 
 class Program:
@@ -164,7 +164,7 @@ class Program:
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
-        start = Start(reduces, feed.loss_scale, feed.failures)
+        start = Start(reduces, feed.loss_scale, feed.changes)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 

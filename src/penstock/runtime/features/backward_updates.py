@@ -108,7 +108,7 @@ class BackwardUpdates(Feature):
         self._hooks: dict[int, object] = {}
         self._looks_at_hooks = 0
         self._looks = 0
-        self._failures = 0  # how many there were when watching began
+        self._changes = 0  # the count of the model's changes when watching began
         self._latest = -1  # the microbatch of the last forward
         self._runs_again = False  # whether that runs again in backward
         self._left: dict[int, dict[str, Tensor]] = {}
@@ -119,8 +119,8 @@ class BackwardUpdates(Feature):
         """Drops anything left by a step that raised."""
         self._left.clear()
         self._uncounted.clear()
-        if start.failures != self._failures:
-            self._failures, self._looks = start.failures, 0
+        if start.changes != self._changes:
+            self._changes, self._looks = start.changes, 0
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: notes what it leaves behind."""

@@ -62,12 +62,12 @@ class CheckpointedNorms(Feature):
     def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module]) -> None:
         self._all = [(module, around.count(module)) for module in modules]
         self._norms = [_Norm(*each) for each in self._all]  # those that are checkpointed, or may be
-        self._failures = 0
+        self._changes = 0
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised, and learns again after it."""
-        if start.failures != self._failures:
-            self._failures, self._norms = start.failures, [_Norm(*each) for each in self._all]
+        """Drops anything left by a step that raised, and what was learned if the model has changed since."""
+        if start.changes != self._changes:
+            self._changes, self._norms = start.changes, [_Norm(*each) for each in self._all]
         for each in self._norms:
             each.begin_step()
 

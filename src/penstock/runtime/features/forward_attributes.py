@@ -41,7 +41,8 @@ class Kept:
 class ForwardAttributes(Feature):
     """The attributes that the modules of one stage hold between forward and backward.
 
-    It learns which ones a forward sets in the first step, and in the first one after a step that raised.
+    It learns which ones a forward sets in the first step, and in the first one after the model changed or a step
+    raised.
 
     Args:
         modules: the stage's.
@@ -59,13 +60,13 @@ class ForwardAttributes(Feature):
         self._known: dict[Attribute, None] = {}
         self._kept: dict[int, Kept] = {}
         self._learning = True
-        self._failures = -1  # how many there were at the last learning
+        self._changes = -1  # the count of changes at the last learning
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
-        self._learning, self._failures = start.failures != self._failures, start.failures
+        self._learning, self._changes = start.changes != self._changes, start.changes
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: keeps what it sets."""

@@ -79,7 +79,7 @@ class Offload(Feature):
         self._for_backward: dict[int, _Refs] = {}
         self._for_weights: dict[int, _Refs] = {}
         self._microbatch: int | None = None  # whose forward is running
-        self._failures = 0
+        self._changes = 0
         self._checked = False
         self._to_check: list[tuple[Tensor, Away]] = []
         self.pack: Callable[[Tensor], Saved] = self._pack
@@ -87,9 +87,9 @@ class Offload(Feature):
             self.pack = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised, and then checks a forward again."""
-        if start.failures != self._failures:
-            self._failures, self._checked = start.failures, False
+        """Drops anything left by a step that raised, and checks a forward again after changes of the model."""
+        if start.changes != self._changes:
+            self._changes, self._checked = start.changes, False
         for microbatch in list(self._leaving):
             self._free(microbatch)
         self._for_backward.clear()

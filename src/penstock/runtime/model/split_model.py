@@ -27,6 +27,7 @@ from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.model.taking_over import move_together, take_over
+from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
 
@@ -97,7 +98,7 @@ class SplitModel:
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
         self._originals = Originals(self.model, partitioner.opened_modules())
-        self.failures = 0
+        self._touched = Touched(self._modules)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -139,6 +140,10 @@ class SplitModel:
         if self._frames is None:  # sharding replaces the parameters
             self._originals.refuse_others()
 
+    def count_changes(self) -> int:
+        """How often the model's modules were found changed between two steps."""
+        return self._touched.look()
+
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
         """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
@@ -152,13 +157,14 @@ class SplitModel:
         try:
             yield
         except BaseException as error:
-            self.failures += 1
+            self._touched.changes += 1
             for parameter in without:
                 parameter.grad = None
             if len(without) < len(held):
                 error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
             raise
         self._partitioner.settle(signature[-1])
+        self._touched.settle()
         self._originals.settle()
 
     def modules(self) -> list[nn.Module]:
