@@ -149,11 +149,13 @@ class Steps:
         alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
         with self._engine.control.reporting(), alone, norms:
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.accepting_own_changes(prepared.cached.mode):
-                moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
-            if training:
-                self._backward_to_batch(prepared.cached, prepared.cut)
-            return self._result(prepared, call, moments, evaluates)
+            cached, bound = prepared.cached, prepared.cached.bound
+            with self._split.accepting_own_changes(cached.mode, bound):
+                moments = self._engine.run_step(bound, prepared.feed, number, timed=timeline)
+                result = self._result(prepared, call, moments, evaluates)
+                if training:
+                    self._backward_to_batch(cached, prepared.cut)
+            return result
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float

@@ -16,7 +16,7 @@ from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
-from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
@@ -145,27 +145,37 @@ class SplitModel:
         return self._touched.look()
 
     @contextmanager
-    def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
-        """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model, and leaves no gradient where none was.
+    def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
+        """Wraps a step: changes that it makes to the model's attributes need no new recording. One that raises may have
+        ended before anything was learned about the model, and leaves the model as it was: gradients, buffers and other
+        tensors that forwards update, attributes. If there are several processes, in all of which the run then ends,
+        that holds for gradients that were None alone: nothing is copied.
 
         Args:
             signature: what `signature` returned before the step.
+            bound: the schedule that runs.
         """
-        held = [parameter for _, parameter in self.held_parameters()]
-        without = [parameter for parameter in held if parameter.grad is None]
+        local = self._engine.world.is_local
+        gradients = [(parameter, parameter.grad) for _, parameter in self.held_parameters()]
+        of_loss = [tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)]
+        changing = [*bound.updated, *of_loss, *(grad for _, grad in gradients if grad is not None)]
+        copied = changing if local and bound.training else []
+        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in copied]
         try:
             yield
+            self._originals.settle()
+            self._partitioner.settle(signature[-1])
         except BaseException as error:
-            self._touched.changes += 1
-            for parameter in without:
-                parameter.grad = None
-            if len(without) < len(held):
+            self._touched.restore(attributes=local)
+            if not local and any(grad is not None for _, grad in gradients):
                 error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
+            for parameter, grad in gradients:
+                if local or grad is None:
+                    parameter.grad = grad
+            for tensor, copy in copies:
+                tensor.copy_(copy)
             raise
-        self._partitioner.settle(signature[-1])
         self._touched.settle()
-        self._originals.settle()
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
