@@ -158,7 +158,8 @@ class SplitModel:
         local = self._engine.world.is_local
         gradients = [(parameter, parameter.grad) for _, parameter in self.held_parameters()]
         of_loss = [tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)]
-        changing = [*bound.updated, *of_loss, *(grad for _, grad in gradients if grad is not None)]
+        uncertain = [stage.buffers[name] for stage in self._stages_here() for name in stage.may_update]
+        changing = [*bound.updated, *uncertain, *of_loss, *(grad for _, grad in gradients if grad is not None)]
         copied = changing if local and bound.training else []
         copies = [(tensor.detach(), tensor.detach().clone()) for tensor in copied]
         try:
