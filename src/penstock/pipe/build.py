@@ -27,7 +27,7 @@ from penstock.runs.option import RunFolder
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Outline
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
@@ -298,21 +298,15 @@ def build(
         given = given or _cut(whole, order, options.cutting)
         options.cut_like(whole, sum(given.sizes))
         _check_alike(engine, given.sizes, options)
+        make = partial(_split_model, model, order, engine, options, front_end, sees_saved)
         try:
-            with engine.control.agreed():
-                make = front_end or partial(_recorder, options, options.room(order), sees_saved)
-                cutter = make(model, order.placement.depth, engine.streams)
-            split = SplitModel(
-                cutter,
-                Outline.of(given),
-                order.placement,
-                engine,
-                rule=options.materialize,
-                parallelize=options.parallelize,
-                loss=options.loss,
-            )
-        except TooFewLayersError as error:
-            raise _with_chunks(error, order) from None
+            split = make(given)
+        except SingleRowError:  # on every rank
+            options.cut_in_pairs()
+            fewer = _cut(whole, order, options.cutting)
+            if fewer.sizes == given.sizes:
+                raise
+            given, split = fewer, make(fewer)
         if options.gradient_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)
@@ -321,6 +315,33 @@ def build(
             record(built.session, options.recorded, plan)
         engine.control.watchdog.position = OUTSIDE
         return built
+
+
+def _split_model(
+    model: nn.Module | Sequence[nn.Module],
+    order: Schedule,
+    engine: Engine,
+    options: Options,
+    front_end: MakeFrontEnd | None,
+    sees_saved: bool,
+    given: batches.CutBatch,
+) -> SplitModel:
+    """The model, recorded for this example."""
+    try:
+        with engine.control.agreed():
+            make = front_end or partial(_recorder, options, options.room(order), sees_saved)
+            cutter = make(model, order.placement.depth, engine.streams)
+        return SplitModel(
+            cutter,
+            Outline.of(given),
+            order.placement,
+            engine,
+            rule=options.materialize,
+            parallelize=options.parallelize,
+            loss=options.loss,
+        )
+    except TooFewLayersError as error:
+        raise _with_chunks(error, order) from None
 
 
 def _recorder(

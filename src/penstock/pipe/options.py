@@ -92,6 +92,10 @@ class Options:
         """Has later batches cut as this example of so many rows is."""
         object.__setattr__(self, "cutting", self.cutting.cut_like(example, rows))
 
+    def cut_in_pairs(self) -> None:
+        """Has batches cut into fewer microbatches, if need be, so that none has a single row."""
+        object.__setattr__(self, "cutting", self.cutting.in_pairs())
+
     @property
     def loss_notes(self) -> tuple[str, ...]:
         """What `reduction` should be, if it does not fit a loss of torch's."""

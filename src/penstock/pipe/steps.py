@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Microbatch
+from penstock.runtime.batch.cutting import Cutting, Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
@@ -81,7 +80,6 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
-        self._cutting = options.cutting
         with engine.control.agreed():
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
@@ -95,6 +93,10 @@ class Steps:
         self._first = self.bound_schedules.add(example, Outline.of(example), training=True)
         first = self._first.bound
         self.schedule = first.schedule
+
+    @property
+    def _cutting(self) -> Cutting:
+        return self._options.cutting
 
     @cached_property
     def has_inputs(self) -> bool:
@@ -169,7 +171,7 @@ class Steps:
         except SingleRowError:  # on every rank
             if self._cutting.inputs.min_rows > 1:
                 raise
-            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, min_rows=2))
+            self._options.cut_in_pairs()
             return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
