@@ -1,4 +1,4 @@
-"""A step that raises, whatever the reason, leaves no trace in one process: the next one trains as if it had not been."""
+"""A step that raises, whatever the reason, leaves no trace in one process."""
 
 from __future__ import annotations
 
