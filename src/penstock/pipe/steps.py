@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
+from penstock.marks import computing
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
@@ -211,7 +212,7 @@ class Steps:
         weight = self._weights(cached, targets)[0]
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
-        with self._engine.streams.drawing(0, devices):
+        with self._engine.streams.drawing(0, devices), computing(0, 0):
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
+from penstock.marks import computing
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
@@ -283,7 +284,7 @@ class SplitModel:
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
         """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain, explaining_cut(outline or self._example):
+        with torch.set_grad_enabled(training), plain, computing(0, 0), explaining_cut(outline or self._example):
             yield
 
     def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:
