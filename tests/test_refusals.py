@@ -194,13 +194,13 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
 
 
-CUT = "in training, and 4 rows in 2 microbatches are 3, 1: pass a larger batch, and pieces of two rows or more where"
+CUT = "in training, and 4 rows in 2 microbatches are 3, 1: pass a larger batch, or pieces of two rows or more, where"
 
 
 @pytest.mark.parametrize(
     ("inputs", "words"),
     [
-        (torch.randn(1, 5), "in training, and the batch has a single one: pass a larger batch"),
+        (torch.randn(1, 5), "in training, and the batch has one: pass a larger batch"),
         (Microbatches(torch.randn(4, 5).split([3, 1])), CUT),
     ],
 )

@@ -26,13 +26,8 @@ def cut() -> None:
 
 
 def current_microbatch() -> int | None:
-    """The index of the microbatch that is computed, in its pipeline's batch: in a forward, in the loss, and in all of a
-    backward; None outside a step. While a model is recorded, a module that runs as a whole gets 0.
-
-    For modules that keep something for each microbatch, as torchgpipe's and FairScale's portals do.
-
-    Raises PartitionError in code that is recorded call by call, where one value would serve all microbatches.
-    """
+    """The index of the microbatch whose forward, loss or backward runs; None outside a step. It is 0 while a model is
+    recorded; code that is recorded call by call may not ask, since it would keep that."""
     _tell(current_microbatch)
     return NOW.microbatch
 

@@ -19,7 +19,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
-from penstock.runtime.batch.cutting import Cutting, Microbatch
+from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
@@ -95,10 +95,6 @@ class Steps:
         first = self._first.bound
         self.schedule = first.schedule
 
-    @property
-    def _cutting(self) -> Cutting:
-        return self._options.cutting
-
     @cached_property
     def has_inputs(self) -> bool:
         """Whether this process runs the first stage."""
@@ -112,13 +108,13 @@ class Steps:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
-        by_function = self._cutting.split is not None
+        by_function = self._options.cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
-        by_function = self._cutting.split is not None
+        by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @cached_property
@@ -170,7 +166,7 @@ class Steps:
         try:
             cached = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
-            if self._cutting.inputs.min_rows > 1:
+            if self._options.cutting.inputs.min_rows > 1:
                 raise
             self._options.cut_in_pairs()
             return self._prepare(args, kwargs, target, call, keeps, loss_scale)
@@ -217,8 +213,8 @@ class Steps:
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
         """The microbatches that the user's function, if any, makes of a batch."""
-        order = self._order
-        return self._cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
+        order, cutting = self._order, self._options.cutting
+        return cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
 
     def cut(
         self,
@@ -229,8 +225,8 @@ class Steps:
         device: torch.device | None,
     ) -> batches.CutBatch:
         """The microbatches of a batch's inputs, on `device` or, if None, where they are."""
-        order = self._order
-        return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
+        order, cutting = self._order, self._options.cutting
+        return cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
 
     def microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
@@ -239,7 +235,7 @@ class Steps:
         divided = self._divide(args, kwargs, target)
         cut = self.cut(args, kwargs, divided, "batch", device)
         labels = not _has_target(target, divided) and self._options.loss is None
-        targets = self._cutting.targets(
+        targets = self._options.cutting.targets(
             kwargs.get("labels") if labels else target, divided, cut.sizes, device, labels=labels
         )
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
@@ -299,7 +295,7 @@ class Steps:
         divided: Sequence[Microbatch] | None,
     ) -> None:
         """Raises ArgumentError for aliases in what this process was given."""
-        if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
+        if divided is None and self._options.cutting.split is not None:  # the recorded inputs are those of its pieces
             return
         seen = target if self.looks_at_targets else None
         refuse_aliases(cached.overwritten, args, kwargs, seen, divided)
@@ -367,7 +363,7 @@ class Steps:
             if not labels and _wants_target(self._options.loss) and not cached.bound.training:
                 return None
         given = kwargs.get("labels") if labels else target
-        return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
+        return self._options.cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
     def _backward_to_batch(self, cached: Cached, cut: batches.CutBatch | None) -> None:
         """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""

@@ -136,8 +136,7 @@ class Whole:
         if depend is None:
             return "warning", (
                 "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=; if pairs of "
-                f"them are compared, {_TOGETHER})"
-                + ("" if beyond else ", or the loss weights them (see reduction=)")
+                f"them are compared, {_TOGETHER})" + ("" if beyond else ", or the loss weights them (see reduction=)")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
             return "warning", f"rows of the batch depend on each other, as batch_dims= or split= cuts it: {_TOGETHER}"
@@ -183,11 +182,11 @@ class Whole:
 
     def _losses(self, run: Any) -> list[float]:
         """Those of the microbatches, each by itself, but not of ones in which no target counts."""
-        found = []
+        found = [math.nan]
         for piece in self.pieces:
             with suppress(ArgumentError):
                 found.append(run([piece]).loss)
-        return [loss for loss in found if math.isfinite(loss)] or [math.nan]
+        return [*filter(math.isfinite, found)] or found
 
     def _no_mean(self, whole: _Ran, *, beyond: bool, wide: bool) -> str:
         """Why losses do not make that of the batch. `beyond`: no weights make it of them, as for CLIP, whose loss grows

@@ -80,7 +80,7 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
             for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
                 assert torch.equal(a, b), name
         assert_same_gradients(model, reference)
-        with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has a single one"):
+        with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
 
 

@@ -85,10 +85,6 @@ class Cutting:
                 stated.append((plain(path), 0 if cut else None))
         return replace(self, inputs=replace(dims, stated=tuple(stated)))
 
-    def in_pairs(self) -> Cutting:
-        """This rule, with at least two rows in each microbatch, if the batch has them."""
-        return replace(self, inputs=replace(self.inputs, min_rows=2))
-
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
     ) -> tuple[Microbatch, ...] | None:

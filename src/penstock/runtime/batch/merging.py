@@ -22,8 +22,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
     Raises:
         ArgumentError: some outputs are on another rank.
         ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
-            `dims` say how to combine it: a dimension that is stated for it alone may have any number of rows (logits of
-            all tokens in one row each).
+            `dims` say how to combine it. Where they state a dimension for it alone, it may have other rows.
     """
     refuse_missing(outputs)
     flats = [flatten(output) for output in outputs]

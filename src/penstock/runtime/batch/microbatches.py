@@ -65,6 +65,10 @@ class CutBatch:
     kind: Hashable
 
 
+Sized = Callable[[int], Sequence[int]]
+"""The sizes of the microbatches of a batch of so many rows."""
+
+
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
@@ -85,16 +89,9 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def rows_of(
-    tree: Any,
-    what: str,
-    dims: Dims = FIRST,
-    raw: Flat | None = None,
-    sizes: Callable[[int], Sequence[int]] = lambda rows: (rows,),
-) -> int:
+def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, sized: Sized = lambda rows: ()) -> int:
     """The number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of lists,
-    the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened. `sizes`: how many
-    rows each microbatch gets, for a message.
+    the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
@@ -111,7 +108,7 @@ def rows_of(
         return lengths.pop() or 0
     if not names:
         raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
-    ready = _ready_made(max(names), sizes(min(names)))
+    ready = _ready_made(max(names), sized(min(names)) if min(names) > 1 else ())
     raise ShapeError(
         f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
         "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
@@ -122,9 +119,10 @@ def rows_of(
 
 def _ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
     """How to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
-    total, each = sum(sizes), [size * rows // sum(sizes) for size in sizes]
-    if any(size * rows % total for size in sizes):
+    total = sum(sizes)
+    if not total or any(size * rows % total for size in sizes):
         return "pass its pieces, as penstock.Microbatches([...]);"
+    each = [size * rows // total for size in sizes]
     cut = f"{each[0] if len({*each}) == 1 else each}{f', {dim}' if dim else ''}"
     return f"pass the one of {rows} rows as penstock.Microbatches(x.split({cut}));"
 

@@ -117,13 +117,10 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise
-        where = (
-            f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}" if rows > 1 else "the batch has a single one"
-        )
+        where = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
         raise SingleRowError(
-            f"batch norm needs more than one row in each microbatch in training, and {where}: pass a larger batch, and "
-            "pieces of two rows or more where you cut it yourself, with Microbatches or split= "
-            f"({' '.join(str(error).split())})"
+            f"batch norm needs more than one row in each microbatch in training, and {where}: pass a larger batch, or "
+            f"pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
         ) from error
 
 

@@ -27,7 +27,7 @@ from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
-from penstock.runtime.model.taking_over import move_together, take_over
+from penstock.runtime.model.taking_over import holders_of, move_together, refuse_held_elsewhere, take_over
 from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -79,11 +79,13 @@ class SplitModel:
                 self._record(training=True)
         self._weigh()
         self._cut_alike()
+        holders = holders_of(self.model, engine)
         with engine.control.agreed():
             stages = all_uses(self._record(training=True))
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, parallelize)
+            refuse_held_elsewhere(self.model, stages, placement, holders)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()
@@ -147,29 +149,27 @@ class SplitModel:
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wraps a step: changes that it makes to the model's attributes need no new recording. One that raises may have
-        ended before anything was learned about the model, and leaves the model as it was: gradients, buffers and other
-        tensors that forwards update, attributes. If there are several processes, in all of which the run then ends,
-        that holds for gradients that were None alone: nothing is copied.
+        """Wraps a step: changes that it makes to the model's attributes need no new recording. One that raises leaves
+        the model as it was: gradients, tensors that forwards update, attributes. In several processes, where the run
+        then ends, nothing is copied, and only gradients that were None are so again.
 
         Args:
             signature: what `signature` returned before the step.
-            bound: the schedule that runs.
         """
         local = self._engine.world.is_local
         gradients = [(parameter, parameter.grad) for _, parameter in self.held_parameters()]
-        of_loss = [tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)]
-        uncertain = [stage.buffers[name] for stage in self._stages_here() for name in stage.may_update]
-        changing = [*bound.updated, *uncertain, *of_loss, *(grad for _, grad in gradients if grad is not None)]
-        copied = changing if local and bound.training else []
-        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in copied]
+        kept = {grad for _, grad in gradients if grad is not None}
+        of_loss = {tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)}
+        uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
+        changing = {*bound.updated, *uncertain, *of_loss, *kept} if local and bound.training else ()
+        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
         try:
             yield
             self._originals.settle()
             self._partitioner.settle(signature[-1])
         except BaseException as error:
             self._touched.restore(attributes=local)
-            if not local and any(grad is not None for _, grad in gradients):
+            if kept and not local:
                 error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
             for parameter, grad in gradients:
                 if local or grad is None:
