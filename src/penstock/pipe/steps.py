@@ -145,11 +145,11 @@ class Steps:
         if not isinstance(timeline, bool):
             raise ArgumentError(f"timeline={timeline!r}: expected True or False")
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
-        with self._engine.control.reporting(), alone, norms:
+        norms = self.deferring_norms() if training else nullcontext()
+        with self._engine.control.reporting(), one_at_a_time((self, training)):
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
             cached, bound = prepared.cached, prepared.cached.bound
-            with self._split.accepting_own_changes(cached.mode, bound):
+            with self._split.accepting_own_changes(cached.mode, bound), norms:
                 moments = self._engine.run_step(bound, prepared.feed, number, timed=timeline)
                 result = self._result(prepared, call, moments, evaluates)
                 if training:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ArgumentError
+from penstock.marks import NOW, computing
 from penstock.partition.state.reach import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import WholeBatch
@@ -293,8 +294,9 @@ class Whole:
         pieces = [_owned(_wide(piece) if wide else piece, alone.device) for piece in pieces]
         wanted = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         weighted = weights(self.reduction, [piece.rows or 1 for piece in pieces], wanted)
-        with alone.session.drawing() as streams:
+        with alone.session.drawing() as streams, computing(0, 0):
             for k, (args, kwargs, target, _) in enumerate(pieces):
+                NOW.microbatch = k
                 streams.begin(stream + k, {})
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)

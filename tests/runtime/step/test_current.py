@@ -79,7 +79,10 @@ def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, 
     reference = copy.deepcopy(model)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": schedule, "recompute": recompute}
     options |= {"loss": scaled_error, "leaves": ["first", "second"]}
-    assert penstock.verify(copy.deepcopy(model), (x,), target=y, **options).ok
+    report = penstock.verify(copy.deepcopy(model), (x,), target=y, **options)
+    assert report.ok
+    assert report.whole_batch is not None
+    assert report.whole_batch.verdict == "warning"  # it has one microbatch, and another factor
     with pipeline(model, (x,), **options) as pipe:
         every = {(stage.index, k) for stage in pipe.stages for k in range(4)}
         if schedule == "dualpipe":  # two copies of each stage, with half of the microbatches each
