@@ -1,0 +1,68 @@
+"""torchrun's rendezvous for one machine, on loopback alone: with `--standalone`, torch's store listens on all addresses.
+
+The store has no authentication, so whoever reaches it can read and change what the ranks agree on.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from argparse import Namespace
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+_HOST, _BACKEND = "127.0.0.1", "penstock-loopback"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """An agent that is alone, and the store of its ranks."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run_id = parameters.run_id
+        listener = socket.create_server((_HOST, 0), backlog=512)
+        self._where = RendezvousStoreInfo(_HOST, listener.getsockname()[1])
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, though not re-exported
+            _HOST, self._where.master_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(self._store, 0, 1, self._where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def stay_on_loopback(parsed: Namespace) -> None:
+    """Have torchrun, instead of `--standalone`, and the ranks listen on loopback, unless their environment says where."""
+    rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
+    parsed.standalone, parsed.rdzv_backend = False, _BACKEND
+    parsed.rdzv_id, parsed.rdzv_endpoint = str(uuid.uuid4()), _HOST
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
