@@ -1,4 +1,4 @@
-"""torchrun's rendezvous for one machine, on loopback alone: with `--standalone`, torch's store listens on all addresses.
+"""torchrun's rendezvous for one machine, on loopback: with `--standalone`, torch's store listens everywhere.
 
 The store has no authentication, so whoever reaches it can read and change what the ranks agree on.
 """
@@ -60,7 +60,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
 
 def stay_on_loopback(parsed: Namespace) -> None:
-    """Have torchrun, instead of `--standalone`, and the ranks listen on loopback, unless their environment says where."""
+    """Have torchrun, instead of `--standalone`, and the ranks listen on loopback, unless the environment says where."""
     rendezvous_handler_registry.register(_BACKEND, LoopbackRendezvous)
     parsed.standalone, parsed.rdzv_backend = False, _BACKEND
     parsed.rdzv_id, parsed.rdzv_endpoint = str(uuid.uuid4()), _HOST

@@ -1,0 +1,59 @@
+"""Reads big files in a process of its own: parsing JSON lets no other thread run, so the page would get no answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ArgumentError, PenstockError
+from penstock.files import reported_as_damage
+from penstock.studio import opened, reports
+
+BIG_BYTES = 2 << 20
+MOST_SECONDS = 60.0
+_READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": reports.report}
+
+
+def read(reader: str, path: Path, *arguments: Any) -> Any:
+    """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
+    inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    if sum(file.stat().st_size for file in inside) < BIG_BYTES:
+        return _READERS[reader](path, *arguments)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "penstock.studio.background"],
+            input=json.dumps([reader, str(path), arguments]),
+            capture_output=True,
+            text=True,
+            timeout=MOST_SECONDS,
+            check=True,
+        )
+    except subprocess.TimeoutExpired:
+        raise ArgumentError(f"{path} takes more than {MOST_SECONDS:g} s to read; use `penstock explain`") from None
+    except subprocess.CalledProcessError as error:
+        raise ArgumentError(f"{path} cannot be read: its reader ended with status {error.returncode}") from None
+    answer, refusal = json.loads(done.stdout)
+    if refusal is not None:
+        raise ArgumentError(refusal)
+    return answer
+
+
+def _main() -> None:
+    os.nice(10)
+    reader, path, arguments = json.load(sys.stdin)
+    answer = refusal = None
+    try:
+        with reported_as_damage(path):
+            answer = _READERS[reader](Path(path), *arguments)
+    except PenstockError as error:
+        refusal = str(error)
+    json.dump([answer, refusal], sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()
