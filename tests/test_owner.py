@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,6 +36,11 @@ def of(pid: int, started: str | None = None) -> owner.Owner:
     """A process of this machine; by default the one that has that number now."""
     me = owner.this_process()
     return replace(me, process=replace(me.process, pid=pid, started=started or owner._stat(pid)[1]))
+
+
+def here(act: Callable[[float], None], sleep: Callable[[float], None] = time.sleep) -> Callable[[float], None]:
+    """What sleeps in other threads, as heartbeats do, and acts in this one."""
+    return lambda seconds: (act if threading.current_thread() is threading.main_thread() else sleep)(seconds)
 
 
 ELSEWHERE = owner.Owner(owner.Process("another boot", 1, "2"), "box", "2026-01-01 00:00:00+00:00")
@@ -108,29 +116,39 @@ def test_elsewhere_the_heartbeat_decides(
 
     os.utime(file, ns=(0, 0))
     monkeypatch.setattr(owner.time, "monotonic", lambda: now)
-    monkeypatch.setattr(owner.time, "sleep", beats)
+    monkeypatch.setattr(owner.time, "sleep", here(beats))
     with pytest.raises(ArgumentError, match="pass another one"):
         owner.claim(tmp_path, holder, "run")
     assert looks == 21
     assert capsys.readouterr().err.startswith("penstock: run: waiting up to 30 s for a heartbeat of ")
-    monkeypatch.setattr(owner.time, "sleep", passes)
+    monkeypatch.setattr(owner.time, "sleep", here(passes))
     before = now
     owner.claim(tmp_path, holder, "run")
     assert owned(tmp_path)
     assert 30 < now - before < 31
 
 
-def test_its_own_heartbeat_is_of_its_own_file_alone(tmp_path: Path) -> None:
+def test_its_own_heartbeat_is_of_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Holder()
     owner.claim(tmp_path, holder, "run")
     file = tmp_path / owner.NAME
+    assert any(thread.name == "penstock-owner" for thread in threading.enumerate())
+
+    def ends(seconds: float) -> None:
+        raise TimeoutError
+
+    def beat() -> None:
+        with monkeypatch.context() as patch, contextlib.suppress(TimeoutError):
+            patch.setattr(owner.time, "sleep", here(ends))
+            owner._keep_beating(file, owner._claims[file])
+
     os.utime(file, (0, 0))
-    owner.beat()
+    beat()
     assert time.time() - file.stat().st_mtime < 60
     file.unlink()  # another machine took it for dead
     planted(tmp_path, ELSEWHERE)
     os.utime(file, (0, 0))
-    owner.beat()
+    beat()
     assert file.stat().st_mtime == 0
     owner.release(id(holder))
     assert file.exists()

@@ -29,7 +29,6 @@ BEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0
 """Without a heartbeat, an owner on another machine has ended after this time."""
 _LOOK_SECONDS = 0.5
-_HEARTBEAT = "penstock-owner"
 
 
 ProcessState = Literal["running", "stopped", "gone", "unknown"]
@@ -128,8 +127,8 @@ def claim(folder: Path, holder: object, what: str) -> None:
     is_new = _take(file, what)
     with _lock:
         if is_new or file not in _claims:
-            _claims[file] = _Claim(file.open("ab"), made)
-        _start_heartbeat()
+            _claims[file] = held = _Claim(file.open("ab"), made)
+            threading.Thread(target=_keep_beating, args=(file, held), name="penstock-owner", daemon=True).start()
         if id(holder) not in _claims[file].holders:
             _claims[file].holders.add(id(holder))
             weakref.finalize(holder, release, id(holder))
@@ -193,17 +192,19 @@ def _remove_stale(file: Path, stale: tuple[Owner | None, int]) -> None:
     """Remove the file of an owner that has ended, unless another process has replaced it in the meantime."""
     lock, until = file.with_name(".owner.lock"), time.monotonic() + STALE_SECONDS
     while True:
-        try:
+        with contextlib.suppress(FileExistsError):
             lock.mkdir()
             break
-        except FileExistsError:
-            if time.monotonic() > until:  # of a process that was killed in here
+        time.sleep(_LOOK_SECONDS)
+        if time.monotonic() > until:  # its process was killed in here
+            with contextlib.suppress(FileNotFoundError):
                 lock.rmdir()
-            time.sleep(_LOOK_SECONDS)
-    with contextlib.suppress(FileNotFoundError):
-        if _read(file) == stale:
-            file.unlink()
-    lock.rmdir()
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if _read(file) == stale:
+                file.unlink()
+    finally:
+        lock.rmdir()
 
 
 def _create(file: Path, owner: Owner) -> bool:
@@ -229,20 +230,9 @@ def _read(file: Path) -> tuple[Owner | None, int]:
     return owner, file.stat().st_mtime_ns
 
 
-def _start_heartbeat() -> None:
-    if not any(thread.name == _HEARTBEAT for thread in threading.enumerate()):
-        threading.Thread(target=_beat_for_ever, name=_HEARTBEAT, daemon=True).start()
-
-
-def _beat_for_ever() -> None:
-    while True:
+def _keep_beating(file: Path, held: _Claim) -> None:
+    """Show other machines that this process lives, as long as it owns the folder."""
+    while _claims.get(file) is held:
+        with contextlib.suppress(OSError, ValueError):  # which is closed just now
+            os.utime(held.file.fileno())
         time.sleep(BEAT_SECONDS)
-        beat()
-
-
-def beat() -> None:
-    """Show other machines that this process lives."""
-    with _lock:
-        for held in _claims.values():
-            with contextlib.suppress(OSError):
-                os.utime(held.file.fileno())

@@ -12,51 +12,32 @@ from argparse import Namespace
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 _HOST, _BACKEND = "127.0.0.1", "penstock-loopback"
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class LoopbackRendezvous(StaticTCPRendezvous):
     """An agent that is alone, and the store of its ranks."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
         listener = socket.create_server((_HOST, 0), backlog=512)
-        self._where = RendezvousStoreInfo(_HOST, listener.getsockname()[1])
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # public, though not re-exported
-            _HOST, self._where.master_port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        port = listener.getsockname()[1]
+        super().__init__(_HOST, port, rank=0, world_size=1, run_id=parameters.run_id, timeout=60)
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]  # public, though not re-exported
+            _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
 
     def get_backend(self) -> str:
         return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, self._where)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(self.store, 0, 1, RendezvousStoreInfo(self.master_addr, self.master_port))
 
 
 def stay_on_loopback(parsed: Namespace) -> None:

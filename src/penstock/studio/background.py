@@ -22,7 +22,8 @@ _READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report":
 def read(reader: str, path: Path, *arguments: Any) -> Any:
     """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
     inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    if sum(file.stat().st_size for file in inside) < BIG_BYTES:
+    packed = any(file.read_bytes()[:2] == b"\x1f\x8b" for file in inside if file.stat().st_size < BIG_BYTES)
+    if sum(file.stat().st_size for file in inside) < BIG_BYTES and not packed:
         return _READERS[reader](path, *arguments)
     try:
         done = subprocess.run(
