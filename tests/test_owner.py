@@ -40,7 +40,11 @@ def of(pid: int, started: str | None = None) -> owner.Owner:
 
 def here(act: Callable[[float], None], sleep: Callable[[float], None] = time.sleep) -> Callable[[float], None]:
     """What sleeps in other threads, as heartbeats do, and acts in this one."""
-    return lambda seconds: (act if threading.current_thread() is threading.main_thread() else sleep)(seconds)
+
+    def sleeps_or_acts(seconds: float) -> None:
+        (act if threading.current_thread() is threading.main_thread() else sleep)(seconds)
+
+    return sleeps_or_acts
 
 
 ELSEWHERE = owner.Owner(owner.Process("another boot", 1, "2"), "box", "2026-01-01 00:00:00+00:00")

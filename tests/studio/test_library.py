@@ -173,8 +173,11 @@ def test_big_files_are_read_by_a_process_of_their_own(
     asked = [("/api/open", name) for name in ("trace.json", "junk.json")] + [("/report", "trace.json")]
     usual = [studio.get(path, params={"name": name}) for path, name in asked]
     assert [one.status_code for one in usual] == [200, 400, 200]
-    monkeypatch.setattr(background, "BIG_BYTES", 0)
     monkeypatch.setattr(background, "_READERS", {})
+    (folder / "packed.json").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
+    for name, status in (("packed.json", 200), ("trace.json", 400)):
+        assert studio.get("/api/open", params={"name": name}).status_code == status
+    monkeypatch.setattr(background, "BIG_BYTES", 0)
     for (path, name), one in zip(asked, usual, strict=True):
         again = studio.get(path, params={"name": name})
         assert (again.status_code, again.text) == (one.status_code, one.text)

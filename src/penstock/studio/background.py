@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,16 +15,14 @@ from penstock.errors import ArgumentError, PenstockError
 from penstock.files import reported_as_damage
 from penstock.studio import opened, reports
 
-BIG_BYTES = 2 << 20
+BIG_BYTES = 8 << 20
 MOST_SECONDS = 60.0
 _READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": reports.report}
 
 
 def read(reader: str, path: Path, *arguments: Any) -> Any:
     """Return what a reader makes of a file or folder. Raises ArgumentError as it does, and if it takes too long."""
-    inside = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    packed = any(file.read_bytes()[:2] == b"\x1f\x8b" for file in inside if file.stat().st_size < BIG_BYTES)
-    if sum(file.stat().st_size for file in inside) < BIG_BYTES and not packed:
+    if not any(map(_is_big, path.rglob("*") if path.is_dir() else [path])):
         return _READERS[reader](path, *arguments)
     try:
         done = subprocess.run(
@@ -42,6 +41,14 @@ def read(reader: str, path: Path, *arguments: Any) -> Any:
     if refusal is not None:
         raise ArgumentError(refusal)
     return answer
+
+
+def _is_big(file: Path) -> bool:
+    """Whether parsing a file may take long: packed ones may be of any size."""
+    with contextlib.suppress(OSError):  # it was replaced just now, or is a folder
+        with file.open("rb") as data:
+            return data.read(2) == b"\x1f\x8b" or os.fstat(data.fileno()).st_size >= BIG_BYTES
+    return False
 
 
 def _main() -> None:
