@@ -17,6 +17,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
+from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 from penstock.launch.endings import stopped_by
 
@@ -111,6 +112,11 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
     with contextlib.suppress(AttributeError):  # what tests put in its place
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())
+
+
+def _run() -> int:
+    """Runs the command and returns its exit status."""
     status: Any = 0
     lost: OSError | None = None
     try:
@@ -123,7 +129,7 @@ def main() -> None:
         lost = error
     if lost := _flush() or lost:
         print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
-    sys.exit(status or (2 if lost else 0))
+    return int(status or (2 if lost else 0))
 
 
 def _flush() -> OSError | None:
