@@ -19,8 +19,8 @@ _WAITED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def calls_a_target(arguments: list[str]) -> bool:
-    """Whether a command line names a verb and a TARGET, `module:function`."""
-    return bool(_VERBS & {*arguments}) and any(":" in argument for argument in arguments)
+    """Whether a command line, not of a rank, names a verb and a TARGET, `module:function`."""
+    return "RANK" not in os.environ and bool(_VERBS & {*arguments}) and any(":" in argument for argument in arguments)
 
 
 def in_child(command: Callable[[], int]) -> int:

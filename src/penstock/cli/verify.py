@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -255,5 +254,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C kills a rank without a traceback; its launcher reports
     sys.exit(rank_main(Path(sys.argv[1])))

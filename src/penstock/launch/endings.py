@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,11 +40,6 @@ class RankFailure:
     at_ns: int
     said: str = ""
 
-    @property
-    def status(self) -> int:
-        """As the job's own exit status."""
-        return shell_status(self.exitcode or 1)
-
     def __str__(self) -> str:
         return self.said or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
 
@@ -56,22 +51,15 @@ class RankFailure:
     @classmethod
     def first(cls, path: Path | str) -> Self | None:
         """What failed first, with the exit status of that rank; None if nothing did."""
-        found = cls.read_all(path)
-        first = min(found, key=lambda failure: failure.at_ns, default=None)
-        if first is None or not first.said:
-            return first
-        own = (failure.exitcode for failure in found if failure.rank == first.rank)
-        # A signal that came after the failure is the agent's.
-        return cls(first.rank, next((code for code in own if code and code > 0), None), first.at_ns, first.said)
+        found = sorted(cls.read_all(path), key=lambda failure: failure.at_ns)
+        if not found or not found[0].said:
+            return found[0] if found else None
+        codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]
+        return replace(found[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
 
     def write(self, path: str) -> None:
         """Adds it to such a file."""
         _add(path, asdict(self))
-
-
-def is_launched() -> bool:
-    """Whether a launcher will name the first failure."""
-    return FAILURES in os.environ
 
 
 def note(rank: int, said: str = "", exitcode: int | None = None) -> None:
@@ -83,8 +71,8 @@ def note(rank: int, said: str = "", exitcode: int | None = None) -> None:
 
 def first_noted() -> RankFailure | None:
     """What failed first in this process's job, as far as is known; None too where no launcher asks."""
-    with contextlib.suppress(OSError, ValueError):
-        return RankFailure.first(os.environ[FAILURES]) if is_launched() else None
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        return RankFailure.first(os.environ[FAILURES])
     return None
 
 

@@ -74,7 +74,7 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str]) -> tuple[int
     if ended.exitcode < 0 or first is None:
         status, said = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
     else:
-        status, said = first.status, str(first)
+        status, said = shell_status(first.exitcode or 1), str(first)
     tell_folders(failures, said)
     return status, said
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.launch.endings import await_culprit, exit_status, is_launched, note
+from penstock.launch.endings import FAILURES, await_culprit, exit_status, note
 from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import (
     OUTSIDE,
@@ -336,7 +336,7 @@ class Watchdog:
         return True
 
     def _stop(self, failure: Failure) -> None:
-        if not is_launched():
+        if FAILURES not in os.environ:  # otherwise the launcher will
             say(self._words(failure))
         for act in (_flush, self.last_words):
             thread = threading.Thread(target=act, daemon=True)
