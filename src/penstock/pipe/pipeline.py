@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -375,6 +375,15 @@ class Pipeline:
             "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
             f"copy the model, copy.deepcopy(pipe.model); to write it, {WRITE_ALL}"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Leads from what other libraries offer to what takes its place."""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object is not callable{nearest('__call__', ())}")
 
     def __enter__(self) -> Self:
         return self
