@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition.units.chain import unwrapped
+from penstock.partition.units.units import public_name
 from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
@@ -318,7 +319,7 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.first_names(), {unwrapped(name): state[name] for name in state}
+        names, state = self.session.first_names(), {public_name(self.model, name): state[name] for name in state}
         own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
         known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
         load_into(own, state, known, strict=strict)
