@@ -225,7 +225,8 @@ class Pipeline:
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
             *partition.notes,
-            *self.session.options.loss_notes,
+            *options.cutting.notes,
+            *options.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
