@@ -33,19 +33,12 @@ _PEERS = {
     "pass chunks=, layers / (ranks * layers per chunk)": "num_layers_per_virtual_pipeline_stage",
     "pass cuts=['blocks.5'], the modules at which stages begin": "split_spec split_points split_policy split_rule "
     "pipeline_parallel_split_points module_fqns_per_model_part",
-    "pass devices=, and cuts= for the modules at which stages begin": "device_map hf_device_map",
     "pass kwargs=, a whole batch": "mb_kwargs",
-    "pass leaves=, names of modules": "no_split_module_classes",
     "pass loss_fn=": "criterion loss_function loss_func objective",
-    "pass mesh=": "group process_group",
-    "pass mesh=, with a dimension for replicas": "dp_size data_parallel_size dp_degree topology",
-    "pass mesh=, with a dimension 'tp', and parallelize=": "tp_size tp_degree tensor_model_parallel_size",
     "pass microbatches=": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps num_chunks "
     "pipeline_nmicros",
     "pass microbatches=, samples per batch / samples per microbatch": "micro_batch_size train_micro_batch_size_per_gpu "
     "mbs pipeline_parallel_microbatch_size",
-    "pass model=, a module or a list of layers": "layers",
-    "pass offload=": "cpu_offload activation_offload offload_activations",
     "pass outputs= to step()": "return_outputs gather_output",
     "pass ranks=": "pp pp_size pp_degree pipeline_parallel_size pipeline_model_parallel_size world_size nproc_per_node "
     "pipeline_parallel_degree num_gpus",
@@ -53,20 +46,13 @@ _PEERS = {
     "pass recompute=": "activation_checkpoint_interval activation_checkpointing gradient_checkpointing "
     "recompute_granularity recompute_method enable_gradient_checkpointing",
     "pass recompute='always', 'except_last' or 'never'": "checkpoint",
-    "pass parallelize=, a function that calls fully_shard": "fsdp zero_stage data_parallel_shard_degree "
-    "sharding_strategy",
     "pass schedule=": "pp_style pipeline_schedule pipeline_parallel_schedule scheduler pp_engine pipeline_scheduler",
-    "pass seed=": "base_seed seed_layers",
     "pass target= to step()": "labels label y",
     "read result.losses, the microbatches' own": "losses",
     "omit it: gradients are those of the whole batch's loss": "scale_grads",
     "omit it: batches have their size; pass microbatches=, the number of their pieces": "batch_size global_batch_size "
     "train_batch_size local_batch_size per_device_train_batch_size gbs",
     "omit it: optimizers are yours, made from pipe.parameters()": "optimizer",
-    "omit it: shapes may change from step to step": "dynamic_shape variable_seq_lengths seq_length",
-    "omit it: messages are sent beside computing": "overlap_p2p_comm batch_p2p_comm",
-    "omit it: cast the model, or call step() under torch.autocast": "dtype precision pipeline_dtype mixed_precision "
-    "bf16 fp16",
     "call clip_grad_norm_ after step()": "gradient_clipping gradient_clip_val max_grad_norm clip_grad",
     "call evaluate(*inputs) or predict(*inputs)": "forward_only eval_batch inference_batch validation_step",
     "call step(*inputs, target=...), forward and backward of a whole batch": "train_batch forward_backward "

@@ -443,7 +443,13 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nrun,0,0,1,0\nrun,0,1,1,1\n")
+    (tmp_path / "rank.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nF,0,0,1,first\n")
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    (tmp_path / "starts.json").write_text('[{"op": "F", "microbatch": 0, "start": 1.0}]')
     wrong = {
+        "rank.csv": "its pp_rank is no number",
+        "numbers.json": "has no column op",
+        "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
         "text.json": "is not JSON",

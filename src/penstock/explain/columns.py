@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
-from penstock.explain.names import numbers_of, read_name
+from penstock.explain.names import field_named, numbers_of, read_name
 from penstock.files import check_number_of_values, quoted
 from penstock.schedule import Action, Op
 
@@ -75,7 +75,8 @@ def read_rows(rows: Iterable[Any], file: str, own: re.Pattern[str] | None = None
 
 def _check_columns(row: Any, file: str) -> None:
     """Raises ArgumentError if a column is missing."""
-    times = [time[0] for column in (row if isinstance(row, dict) else ()) if (time := _time(str(column)))]
+    row = row if isinstance(row, dict) else {}
+    times = [time[0] for column in row if (time := _time(str(column)))]
     found = {"op": any(column in row for column in _OP), "start_us": "start" in times, "duration_us": len(times) > 1}
     if missing := [column for column, there in found.items() if not there]:
         raise ArgumentError(
@@ -96,6 +97,8 @@ def _row(row: Mapping[str, Any], own: re.Pattern[str] | None) -> Event:
     op = str(next(row[column] for column in _OP if row.get(column)))
     named = read_name(op, row, own)
     numbers = numbers_of(row) if named is None else named.numbers
+    if bad := [c for c in row if row[c] not in (None, "") and field_named(c) not in (None, "microbatch", *numbers)]:
+        raise ValueError(f"its {bad[0]} is no number")
     times = {time[0]: float(row[column]) * time[1] for column in row if (time := _time(str(column)))}
     start = times["start"]
     seconds = times["duration"] if "duration" in times else times["end"] - start

@@ -87,11 +87,6 @@ def own_pattern(text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def op_named(word: str) -> Op | None:
-    """The op that a word stands for."""
-    return _BY_WORD.get(re.sub("[-_ ]", "", word.lower()))
-
-
 _BY_WORD = {word.replace("-", ""): op for word, op in OPS.items()}
 
 
@@ -113,7 +108,7 @@ def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named
     given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
     text = given["action"] if isinstance(given.get("action"), str) else name
     groups, waits = _matched(text, own) if isinstance(text, str) else ({}, False)
-    op = op_named(groups.get("op") or "")
+    op = _BY_WORD.get(re.sub("[-_ ]", "", groups.get("op", "").lower()))
     if op is None:
         return None
     numbers = numbers_of(given) | numbers_of(groups)
