@@ -83,7 +83,7 @@ def penstock(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job of two ranks that stay, and the ids of its ranks and of the processes that they started."""
     command = [*PENSTOCK, "run", "--ranks", "2", "stay.py"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
         yield process, pids
@@ -99,12 +99,13 @@ def agent_of(launcher: int) -> int:
 
 @pytest.mark.distributed
 def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path) -> None:
-    done = penstock(folder, "run", "--ranks", "2", "show.py", "--ranks", "7", "-m", "--unknown=1")
+    given = ["--ranks", "7", "-m", "--unknown=1", "--run", "x", "--log", "--", "y"]
+    done = penstock(folder, "run", "--ranks", "2", "show.py", *given)
     assert (done.returncode, done.stderr) == (0, "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in range(2):
         shown = json.loads((folder / f"shown.{rank}").read_text())
-        assert shown == [["--ranks", "7", "-m", "--unknown=1"], "2", threads]
+        assert shown == [given, "2", threads]
 
 
 @pytest.mark.distributed
@@ -140,6 +141,9 @@ def test_signal_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]
     process, pids = staying
     process.send_signal(number)
     assert process.wait(60) == 128 + number
+    assert process.stderr
+    what = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert process.stderr.read() == f"penstock: stopped by {what}; no process is left running\n"
     assert len(pids) == 4
     assert all(has_ended(pid, seconds=5) for pid in pids)
 
@@ -167,6 +171,8 @@ def test_death_of_the_agent_ends_everything(staying: tuple[subprocess.Popen[str]
     process, pids = staying
     os.kill(agent_of(process.pid), signal.SIGKILL)
     assert process.wait(60) == 128 + signal.SIGKILL
+    assert process.stderr
+    assert process.stderr.read() == "penstock: the agent of ranks 0 to 1 was killed by SIGKILL\n"
     assert all(has_ended(pid, seconds=5) for pid in pids)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition.units.chain import unwrapped
+from penstock.partition.units.units import public_name
 from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
@@ -238,7 +239,8 @@ class Pipeline:
         return (
             *(() if self.verified else (Unverified(self.session.fingerprint()),)),
             *partition.notes,
-            *self.session.options.loss_notes,
+            *options.cutting.notes,
+            *options.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
@@ -332,7 +334,7 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.first_names(), {unwrapped(name): state[name] for name in state}
+        names, state = self.session.first_names(), {public_name(self.model, name): state[name] for name in state}
         own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
         known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
         load_into(own, state, known, strict=strict)
@@ -390,6 +392,15 @@ class Pipeline:
             "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
             f"copy the model, copy.deepcopy(pipe.model); to write it, {WRITE_ALL}"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Leads from what other libraries offer to what takes its place."""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object is not callable{nearest('__call__', ())}")
 
     def __enter__(self) -> Self:
         return self

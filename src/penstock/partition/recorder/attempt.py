@@ -116,7 +116,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
                 names_of_units = [u.name for u in units.values()]
-                changed = carried_over(reach, provenance, names_of_units)
+                changed = carried_over(reach, provenance, names_of_units, own := recorder.sideways.own)
                 if changed:
 
                     def again(unknown: Iterable[Entry] = ()) -> Recorder:
@@ -128,7 +128,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                             _run(other, mode, _inputs(other, mode, given), given.structure)
                         return other
 
-                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units), changed)
+                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units, own), changed)
                 if not watches and overwrites_unseen(recording):
                     raise Watch
                 return recording

@@ -44,6 +44,7 @@ class Sideways:
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
+        self.own: set[str] = set()  # places that units changed while they ran, and units that may have
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -86,6 +87,7 @@ class Sideways:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
         if any(map(hides_tensors, objects)):  # a second run could change them
+            self.own.add(unit.name)
             return run(args, kwargs)[0]
         changed = self._reach.changed()
         now = {id(place): place.copied() for place in changed}
@@ -94,6 +96,7 @@ class Sideways:
             result, on_fakes = run(args, kwargs)
         updates = result[2] & self.held_by(unit)
         written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
+        self.own |= {place.text for place in written}
         own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
         if not on_fakes:
             _refuse_numbers(unit, own)
