@@ -69,41 +69,6 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
-class Towers(nn.Module):
-    """Two towers, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = (nn.ModuleList(nn.Linear(9, 9) for _ in range(2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = x, x
-        for layer in self.left:
-            left = torch.tanh(layer(left))
-        for layer in self.right:
-            right = torch.tanh(layer(right))
-        return left + right
-
-
-def towers(rank: int) -> tuple[list[list[str]], float, dict[str, Tensor]]:
-    """The names on each stage, the loss, and the gradients here. Each rank would find another tower slow."""
-    slow = "left" if rank == 0 else "right"
-
-    def measured(recording: Recording, model: nn.Module, *_: Any) -> Profile:
-        of = identity(model)
-        names = [f"{side}.{index}" for side in ("left", "right") for index in range(2)]
-        units = tuple(UnitCost(name, 3.0 if name.startswith(slow) else 1.0, 0.0, 0.0) for name in names)
-        return Profile(units, "cpu", of.dtype, of.parameters)
-
-    x, _ = batch(4)
-    with patch.multiple(decision, LEAST_WORK=0, measure=measured):
-        with penstock.pipeline(Towers(), (x,), microbatches=2, loss=F.mse_loss) as pipe:
-            loss = float(pipe.step(x, target=torch.zeros(4, 9)).loss)
-            grads = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-            return [sorted(stage.parameters) for stage in pipe.session.partition.stages], loss, grads
-
-
 def overlap(rank: int, turned: bool) -> str:
     """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose."""
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import nn
 
-from distributed.cuts_jobs import Towers, cuts, cuts_by_time, model, overlap, towers
+from distributed.cuts_jobs import cuts, cuts_by_time, model, overlap
 from penstock import pipeline
 from scaffolding.ranks import Ranks
 from scaffolding.small import batch
@@ -28,22 +27,6 @@ def test_the_first_rank_alone_measures_and_all_cut_there(ranks2: Ranks) -> None:
     assert first == second == ("4",)
     assert (measured, also_measured) == (1, 0)
     assert loss == other_loss
-
-
-def test_all_run_modules_in_the_order_that_the_first_one_finds(ranks2: Ranks) -> None:
-    (stages, loss, first), (same, also, second) = ranks2.run(towers)
-    assert stages == same
-    assert [{name.rsplit(".", 1)[0] for name in stage} for stage in stages] == [
-        {"left.0", "right.0"},
-        {"left.1", "right.1"},
-    ]
-    plain = Towers()
-    for part in batch(4)[0].split(2):
-        F.mse_loss(plain(part.clone()), torch.zeros(2, 9)).backward(torch.tensor(0.5))  # type: ignore[no-untyped-call]
-    assert loss == also
-    gradients = first | second
-    assert gradients.keys() == dict(plain.named_parameters()).keys()
-    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("turned", [False, True])
