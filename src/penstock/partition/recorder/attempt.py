@@ -329,7 +329,8 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
-    recorder.returned.settle(recorder.facts)
+    read = recorder.returned.settle(recorder.facts, recorder.sized)
+    free = {number for node, number in recorder.sized.items() if node not in read}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
@@ -352,7 +353,7 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
         entered=entered,
         device=recorder.entry.device,
-        guards=tuple(recorder.guards),
+        guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
         grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
         left=tuple(carried),

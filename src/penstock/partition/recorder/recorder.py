@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -41,7 +42,7 @@ from penstock.partition.values.objects import holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
 from penstock.partition.watch.seeds import Seeds
-from penstock.trees import flatten
+from penstock.trees import flatten, leaf_tensors
 from penstock.words import in_ranges
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -84,6 +85,9 @@ class Recorder(Writer, TorchFunctionMode):
         self.chance = Chance(self, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
+        self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
+        self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
+        self._with_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
         self.taken = set(taken)  # names of attributes that are read after the calls of such units
@@ -135,7 +139,7 @@ class Recorder(Writer, TorchFunctionMode):
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
             with self._running(args, kwargs) as call:
                 result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
-            if not isinstance(result, Tensor):
+            if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
@@ -146,11 +150,26 @@ class Recorder(Writer, TorchFunctionMode):
                 if stale:
                     raise PartitionError(stale)
                 self._write(target, "call", result, bool(drew), writes)
-            elif reads_inputs:
-                target = calls.Target(*target[:2], *self._arguments(*target[2:]))
-                line, device = source.current_line(), self.entry.device
-                self.guards.append(make_guard(target, result, self.facts, self.inputs, line, device))
+            if reads_inputs:
+                self._guard(target, result, args, kwargs)
             return result
+
+    def _guard(self, target: calls.Target, result: Any, args: Any, kwargs: Any) -> None:
+        """Writes guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
+        make = partial(make_guard, facts=self.facts, inputs=self.inputs, device=self.entry.device, blanks=self.blanks)
+        if not holds_tensors(result):
+            target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+            self.guards.append(make(target, result, source_line=source.current_line()))
+            return
+        for tensor in self.known.unknown(args, kwargs):
+            node, other = self.node_of(tensor), self._with_rows.get(tensor.shape[:1])
+            if node not in self.sized:
+                self.blanks[node] = [other] if other and self.facts[other].index < self.facts[node].index else []
+        for tensor in leaf_tensors(result):
+            node = self._with_rows[tensor.shape[:1]] = self.node_of(tensor)
+            self.sized[node] = len(self.guards)
+            target = calls.Target("call_function", getattr, (node, "shape"), {})
+            self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""
@@ -298,7 +317,7 @@ class Recorder(Writer, TorchFunctionMode):
             return (result, may_draw(unit.module, drew), writes), False
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
-        if self.real:
+        if self.real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
             where = source.current_line(), self.scope
             self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]

@@ -25,6 +25,8 @@ class Guard:
     source_line: str
     device: torch.device
     """Where the forward was recorded."""
+    is_free: bool = False
+    """Whether it is a shape that no code reads: it matters only for values that enter or leave a stage."""
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether these leaves, on any device, give the same reading. Does not write to them.
@@ -32,19 +34,23 @@ class Guard:
         They are read where they are, which does not wait for a device. If that fails, since they are on several devices
         or the forward names one, they are read where the forward was recorded.
         """
+        if self.expected is None:  # anything will do
+            return True
         given = [leaves[i] for i in self.inputs]
         here = given[0].device
         try:
             found = self._found(given, here)
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             if here == self.device and all(leaf.device == here for leaf in given):
+                if isinstance(self.expected, torch.Size):  # a mask for other rows, say
+                    return False
                 raise
             found = self._found([leaf.to(self.device) for leaf in given], self.device)
         return type(found) is type(self.expected) and found == self.expected
 
     def _found(self, leaves: Sequence[Tensor], device: torch.device) -> object:
         with torch.no_grad():
-            return self.module(device, *(leaf.clone() for leaf in leaves))
+            return self.module.forward(device, *(leaf.clone() for leaf in leaves))
 
 
 def make_guard(
@@ -54,23 +60,28 @@ def make_guard(
     inputs: Mapping[fx.Node, int],
     source_line: str,
     device: torch.device,
+    blanks: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> Guard:
     """Makes a guard for a call that the graph will leave out because its result is not a tensor.
 
+    `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
     `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
     be read before they travel, without waiting for a device.
     """
-    needed = _ancestors(target, facts)
+    needed = _ancestors(target, facts, blanks)
     graph = fx.Graph()
-    used = [node for node in inputs if node in needed]
+    used = [node for node in inputs if node in needed and node not in blanks]
     here = graph.placeholder("device")
     new = {node: graph.placeholder(node.name) for node in used}
 
     def of_inputs(value: Any) -> Any:
         return here if isinstance(value, torch.device) and value == device else value
 
-    for node in facts:
-        if node in needed and node not in new:
+    for node, fact in facts.items():
+        if node in needed and node in blanks and fact.meta is not None:
+            dtype, like = getattr(torch, fact.meta.dtype), [new[other] for other in blanks[node]]
+            new[node] = graph.call_function(_blank, (fact.meta.shape[len(like) :], dtype, here, *like))
+        elif node in needed and node not in new:
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), of_inputs)
     args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
@@ -79,7 +90,14 @@ def make_guard(
     return Guard(module, tuple(inputs[node] for node in used), result, source_line, device)
 
 
-def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
+def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like: Tensor) -> Tensor:
+    """Zeros that take no memory, with as many rows as `like`."""
+    return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
+
+
+def _ancestors(
+    target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
+) -> set[fx.Node]:
     """The nodes that the call's arguments depend on, including those that update them in place."""
     needed: set[fx.Node] = set()
     stack: list[fx.Node] = []
@@ -89,6 +107,9 @@ def _ancestors(target: Target, facts: Mapping[fx.Node, Fact]) -> set[fx.Node]:
         if node in needed:
             continue
         needed.add(node)
+        if node in blanks:
+            stack += blanks[node]
+            continue
         stack += node.all_input_nodes
         stack += [writer for writer, fact in facts.items() if fact.writes & facts[node].storages]
     return needed
