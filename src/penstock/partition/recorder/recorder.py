@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.marks import cut
 from penstock.partition import source
@@ -26,7 +27,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact
-from penstock.partition.recording.guards import Guard, make_guard
+from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.returned import Returned
 from penstock.partition.run.known_values import KnownValues
@@ -88,6 +89,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
         self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
         self._with_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
+        self.read: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
         self.taken = set(taken)  # names of attributes that are read after the calls of such units
@@ -138,7 +140,10 @@ class Recorder(Writer, TorchFunctionMode):
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
             with self._running(args, kwargs) as call:
-                result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+                try:
+                    result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+                except DATA_DEPENDENT as error:
+                    return self._read_held(calls.target_of(function, args, kwargs), error)
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
@@ -170,6 +175,28 @@ class Recorder(Writer, TorchFunctionMode):
             self.sized[node] = len(self.guards)
             target = calls.Target("call_function", getattr, (node, "shape"), {})
             self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
+
+    def _read_held(self, target: calls.Target, error: Exception) -> Any:
+        """What a call reads from buffers and constants alone, such as whether a mask is causal (`nn.TransformerEncoder`
+        asks). Raises `error` for anything else."""
+        target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+        needed = ancestors(target, self.facts, {})
+        facts = [self.facts[node] for node in needed]
+        if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
+            raise error
+        held = {**self.constants, **{name: self.loan.originals[id(fake)] for name, fake in self.loan.fakes.items()}}
+        held = {str(node.target): held[str(node.target)] for node in needed if node.op == "get_attr"}
+        device = self.entry.device
+        guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, held)
+        self.observer.take()
+        with unset_fake_temporarily(), self.observer.not_counting(), suppress(RuntimeError):  # on the meta device
+            guard = replace(guard, expected=guard.module.forward(device))
+        self.observer.take(keep=False)
+        if type(result := guard.expected) not in (bool, int, float):
+            raise error
+        self.guards.append(guard)
+        self.read |= {storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages}
+        return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from penstock.partition.recording.calls import Target
@@ -37,7 +38,7 @@ class Guard:
         if self.expected is None:  # anything will do
             return True
         given = [leaves[i] for i in self.inputs]
-        here = given[0].device
+        here = given[0].device if given else self.device
         try:
             found = self._found(given, here)
         except (RuntimeError, IndexError):
@@ -61,14 +62,16 @@ def make_guard(
     source_line: str,
     device: torch.device,
     blanks: Mapping[fx.Node, Sequence[fx.Node]],
+    held: Mapping[str, object] = MappingProxyType({}),
 ) -> Guard:
     """Makes a guard for a call that the graph will leave out because its result is not a tensor.
 
     `blanks`: nodes whose values do not matter, only their shapes; and an earlier value with as many rows, if any.
+    `held`: the buffers and constants that it reads.
     `device`: where the forward was recorded. A guard makes its constants where its inputs are: values on the host can
     be read before they travel, without waiting for a device.
     """
-    needed = _ancestors(target, facts, blanks)
+    needed = ancestors(target, facts, blanks)
     graph = fx.Graph()
     used = [node for node in inputs if node in needed and node not in blanks]
     here = graph.placeholder("device")
@@ -86,7 +89,7 @@ def make_guard(
             new[node].args, new[node].kwargs = map_aggregate((new[node].args, new[node].kwargs), of_inputs)
     args, kwargs = map_aggregate(fx.map_arg((target.args, target.kwargs), new.__getitem__), of_inputs)
     graph.output(graph.create_node(target.op, target.function, args, kwargs))
-    module = fx.GraphModule(nn.Module(), graph, "guard")
+    module = fx.GraphModule(dict(held), graph, "guard")
     return Guard(module, tuple(inputs[node] for node in used), result, source_line, device)
 
 
@@ -95,7 +98,7 @@ def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *like
     return torch.zeros((), dtype=dtype, device=device).expand(*map(len, like), *shape)
 
 
-def _ancestors(
+def ancestors(
     target: Target, facts: Mapping[fx.Node, Fact], blanks: Mapping[fx.Node, Sequence[fx.Node]]
 ) -> set[fx.Node]:
     """The nodes that the call's arguments depend on, including those that update them in place."""
@@ -115,11 +118,11 @@ def _ancestors(
     return needed
 
 
-def is_integer(leaf: object) -> bool:
-    """Whether an input's values count as known: integers and masks whose values are available."""
-    return (
-        isinstance(leaf, Tensor)
-        and not (leaf.is_floating_point() or leaf.is_complex())
-        and leaf.layout == torch.strided
-        and leaf.device.type != "meta"
-    )
+def is_readable(leaf: object) -> bool:
+    """Whether an input's values count as known: integers, and masks of booleans or of 0 and -inf, that are here."""
+    if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_meta or leaf.is_complex():
+        return False
+    if not leaf.is_floating_point():
+        return True
+    blocked = leaf.detach() == -torch.inf
+    return not leaf.requires_grad and bool(blocked.any() and (blocked | (leaf == 0)).all())

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
-from penstock.partition.recording.guards import is_integer
 from penstock.partition.run.loan import fake_value
 from penstock.partition.state.provenance import Call
 from penstock.partition.values.memory import extent, same_bits
@@ -124,14 +123,14 @@ class KnownValues:
                 self._observer.take(keep=False)
                 result = flatten(function(*made[0], **made[1]))
                 drew, writes = self._observer.take()
-                tried.append([t if is_integer(t) else t.to("meta") for t in leaf_tensors(result.leaves)])
+                tried.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
                 if drew or writes & {*map(storage_of, leaf_tensors(made))} or len(tried[-1]) < len(result.leaves):
                     raise error
             if not all(map(same_bits, *tried)):
                 raise error
         from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in given)
-        leaves = [t if is_integer(t) else fake_value(t, self._mode, t.device) for t in result.leaves]
-        self._keep(list(filter(is_integer, leaves)), from_inputs)
+        leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
+        self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
         return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
     def are_known(self, args: Any, kwargs: Any) -> bool:
