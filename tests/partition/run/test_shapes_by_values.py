@@ -140,6 +140,7 @@ def test_shapes_that_follow_from_anything_else_are_refused_with_the_line(case: s
         pipeline(Picks(UNKNOWN[case]), batches(1)[0], loss_fn=plain, ranks=2, microbatches=4)
 
 
+@pytest.mark.long  # "size", "repeated" and "again" show its rules
 def test_qwen2_vl_trains() -> None:
     """Its forward picks rows by its mask, and repeats the sizes of pictures."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
