@@ -176,6 +176,8 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from penstock.launch.loopback import stay_on_loopback
+
     if "LOGLEVEL" not in os.environ:
         # The second has its own level. It tells of agents that leave the last barrier before others know it is
         # passed, which is no error, and happens on slow networks.
@@ -183,6 +185,8 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     parsed = torchrun.get_args_parser().parse_args(arguments)
     parsed.shutdown_timeout = AGENT_SECONDS
+    if parsed.standalone:
+        stay_on_loopback(parsed)
     of_several = os.environ.pop(FAILURES, None)
     ends = _Ends() if of_several else None
     threading.Thread(target=_wake_the_ended, daemon=True).start()

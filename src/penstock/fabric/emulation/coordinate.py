@@ -74,7 +74,7 @@ def emulate(
 
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
-        usual = {**QUIET, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if machines is None else {})
+        usual = {**QUIET, "OMP_NUM_THREADS": "1"}
         commands = _commands(spec, folder, machines, module)
         logs = [stack.enter_context((folder / f"host-{number}.log").open("wb")) for number in range(len(commands))]
         try:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
+from penstock.owner import Process
 from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import (
     OUTSIDE,
@@ -29,7 +30,7 @@ from penstock.runtime.processes.failure import (
     name_ranks,
     wait_chain,
 )
-from penstock.runtime.processes.failure_detector import GONE, Patience, Process, silence
+from penstock.runtime.processes.failure_detector import GONE, Patience, silence
 from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
