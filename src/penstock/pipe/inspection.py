@@ -294,7 +294,7 @@ def _described(
         stages=tuple(_stage(partition, index, parameters, asked) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
-        branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
+        branches=tuple(f"{g.source_line} reads {g.expected!r}" for g in partition.guards if g.expected is not None),
         notes=tuple(note for note in pipe.notes if not isinstance(note, Unverified)),
     )
 
