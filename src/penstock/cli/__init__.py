@@ -18,6 +18,7 @@ import typer
 from penstock import __version__
 from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
+from penstock.words import printable
 
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
@@ -70,6 +71,10 @@ class _Verbs(Commands):
             text, status = bad_value(error), 2
             if text is None:
                 raise
+        except SystemExit as error:
+            if error.code:
+                raise
+            text, status = "code of the user's ended the command before it had a result (SystemExit)", 2
         except KeyboardInterrupt:
             text, status = STOPPED, 128 + signal.SIGINT
         except (PenstockError, OSError) as error:
@@ -82,6 +87,7 @@ class _Verbs(Commands):
             ):
                 text = in_options(text, set(options_of(verb)))
         _flush()
+        text = printable(text)
         print(f"penstock: {text}" if text == STOPPED else f"penstock: error: {text}", file=sys.stderr)
         raise typer.Exit(status)
 

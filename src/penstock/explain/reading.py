@@ -13,7 +13,7 @@ from penstock.explain.chrome import read_chrome
 from penstock.explain.columns import read_columns
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
-from penstock.files import parse_json, read_text
+from penstock.files import quoted, read_json, read_text
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -45,7 +45,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     found = [_read(file, number, own) for number, file in enumerate(files)]
     events = tuple(event for one in found for event in one.events)
     if not any(event.action is not None for event in events):
-        named = ", ".join(repr(name) for name in list(dict.fromkeys(event.name for event in events))[:4])
+        named = ", ".join(quoted(name) for name in list(dict.fromkeys(event.name for event in events))[:4])
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline"
             f"{f'; their names are {named}' if named else ''}. Expected names such as 2F3 (stage, op, microbatch), "
@@ -73,10 +73,9 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 
 
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
-    text = read_text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return read_columns(text, str(file))
-    given = parse_json(text, str(file))
+        return read_columns(read_text(file), str(file))
+    given = read_json(file)
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import read_toml
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""
@@ -136,11 +136,7 @@ def reported_as(name: str) -> Device | None:
 
 
 def _read(path: Path) -> dict[str, Device]:
-    try:
-        tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError(f"{path}: cannot be read as a description of devices: {error}") from error
-    return {key: _device(key, table, path) for key, table in tables.items()}
+    return {key: _device(key, table, path) for key, table in read_toml(path).items()}
 
 
 _KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")

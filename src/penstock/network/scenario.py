@@ -19,14 +19,13 @@ background = ["300mbit to 1"]
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_text
+from penstock.files import read_toml
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
@@ -76,10 +75,7 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     Raises:
         ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
     """
-    try:
-        given = tomllib.loads(read_text(path, f"--scenario {path}"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ArgumentError(f"--scenario {path} is not TOML: {error}") from None
+    given = read_toml(path, f"--scenario {path}")
     events = given.pop("event", None)
     if given:
         raise ArgumentError(f"--scenario {path}: {', '.join(given)} is unknown: give only [[event]] tables")

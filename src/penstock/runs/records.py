@@ -11,6 +11,9 @@ from penstock.errors import ArgumentError
 from penstock.files import STRICT, validate
 from penstock.words import printable
 
+_MAX_LINE = 1000
+"""Characters of a line of steps.jsonl; `to_line` writes fewer than 200."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -43,7 +46,7 @@ class StepRecord:
     def from_line(cls, line: str | bytes) -> StepRecord | None:
         """What `to_line` wrote; None for anything else, such as half a line after a crash."""
         try:
-            read = json.loads(line)
+            read = json.loads(line) if len(line) <= _MAX_LINE else None
             loss = None if read["loss"] is None else float(read["loss"])
             bubble = None if read["bubble"] is None else float(read["bubble"])
             found = cls(
