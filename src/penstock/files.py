@@ -38,6 +38,7 @@ MAX_VALUES = 4_000_000
 MAX_QUOTED = 80
 """Characters that an error quotes of a value."""
 
+_MAX_ENTRIES = 1000
 _CHUNK_BYTES = 1 << 20
 _GZIP = 31  # zlib's window size for gzip's format
 _KINDS = {
@@ -49,6 +50,7 @@ _KINDS = {
 }
 _NEW = re.compile(r"\.\d+-\d+\.new\.")
 _MAX_NAME = 255
+_MANY_PARTS = re.compile(r"(?:[^.=,#\n]+\.){50}")
 _numbers = itertools.count()
 
 
@@ -113,6 +115,8 @@ def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
     """Read a file of TOML. Raises ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
     what = os.fspath(path) if what is None else what
     text = read_text(path, what, 1 << 20)
+    if _MANY_PARTS.search(text):  # for which tomllib takes the square of their number
+        raise ArgumentError(f"{what}: a name has too many parts")
     try:
         return tomllib.loads(text)
     except (RecursionError, ValueError) as error:  # a number of too many digits is a ValueError
@@ -162,10 +166,9 @@ def validate(kind: type[T], given: Any, what: str) -> T:
         ArgumentError: names the first value that is wrong, and what was expected in its place.
     """
     from pydantic import ValidationError
-    from pydantic_core import to_json
 
     try:
-        return _validator(kind).validate_json(to_json(given))  # type: ignore[no-any-return, arg-type]
+        return _validator(kind).validate_python(given)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
@@ -188,17 +191,32 @@ def _validator(kind: Any) -> Any:
     from pydantic_core import SchemaValidator
 
     config = None if is_dataclass(kind) else STRICT
-    return SchemaValidator(_failing_fast(TypeAdapter(kind, config=config).core_schema), config)
+    return SchemaValidator(_for_json(TypeAdapter(kind, config=config).core_schema), config)
 
 
-def _failing_fast(schema: Any) -> Any:
-    """The schema, in which a container ends at its first wrong value: millions of errors would fill the memory."""
+def _for_json(schema: Any) -> Any:
+    """The schema, in which lists may become tuples, and objects dataclasses. A container ends at its first wrong value:
+    millions of errors would fill the memory."""
+    from pydantic_core import core_schema
+
     if isinstance(schema, list):
-        return [_failing_fast(one) for one in schema]
+        return [_for_json(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    fast = {"fail_fast": True} if schema.get("type") in ("list", "tuple", "dict", "set", "frozenset") else {}
-    return {key: _failing_fast(one) for key, one in schema.items()} | fast
+    changed: Any = {key: _for_json(one) for key, one in schema.items()}
+    if schema.get("type") == "dataclass":
+        ref = changed.pop("ref", None)
+        return core_schema.no_info_before_validator_function(_of_few_entries, changed | {"strict": False}, ref=ref)
+    if schema.get("type") in ("list", "tuple", "dict", "set", "frozenset"):
+        return changed | {"strict": False, "fail_fast": True}
+    return changed
+
+
+def _of_few_entries(given: Any) -> Any:
+    """What a dataclass will be made of; each entry that is unknown is an error of its own."""
+    if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
+        raise ValueError(f"it has {len(given):,} entries; expected at most {_MAX_ENTRIES:,}")
+    return given
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from penstock.schedule import Action, Op
 
 _SENT = re.compile(r"(?:^|[ :])([0-9]{1,9})SEND_F[0-9]+")
 _STEP = re.compile(r"ProfilerStep#([0-9]+)")
+_MAX_OPEN = 50
+"""Events of a thread that have begun and not ended, among which the one that ends is looked for: the last."""
 _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
 
@@ -55,13 +57,14 @@ def read_chrome(
     on_device = any(one.on_device for one in ranges)
     ranges = [one for one in ranges if one.on_device == on_device]
     processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
+    places = {process: place for place, process in enumerate(processes)}
     marks = _steps(complete)
     made = []
     ops = {one.named.op for one in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
     counts: Counter[tuple[Any, Op, int | None]] = Counter()
     for one in sorted(ranges, key=lambda one: one.start):
-        place = processes.index(one.process)
+        place = places[one.process]
         rank = place if len(processes) > 1 else _rank(header, file, number)
         step = marks.at(one.start)
         op = Op.I if b_is_i and one.named.op is Op.B else one.named.op
@@ -128,7 +131,8 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
                 ends.append(event)
         for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
             if open_ones := begun[_id(end, "pid"), _id(end, "tid")]:
-                first = open_ones.pop(_begin_of(end, open_ones))
+                deepest = open_ones[-_MAX_OPEN:]
+                first = open_ones.pop(_begin_of(end, deepest) - len(deepest))
                 found.append({**first, "dur": end["ts"] - first["ts"]})
     return sorted(found, key=_at)
 

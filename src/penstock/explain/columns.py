@@ -11,8 +11,9 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import op_named
-from penstock.files import check_number_of_values, quoted
+from penstock.files import MAX_QUOTED, check_number_of_values, quoted
 from penstock.schedule import Action, Op
+from penstock.words import line_of
 
 _NEEDED = ("op", "microbatch", "start_us", "duration_us")
 
@@ -37,7 +38,9 @@ def read_columns(text: str, file: str) -> Recording:
         try:
             events.append(_row(row))
         except (ValueError, TypeError, ScheduleError) as error:
-            raise ArgumentError(f"{file}, line {line}: {quoted(dict(row))} is not an event: {error}") from None
+            raise ArgumentError(
+                f"{file}, line {line}: {quoted(dict(row))} is not an event: {line_of(str(error), MAX_QUOTED)}"
+            ) from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)
     return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)

@@ -116,6 +116,9 @@ class Run:
         return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
 
 
+_MAX_PROCESSES = 10_000
+
+
 def run_of(recording: Recording) -> Run:
     """The steps of a recording.
 
@@ -125,6 +128,8 @@ def run_of(recording: Recording) -> Run:
     """
     _refuse_without_backward(recording)
     refuse_far_numbers(event.action for event in recording.events if event.action is not None)
+    if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
+        raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
     events = _placed(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     every: defaultdict[int, list[Event]] = defaultdict(list)

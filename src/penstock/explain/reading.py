@@ -13,7 +13,7 @@ from penstock.explain.chrome import read_chrome
 from penstock.explain.columns import read_columns
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
-from penstock.files import quoted, read_json, read_text
+from penstock.files import quoted, read_json, read_text, reported_as_damage
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -42,7 +42,10 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     if len(paths) == 1 and is_run(paths[0]):
         return recording_of_run(read_folder(paths[0]))
     files = [file for path in paths for file in _files(Path(path))]
-    found = [_read(file, number, own) for number, file in enumerate(files)]
+    found = []
+    for number, file in enumerate(files):
+        with reported_as_damage(str(file)):
+            found.append(_read(file, number, own))
     events = tuple(event for one in found for event in one.events)
     if not any(event.action is not None for event in events):
         named = ", ".join(quoted(name) for name in list(dict.fromkeys(event.name for event in events))[:4])

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
 from penstock.fabric.workload import Workload
-from penstock.files import MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
+from penstock.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
+from penstock.words import line_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -179,7 +180,7 @@ def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     file = io.BytesIO(data[: data.rfind(b"\n") + 1])  # without a line that was cut off
     first = file.readline().rstrip().decode(errors="replace")
     if first and tuple(first.split(",")) != head:
-        raise ValueError(f"{path.name} begins with {quoted(first)}; expected {','.join(head)}")
+        raise ValueError(f"{path.name} begins with {line_of(first, MAX_QUOTED)!r}; expected {','.join(head)}")
     if file.tell() == len(file.getbuffer()):
         return np.empty((0, len(head)), np.int64)
     return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

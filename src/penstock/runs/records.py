@@ -45,8 +45,10 @@ class StepRecord:
     @classmethod
     def from_line(cls, line: str | bytes) -> StepRecord | None:
         """What `to_line` wrote; None for anything else, such as half a line after a crash."""
+        if len(line) > _MAX_LINE:
+            return None
         try:
-            read = json.loads(line) if len(line) <= _MAX_LINE else None
+            read = json.loads(line)
             loss = None if read["loss"] is None else float(read["loss"])
             bubble = None if read["bubble"] is None else float(read["bubble"])
             found = cls(
