@@ -234,6 +234,8 @@ def test_names_of_many_parts_in_toml_are_refused(tmp_path: Path) -> None:
     for text in (f"{'a.' * 1000}a = 1", f"[{' a . ' * 1000}a]", f"x = {{ {'a.' * 1000}a = 1 }}"):
         with pytest.raises(ArgumentError, match="a name has too many parts"):
             device(write(tmp_path / "d.toml", text))
+    with pytest.raises(ArgumentError, match="is not TOML"):
+        device(write(tmp_path / "d.toml", "a =" + "[" * 200_000))
     assert files.read_toml(write(tmp_path / "d.toml", f"# {'.' * 100}\na = [{'1.5, ' * 100}]"))["a"] == [1.5] * 100
 
 
