@@ -257,12 +257,6 @@ def has_global_backward_hooks() -> bool:
     return bool(hooks._global_backward_hooks or hooks._global_backward_pre_hooks)
 
 
-def has_global_forward_hooks() -> bool:
-    """Whether hooks for the forwards of all modules are registered (`register_module_forward_hook`)."""
-    hooks = torch.nn.modules.module
-    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
-
-
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether a parameter has hooks on the gradient of each backward (`register_hook`)."""
     return bool(parameter._backward_hooks)

@@ -35,7 +35,6 @@ CPU_SECONDS = {
     "tests/distributed/test_recompute_ranks.py": 55,
     "tests/distributed/test_host_waits_between.py": 50,
     "tests/search/test_exact_found.py": 50,
-    "tests/partition/cut/test_any_order.py": 60,
     "tests/distributed/test_sharded.py": 45,
     "tests/integrations/test_lightning.py": 45,
     "tests/integrations/test_trainer.py": 20,

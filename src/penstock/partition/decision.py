@@ -6,19 +6,17 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from penstock.balance import Problem, Profile, UnitCost, best_starts, stage_loads, ties_of
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError
 from penstock.partition.cut.balance import Candidate, balanced_cuts, candidates
-from penstock.partition.cut.best_order import Units, best_order, cut_in_order
 from penstock.partition.cut.choice import Choice
-from penstock.partition.cut.joint_cuts import is_joint, named_cuts, stages_at
-from penstock.partition.cut.places import is_mark, module_at
+from penstock.partition.cut.places import module_at
 from penstock.partition.measure.costs import UnmeasurableError, identity
 from penstock.partition.measure.held import units_held
 from penstock.partition.measure.measuring import measure
@@ -45,12 +43,10 @@ class Decision:
     """Where to cut, and what is known about it."""
 
     cuts: tuple[str, ...]
-    """The units with which stages 1.. begin; joined by "+" if there are several."""
+    """The units with which stages 1.. begin."""
     seconds: tuple[float, ...] = ()
     """What each stage was found to take, forward and backward; empty if that was not found out."""
     notes: tuple[str, ...] = ()
-    stage_of: Mapping[str, int] = field(default_factory=dict)
-    """The stage of each unit, if units run in another order than the recorded one; otherwise empty."""
     costs: tuple[StageCost, ...] = ()
     """What a microbatch costs on each stage, by the profile that decided; otherwise empty."""
     link: LinkCost | None = None
@@ -201,7 +197,7 @@ def measured(
         before = [0, *map(names.index, by_work)]
         if max(stage_loads(problem, before)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = before
-    return _with_costs(_in_best_order(recording, model, names, problem, starts, room.link_of(profile)), profile, room)
+    return _with_costs(_decided(names, problem, starts), profile, room)
 
 
 def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
@@ -209,9 +205,7 @@ def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
     stages: list[list[UnitCost]] = [[] for _ in range(len(found.cuts) + 1)]
     stage = 0
     for unit in profile.units:
-        if found.stage_of:
-            stage = found.stage_of.get(unit.name, stage)
-        elif stage < len(found.cuts) and unit.name == found.cuts[stage]:
+        if stage < len(found.cuts) and unit.name == found.cuts[stage]:
             stage += 1
         stages[stage].append(unit)
     if not all(stages):
@@ -220,50 +214,11 @@ def _with_costs(found: Decision, profile: Profile, room: Room) -> Decision:
     return replace(found, costs=tuple(map(stage_cost, stages, sent)), link=room.link_of(profile))
 
 
-def _in_best_order(
-    recording: Recording,
-    model: nn.Module,
-    names: Sequence[str],
-    problem: Problem,
-    starts: Sequence[int],
-    link: LinkCost,
-) -> Decision:
-    """The best cuts along any order that the recording's branches allow. `starts`: those in the recorded order."""
+def _decided(names: Sequence[str], problem: Problem, starts: Sequence[int]) -> Decision:
+    """Cuts at these units, what each stage takes, and whether that is uneven."""
     loads, runs = stage_loads(problem, starts), [range(*pair) for pair in pairwise((*starts, len(names)))]
     notes = uneven(loads, names, runs, problem.seconds)
-    recorded = Decision(tuple(names[start] for start in starts[1:]), tuple(loads), notes)
-    units = Units(
-        names,
-        problem.seconds,
-        [held + most for held, most in zip_longest(problem.held_bytes, problem.working_bytes, fillvalue=0.0)],
-        problem.activation_bytes,
-        link.bytes_per_second,
-        problem.limit_bytes,
-        tuple(problem.in_flight),
-    )
-    order = None if any(map(is_mark, names)) else best_order(recording, model, units, starts)
-    if order is None:
-        return recorded
-    gain = f"the slowest stage {1 - order.ratio:.0%} faster"
-    if order.why_not:
-        note = f"modules in another order would make {gain}, but theirs stays as in the forward: {order.why_not}"
-        return replace(recorded, notes=(*recorded.notes, note))
-    try:
-        cuts = named_cuts(recording, model, order.stage_of)
-        if not any(is_joint(model, cut) for cut in cuts):
-            return recorded  # only calls outside of units would move
-        stage_of = stages_at(recording, model, cuts)  # as if the user gave the cuts
-        cut_in_order(recording, model, stage_of, cuts)
-    except PartitionError:  # each cut is possible, but not all of them together
-        return recorded
-    stages = [[unit for unit, name in enumerate(names) if order.stage_of[name] == s] for s in range(len(starts))]
-    note = f"modules run in another order than in the forward, as their inputs allow, which makes {gain}"
-    return Decision(
-        cuts,
-        order.seconds,
-        (*uneven(order.seconds, names, stages, problem.seconds), note),
-        stage_of,
-    )
+    return Decision(tuple(names[start] for start in starts[1:]), tuple(loads), notes)
 
 
 def uneven(
@@ -351,7 +306,7 @@ def _by_profile(
     problem = _problem(recording, model, stages, times, positions, room)
     problem = replace(problem, crossing_seconds=[room.crossing_seconds(units[0], profile) for units in pieces])
     starts = _best(problem, stages, room)
-    found = _in_best_order(recording, model, names, problem, starts, room.link_of(profile))
+    found = _decided(names, problem, starts)
     return replace(_with_costs(found, profile, room), notes=(*notes, *found.notes))
 
 

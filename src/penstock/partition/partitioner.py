@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +12,9 @@ from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
 from penstock.partition.cut.balance import candidates, cut_positions
-from penstock.partition.cut.best_order import cut_in_order
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
 from penstock.partition.cut.inseparable import joined, spans, too_few
-from penstock.partition.cut.joint_cuts import is_joint, stages_at
 from penstock.partition.decision import NO_LIMIT, Decision, Room, decide, measured, notes_on
 from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.profiled import profiled
@@ -62,7 +59,6 @@ class Partitioner:
         stages: how many.
         cuts: names of the modules or lines at which stages 1.. begin (see `places`), in program order; chosen by
             `balance` if not given.
-            Several modules joined by "+" say that what needs none of them runs before; see `joint_cuts`.
         leaves: names of modules to run as a whole because a recording cannot follow them.
         opens: names of modules to record call by call, so that cuts can fall inside them; see `Opening`.
         streams: sets the generator for recorded random calls; see `RandomSource`.
@@ -192,7 +188,7 @@ class Partitioner:
             return
         decision = measured(recording, self.model, self.cuts or (), args, kwargs or {}, self._room)
         try:
-            self._cut_at(recording, decision)
+            self._cut_at(recording, decision.cuts)
         except PartitionError:  # each cut is possible, but not all of them together
             decision = self._decision
         if decision != self._decision:
@@ -247,7 +243,7 @@ class Partitioner:
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
         units = find_units(self.model, self._leaves, self._grain, self._opening.names)
-        self._assumptions.look_around(self.model, _opened(self.model, units))
+        self._assumptions.look_around(self.model, _opened(self.model, units), units)
 
     def _state(self) -> Hashable:
         held = [slots.get(name) for slots, name in self._slots]
@@ -356,7 +352,7 @@ class Partitioner:
     def _cut(self, recording: Recording) -> CutRecording:
         if self.cuts is not None:
             try:
-                return self._cut_at(recording, replace(self._decision, cuts=self.cuts))
+                return self._cut_at(recording, self.cuts)
             except PartitionError as error:
                 if self._chooses:
                     raise _not_as_before(error, self.cuts) from error
@@ -374,17 +370,11 @@ class Partitioner:
             return self._cut_as(recording, decide(recording, self.model, self.stages, self._choice, self._room, units))
 
     def _cut_as(self, recording: Recording, decision: Decision) -> CutRecording:
-        split = self._cut_at(recording, decision)
+        split = self._cut_at(recording, decision.cuts)
         self._decision = decision
         return split
 
-    def _cut_at(self, recording: Recording, decision: Decision) -> CutRecording:
-        cuts, stage_of = decision.cuts, decision.stage_of
-        if not stage_of and any(is_joint(self.model, cut) for cut in cuts):
-            stage_of = stages_at(recording, self.model, cuts)
-            self._decision = replace(decision, stage_of=stage_of)
-        if stage_of:
-            return cut_in_order(recording, self.model, stage_of, cuts)
+    def _cut_at(self, recording: Recording, cuts: Sequence[str]) -> CutRecording:
         split = CutRecording(recording, self.model, cuts, cut_positions(recording, self.model, cuts))
         _ = split.plans  # raise now, while something else can be tried
         return split

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from decimal import Decimal
-from functools import lru_cache
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from penstock import PartitionError, pipeline
 from penstock.partition.state.assumptions import Assumptions
 
 WIDTH = 6
-FACTOR = 1.0
 
 
 class Block(nn.Module):
@@ -31,26 +29,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x))
-
-
-class Settings:
-    FACTOR = 1.0
-
-
-class OwnSettings(Settings):
-    pass
-
-
-def factor_of_call(by_position: float = 1.0, *, by_name: float = 1.0) -> float:
-    return by_position * by_name * getattr(factor_of_call, "late", 1.0)
-
-
-@lru_cache
-def remembered() -> float:
-    return FACTOR_REMEMBERED
-
-
-FACTOR_REMEMBERED = 1.0
 
 
 class Tower(nn.Module):
@@ -83,9 +61,7 @@ class Model(nn.Module):
             x = block(x) * block.scale
         for block in self.tower.layers:
             x = x if getattr(block, "left_out", False) else block(x)
-        x = x * OwnSettings.FACTOR * factor_of_call() * remembered()
-        x = self.act(x * self.factors[0] * self.config.inner.factor * self.factor * self.factor_of_class)
-        return x * FACTOR
+        return self.act(x * self.factors[0] * self.config.inner.factor * self.factor * self.factor_of_class)
 
 
 def in_list(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,41 +88,12 @@ def of_block(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.blocks[1].scale = 3.0
 
 
-def in_global(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "FACTOR", 3.0)
-
-
 def of_a_block_in_nested_containers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.transformer.h[1].scale = 3.0
 
 
 def of_a_block_by_getattr(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.tower.layers[0].left_out = True
-
-
-def of_a_global_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Settings, "FACTOR", 3.0)
-
-
-def of_a_derived_class(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OwnSettings, "FACTOR", 3.0)
-
-
-def default_by_position(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factor_of_call, "__defaults__", (3.0,))
-
-
-def default_by_name(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(factor_of_call.__kwdefaults__, "by_name", 3.0)  # type: ignore[arg-type]
-
-
-def of_a_function(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factor_of_call, "late", 3.0, raising=False)
-
-
-def behind_a_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "FACTOR_REMEMBERED", 3.0)
-    remembered.cache_clear()
 
 
 def hook(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +105,8 @@ def forward(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CHANGES = [
-    *(in_list, in_config, tensor, function, of_class, of_block, in_global, hook, forward),
-    *(of_a_block_in_nested_containers, of_a_block_by_getattr, of_a_global_class, of_a_derived_class),
-    *(default_by_position, default_by_name, of_a_function, behind_a_cache),
+    *(in_list, in_config, tensor, function, of_class, of_block, hook, forward),
+    *(of_a_block_in_nested_containers, of_a_block_by_getattr),
 ]
 
 
@@ -175,7 +121,6 @@ def test_what_changes_between_steps_takes_effect(
     change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    remembered.cache_clear()
     model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     other = deepcopy(model)
     with pipeline(model, (x,), loss=F.mse_loss, ranks=2, schedule="gpipe", microbatches=2) as pipe:
@@ -206,14 +151,6 @@ def first_of(held: Any) -> float:
     return float(held[0])
 
 
-def with_attribute(value: float) -> Callable[[], None]:
-    def function() -> None:
-        pass
-
-    function.factor = value  # type: ignore[attr-defined]
-    return function
-
-
 def set_first(held: Any) -> Any:
     held[0] = 3.0
     return held
@@ -235,11 +172,6 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], f
     ),
     "True for 1": (lambda: {1}, lambda _: {True}, lambda held: 3.0 if True is next(iter(held)) else 1.0),
     "a sign of zero": (lambda: 0.0, lambda _: -0.0, lambda held: 1.0 if math.copysign(1, held) > 0 else 3.0),
-    "a function's attribute": (
-        lambda: with_attribute(1.0),
-        lambda held: setattr(held, "factor", 3.0) or held,  # type: ignore[func-returns-value]
-        lambda held: float(held.factor),
-    ),
     "a view of a dict": (lambda: MappingProxyType(VIEWED), lambda held: VIEWED.update({0: 3.0}) or held, first_of),
 }
 

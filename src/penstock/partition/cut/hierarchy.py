@@ -12,7 +12,6 @@ from torch import nn
 from penstock.balance import Profile
 from penstock.errors import PartitionError
 from penstock.partition.cut.balance import Weighed, candidates, linear_partition
-from penstock.partition.cut.joint_cuts import modules_in
 from penstock.partition.cut.places import is_mark, place_of
 from penstock.partition.recording.recording import Recording
 from penstock.partition.units.chain import unwrapped
@@ -33,7 +32,7 @@ def opening_for(
     names = canonical_names(model)
     whole = {names[id(resolve(model, name, "leaves"))] for name in leaves}
     asked = {names[id(resolve(model, name, "opens"))] for name in opens}
-    inside = {place_of(model, name).path for cut in cuts or () for name in modules_in(model, cut)}
+    inside = {place_of(model, cut).path for cut in cuts or ()}
     for argument, wanted in (("opens", asked), ("cuts", {name.rpartition(".")[0] for name in inside})):
         for name in wanted:
             leaf = next((leaf for leaf in whole if f"{name}.".startswith(f"{leaf}.")), None)

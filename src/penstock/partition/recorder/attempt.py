@@ -116,7 +116,6 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                     gone=recorder.observer.gone,
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
-                recording = replace(recording, leaves_traces=bool(reach.names_changed()))
                 names_of_units = [u.name for u in units.values()]
                 changed = carried_over(reach, provenance, names_of_units)
                 if changed:

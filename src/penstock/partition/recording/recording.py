@@ -77,7 +77,6 @@ class Recording:
         borrowed: for each unit, the memory of the model's own parameters and buffers that it takes through other
             tensors.
         remembered: what units carry over from call to call; see `Remembered`.
-        leaves_traces: whether it leaves something besides its result.
     """
 
     graph: fx.Graph
@@ -105,7 +104,6 @@ class Recording:
     is_foreign: bool = False
     borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
-    leaves_traces: bool = False
 
     @property
     def overwritten(self) -> list[int]:

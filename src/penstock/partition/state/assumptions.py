@@ -1,9 +1,11 @@
 """What a forward that is recorded call by call finds when it begins, besides its inputs.
 
-A recording takes this as given: attributes and the contents of plain objects, class attributes, numbers in globals and
-closures, hooks, submodules. If any of it changes between two steps (an annealed temperature, a swapped block), the
-model is recorded again. What a step itself changes (a counter that a block keeps in a shared object) does not count:
-units run the model's own code, and see it.
+A recording takes this as given: attributes and the contents of plain objects (a configuration, an annealed
+temperature), attributes of classes, hooks, submodules. If any of it changes between two steps, the model is recorded
+again. What a step itself changes (a counter that a block keeps in a shared object) does not count: units run the
+model's own code, and see it.
+
+Globals, closures and default arguments are not read.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import getattr_static
 from itertools import count
-from types import FunctionType, MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.partition.state.library import OF_TORCH, package_of
-from penstock.partition.state.names_in_forward import Names, names_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
@@ -52,25 +53,24 @@ class Assumptions:
 
     Attributes:
         opened: the modules whose forward is recorded call by call, by name.
+        whole: the units that they call, by name: code outside them may read their plain attributes.
         chances: see `chances_of`.
     """
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
+    whole: Mapping[str, nn.Module] = field(default_factory=dict)
     chances: Collection[tuple[str, nn.Module, str]] = ()
     _own: Found = field(default_factory=dict)  # values that steps change, as they were before
     _numbers: dict[int, tuple[Callable[[], Any], int]] = field(default_factory=dict)
     _held: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # numbered, but without weak references
     _count: Iterator[int] = field(default_factory=count)
-    _names: list[tuple[str, Names]] = field(default_factory=list)
 
-    def look_around(self, model: nn.Module, opened: Collection[nn.Module]) -> None:
-        """Finds the modules whose forward is recorded call by call, and what their code names."""
+    def look_around(self, model: nn.Module, opened: Collection[nn.Module], whole: Collection[int]) -> None:
+        """Finds the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
         wanted = {id(module) for module in opened}
         self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
+        self.whole = {name: module for name, module in model.named_modules() if id(module) in whole}
         self.chances = chances_of(model)
-        known = {id(vars(module)) for module in self.opened.values()}  # their attributes are read in any case
-        named = [(name, entry) for name, module in self.opened.items() for entry in names_of(module)]
-        self._names = [(name, entry) for name, entry in named if id(entry.holder) not in known]
 
     def read(self) -> Attributes:
         """Everything that a recording takes as given, as one hashable value."""
@@ -100,9 +100,10 @@ class Assumptions:
                 elif attribute not in OF_TORCH:
                     _look(found, (name, attribute), value, self._number, DEPTH, set())
             self._read_classes(found, name, module)
-        for name, entry in self._names:
-            for path, value in entry.values():
-                _look(found, (name, *path), value, self._number, DEPTH, set())
+        for name, module in self.whole.items():
+            for attribute, value in vars(module).items():
+                if isinstance(value, COMPARABLE) and attribute not in OF_TORCH:
+                    found[name, attribute] = type(value), _hashable(value)
         for name, module, attribute in self.chances:
             value = getattr(module, attribute, None)
             found[name, attribute, "draws"] = bool(value) if isinstance(value, COMPARABLE) else True
@@ -186,8 +187,6 @@ def _look(
             _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
     else:
         found[path] = kind, number(value)
-        for key, part in vars(value).items() if depth and isinstance(value, FunctionType) else ():
-            _look(found, (*path, key), part, number, depth - 1, {*above, id(value)})
 
 
 def _long_plain(value: Any) -> Hashable:
@@ -213,7 +212,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     elif isinstance(value, MethodType):
         return [("self", value.__self__), ("function", value.__func__)]
     package = package_of(type(value).__module__)
-    if isinstance(value, (Tensor, nn.Module, type, FunctionType)) or package in ("torch", "_thread", "_io"):
+    if isinstance(value, (Tensor, nn.Module, ModuleType, type, FunctionType)) or package in ("torch", "_thread", "_io"):
         return None
     slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
     held |= {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
