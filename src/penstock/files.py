@@ -115,9 +115,7 @@ def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
     """Read a file of TOML. Raises ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
     what = os.fspath(path) if what is None else what
     text = read_text(path, what, 1 << 20)
-    if any(
-        name.count(".") > 50 for name in _AROUND_NAMES.split(text)
-    ):  # for which tomllib takes the square of their number
+    if any(name.count(".") > 50 for name in _AROUND_NAMES.split(text)):  # tomllib takes the square of their number
         raise ArgumentError(f"{what}: a name has too many parts")
     try:
         return tomllib.loads(text)

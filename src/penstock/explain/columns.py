@@ -38,9 +38,8 @@ def read_columns(text: str, file: str) -> Recording:
         try:
             events.append(_row(row))
         except (ValueError, TypeError, ScheduleError) as error:
-            raise ArgumentError(
-                f"{file}, line {line}: {quoted(dict(row))} is not an event: {line_of(str(error), MAX_QUOTED)}"
-            ) from None
+            reason = line_of(str(error), MAX_QUOTED)
+            raise ArgumentError(f"{file}, line {line}: {quoted(dict(row))} is not an event: {reason}") from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)
     return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import quoted, read_toml
+from penstock.files import read_toml
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
@@ -80,7 +80,9 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     given = read_toml(path, f"--scenario {path}")
     events = given.pop("event", None)
     if given:
-        raise ArgumentError(f"--scenario {path}: {quoted(', '.join(given))} is unknown: give only [[event]] tables")
+        raise ArgumentError(
+            f"--scenario {path}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: give only [[event]] tables"
+        )
     if not isinstance(events, list) or not events:
         raise ArgumentError(f'--scenario {path} has no events: give [[event]] tables, with at = "step 50", for example')
     found = []

@@ -37,8 +37,7 @@ _EXPECTED = (
     f"{_WITHOUT.replace('|', ', ')}; numbers of up to nine digits"
 )
 _SHOWN_CHARACTERS = 60
-MAX_RANKS = 65_536
-"""Lines of a file."""
+_MAX_RANKS = 65_536
 
 
 def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, format: Format = "compute_only") -> None:
@@ -154,8 +153,8 @@ def _table(text: str) -> tuple[list[list[str]], list[_Items]]:
     rows: list[_Items] = []
     try:
         for rank, cells in enumerate(reader):
-            if rank == MAX_RANKS:
-                raise _error(rank, 0, "", f"more than {MAX_RANKS:,} ranks, the limit")
+            if rank == _MAX_RANKS:
+                raise _error(rank, 0, "", f"more than {_MAX_RANKS:,} ranks, the limit")
             table.append(cells)
             rows.append(_items(rank, cells))
     except csv.Error as error:
