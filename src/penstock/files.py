@@ -93,12 +93,8 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
 
 
 def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
-    """Read a file of UTF-8 text. Raises ArgumentError as `read_bytes` does, and for other encodings.
-
-    Args:
-        what: as for `read_bytes`.
-        max_bytes: once unpacked; None: `MAX_TEXT_BYTES`.
-    """
+    """Read a file of UTF-8 text, by default of up to `MAX_TEXT_BYTES`. Raises ArgumentError as `read_bytes` does, and
+    for other encodings."""
     try:
         return read_bytes(path, what, MAX_TEXT_BYTES if max_bytes is None else max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:

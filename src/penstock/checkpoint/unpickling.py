@@ -40,7 +40,7 @@ def unpickle(data: bytes) -> Any:
     Raises `pickle.UnpicklingError` for anything else, and whatever `pickle` raises if the data are damaged.
     """
     for operation, argument, _ in pickletools.genops(data):
-        if operation.name in ("PUT", "LONG_BINPUT") and argument > len(data):  # pickle makes a table of that length
+        if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):  # the length of a table
             raise pickle.UnpicklingError(f"it numbers a value {argument}")
     return _Unpickler(io.BytesIO(data)).load()
 

@@ -87,8 +87,7 @@ class _Verbs(Commands):
             ):
                 text = in_options(text, set(options_of(verb)))
         _flush()
-        text = printable(text)
-        print(f"penstock: {text}" if text == STOPPED else f"penstock: error: {text}", file=sys.stderr)
+        print(f"penstock: {text}" if text == STOPPED else f"penstock: error: {printable(text)}", file=sys.stderr)
         raise typer.Exit(status)
 
 

@@ -25,7 +25,6 @@ from penstock.words import a, line_of
 
 _FORM = "give module:function or file.py:function"
 _MAX_MESSAGE = 500
-"""Characters of an exception's message that are shown."""
 _RETURNS = "expected (model, args, target, loss)"
 
 SEED = 0

@@ -11,8 +11,7 @@ from penstock.errors import ArgumentError
 from penstock.files import STRICT, validate
 from penstock.words import printable
 
-_MAX_LINE = 1000
-"""Characters of a line of steps.jsonl; `to_line` writes fewer than 200."""
+_MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 
 
 @dataclass(frozen=True, slots=True)
