@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock import ArgumentError, PartitionError, ScheduleError, ShapeError, pipeline
+from penstock import ArgumentError, Microbatches, PartitionError, ScheduleError, ShapeError, pipeline
 from penstock.schedule import Action, Op, drop_backward, forward_only, generate, reduce_ties
 from scaffolding.models import squared_error
 from scaffolding.small import batch, mlp
@@ -194,19 +194,22 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
 
 
+CUT = "in training, and 4 rows in 2 microbatches are 3, 1: pass a larger batch, or pieces of two rows or more, where"
+
+
 @pytest.mark.parametrize(
-    ("rows", "microbatches", "words"),
-    [(4, 4, "4 rows in 4 microbatches are 1 each: use at most 2 microbatches"), (5, 3, "are 2, 2, 1: use at most 2")],
+    ("inputs", "words"),
+    [
+        (torch.randn(1, 5), "in training, and the batch has one: pass a larger batch"),
+        (Microbatches(torch.randn(4, 5).split([3, 1])), CUT),
+    ],
 )
-def test_one_row_and_batch_norm(rows: int, microbatches: int, words: str) -> None:
-    x = torch.randn(rows, 5)
+def test_one_row_and_batch_norm(inputs: Any, words: str) -> None:
     with pytest.raises(PartitionError, match=words):
-        pipeline(norms(), (x,), ranks=2, microbatches=microbatches, loss=squared_error)
+        pipeline(norms(), (inputs,), ranks=2, microbatches=4, loss=squared_error)
     with pytest.raises(PartitionError, match=words):
-        penstock.inspect(norms(), (x,), microbatches=microbatches)
-    penstock.inspect(norms(), (x,), microbatches=2)
-    with pipeline(norms(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
-        assert pipe.step(x, target=x).loss > 0
+        penstock.inspect(norms(), (inputs,), microbatches=4)
+    assert penstock.inspect(norms(), (torch.randn(5, 5),), microbatches=4).microbatches == 2
 
 
 def test_inspect_refuses_a_batch_that_cannot_be_cut() -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import ShapeError as ShapeError
     from penstock.errors import VerificationError as VerificationError
+    from penstock.marks import current_microbatch as current_microbatch
+    from penstock.marks import current_stage as current_stage
     from penstock.marks import cut as cut
     from penstock.pipe.build import pipeline as pipeline
     from penstock.pipe.inspection import Inspection as Inspection
@@ -46,6 +48,8 @@ _HOMES = {
     "Pipeline": "pipe.pipeline",
     "pipeline": "pipe.build",
     "cut": "marks",
+    "current_microbatch": "marks",
+    "current_stage": "marks",
     "ArgumentError": "errors",
     "CheckpointError": "errors",
     "ClosedError": "errors",

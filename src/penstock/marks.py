@@ -1,11 +1,20 @@
-"""`penstock.cut()`: marks a line of a forward at which a stage may begin."""
+"""What a forward may call: `penstock.cut()`, a mark where a stage may begin, and where in a step it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_LISTENERS: list[Callable[[], None]] = []
+_LISTENERS: list[Callable[[Callable[[], object]], None]] = []
+
+
+class _Now:
+    stage: int | None = None
+    microbatch: int | None = None
+
+
+NOW = _Now()
+"""The computation that runs. Not one per thread: autograd runs backwards on a device in threads of its own."""
 
 
 def cut() -> None:
@@ -13,13 +22,42 @@ def cut() -> None:
 
     Does nothing except while `penstock.pipeline` records the forward.
     """
+    _tell(cut)
+
+
+def current_microbatch() -> int | None:
+    """The index of the microbatch whose forward, loss or backward runs; None outside a step. It is 0 while a model is
+    recorded; code that is recorded call by call may not ask, since it would keep that."""
+    _tell(current_microbatch)
+    return NOW.microbatch
+
+
+def current_stage() -> int | None:
+    """The index of the stage that computes, as in `pipe.stages`; see `current_microbatch`. An unsplit model that
+    `verify` compares with is stage 0."""
+    _tell(current_stage)
+    return NOW.stage
+
+
+def _tell(called: Callable[[], object]) -> None:
     for listener in _LISTENERS:
-        listener()
+        listener(called)
 
 
 @contextmanager
-def calling_at_marks(listener: Callable[[], None]) -> Iterator[None]:
-    """Calls `listener` at each mark."""
+def computing(stage: int | None, microbatch: int | None) -> Iterator[None]:
+    """Wraps a computation, or all those of a step. Restores what was before, if it ran within another step."""
+    before = NOW.stage, NOW.microbatch
+    NOW.stage, NOW.microbatch = stage, microbatch
+    try:
+        yield
+    finally:
+        NOW.stage, NOW.microbatch = before
+
+
+@contextmanager
+def calling_at_marks(listener: Callable[[Callable[[], object]], None]) -> Iterator[None]:
+    """Calls `listener` with the function of this module that a forward calls."""
     _LISTENERS.append(listener)
     try:
         yield

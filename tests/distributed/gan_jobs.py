@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +39,7 @@ class Judging(Judged):
 
 def networks() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
     return generator, nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
@@ -69,15 +72,21 @@ def in_plain_torch() -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
-def differing(rank: int) -> list[str]:
-    """This rank's parameters that are not those of plain torch after some steps of both."""
+def differing(rank: int, first: str, cut: str, schedule: str) -> tuple[list[str], tuple[str, ...]]:
+    """This rank's parameters that are not those of plain torch after some steps of both; the second pipeline's cuts.
+
+    Args:
+        first: the pipeline that is made first, and is cut at `cut`.
+    """
     generator, critic = networks()
-    options = {"ranks": 2, "microbatches": MICROBATCHES, "cuts": ["critic.0"]}
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "schedule": schedule}
     noise, real = data()[0]
-    with (
-        penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, **options) as judging,
-        penstock.pipeline(Judged(generator, critic), (noise,), loss=fools, **options) as judged,
-    ):
+    makes = {
+        "judging": partial(penstock.pipeline, Judging(generator, critic), (noise, real), loss=tells, **options),
+        "judged": partial(penstock.pipeline, Judged(generator, critic), (noise,), loss=fools, **options),
+    }
+    with makes.pop(first)(cuts=cut.split()) as one, next(iter(makes.values()))() as two:
+        judging, judged = (one, two) if first == "judging" else (two, one)
         critics, generators = (
             torch.optim.Adam(pipe.parameter_groups(lambda name, _, part=part: {} if part in name else None), 0.01)
             for pipe, part in ((judging, "critic"), (judged, "generator"))
@@ -90,14 +99,14 @@ def differing(rank: int) -> list[str]:
             judged.step(noise, target=noise)
             generators.step()
         mine, expected = judged.state_dict(), in_plain_torch()
-    return [name for name, value in mine.items() if not torch.equal(value, expected[name])]
+        return [name for name, value in mine.items() if not torch.equal(value, expected[name])], two.cuts
 
 
-def refused(rank: int) -> str:
-    """What a second pipeline says that needs a layer where the first does not have it."""
+def refused(rank: int, first: str, second: str | None) -> str:
+    """What a second pipeline says that needs a layer where the first does not have it. Both are cut as given."""
     generator, critic = networks()
     noise, real = data()[0]
-    with penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, ranks=2, cuts=["critic.0"]):
+    with penstock.pipeline(Judged(generator, critic), (noise,), loss=fools, cuts=[first]):
         with pytest.raises(PenstockError) as caught:
-            penstock.pipeline(Judged(generator, critic), (noise,), loss=fools, ranks=2, cuts=["critic.2"])
+            penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, cuts=second and [second])
         return str(caught.value)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.schedule import Action, Op, Schedule, generate, split_backward
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
+from scaffolding.small import WIDTH, Retrieval, retrieval_error
 
 
 @cache
@@ -51,6 +52,19 @@ def verify(rank: int, name: str, shape: tuple[int, int], options: dict[str, Any]
     return Verified(
         report.ok, report.summary(), worst, equal, report.replicas, sorted({row.kind for row in report.rows})
     )
+
+
+def two_for_each(rank: int) -> tuple[bool, list[tuple[int, ...]]]:
+    """Each replica has queries, and two passages for each; the report, and the shapes of what all of them predict."""
+    mesh = mesh_of((2, 2), ("dp", "pp"))
+    torch.manual_seed(mesh.get_local_rank("dp"))
+    queries, (passages, target) = torch.randn(5, WIDTH), torch.randn(2, 10, WIDTH)
+    pieces = [penstock.Microbatches(x.split([4, 4, 2])) for x in (passages, target)]
+    options: dict[str, Any] = {"mesh": mesh, "microbatches": 3, "loss_fn": retrieval_error}
+    args = (queries, pieces[0])
+    report = penstock.verify(Retrieval(), args, target=pieces[1], **options)
+    with penstock.pipeline(Retrieval(), args, batch_dims={"output": (0, 0)}, **options) as pipe:
+        return report.ok, [tuple(one.shape) for one in pipe.predict(*args, outputs="all")]
 
 
 class Trained(NamedTuple):

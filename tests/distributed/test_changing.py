@@ -44,8 +44,10 @@ def test_microbatches_of_lengths_of_their_own(ranks3: Ranks, transport: str) -> 
     assert ranks3.run(jobs.buckets, transport) == [[]] * 3
 
 
-def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Ranks) -> None:
-    assert ranks2.run(jobs.normed) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(ranks2: Ranks, rows: int) -> None:
+    """The last one of an epoch, or the example itself."""
+    assert ranks2.run(jobs.normed, rows) == [[(2, 2, 2, 2), (3, 2, 2), (2,)]] * 2
 
 
 def test_lists_with_one_entry_per_row_are_cut_on_both_ends(ranks2: Ranks) -> None:

@@ -174,6 +174,10 @@ def test_reductions_come_after_what_the_last_backward_sends() -> None:
     assert not mesh_jobs.reduces(reduce_replicas(generate("1f1b", 2, 3), set()))
 
 
+def test_replicas_with_two_rows_for_each_of_another(ranks4: Ranks) -> None:
+    assert ranks4.run(mesh_jobs.two_for_each) == [(True, [(5, 2), (10, 9)])] * 4
+
+
 def test_replicas_with_batches_of_other_sizes_are_refused(ranks4: Ranks) -> None:
     for said in ranks4.run(mesh_jobs.other_rows):
         assert "the example has [8, 8, 10, 10] rows on the processes 0..3" in said

@@ -10,11 +10,31 @@ from scaffolding.ranks import Ranks
 pytestmark = pytest.mark.distributed
 
 
-def test_a_generator_and_a_discriminator_train_as_in_plain_torch(ranks2: Ranks) -> None:
-    assert ranks2.run(jobs.differing) == [[], []]
+@pytest.mark.parametrize("first", ["judging", "judged"])
+@pytest.mark.parametrize(
+    ("cut", "schedule"),
+    [("critic.0", "1f1b"), ("generator.2", "zb-h1"), ("generator.2 generator.4 critic.0", "interleaved-1f1b")],
+)
+def test_a_generator_and_a_discriminator_train_as_in_plain_torch(
+    ranks2: Ranks, first: str, cut: str, schedule: str
+) -> None:
+    """The second pipeline is cut by itself so that each rank runs what it has."""
+    for wrong, cuts in ranks2.run(jobs.differing, first, cut, schedule):
+        assert not wrong
+        assert len(cuts) == len(cut.split())
+        assert cuts[-1] == cut.split()[-1]
 
 
-def test_modules_that_two_pipelines_share_are_to_be_on_the_same_ranks(ranks2: Ranks) -> None:
-    for said in ranks2.run(jobs.refused):
-        assert "'critic.0.weight' is to be on rank 0, but an earlier pipeline" in said
-        assert "pass both pipelines cuts=" in said
+@pytest.mark.parametrize(
+    ("first", "second", "remedy"),
+    [
+        ("generator.2", "critic.0", "pass cuts=['generator.2'], so that each rank runs what it has"),
+        ("critic.2", None, "make this pipeline first, or pass both cuts="),  # it runs the critic twice
+    ],
+)
+def test_modules_that_two_pipelines_share_are_to_be_on_the_same_ranks(
+    ranks2: Ranks, first: str, second: str | None, remedy: str
+) -> None:
+    for said in ranks2.run(jobs.refused, first, second):
+        assert " but an earlier pipeline over the same modules holds it on another" in said
+        assert remedy in said

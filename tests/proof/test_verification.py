@@ -588,6 +588,47 @@ def test_a_loss_that_compares_samples_is_told_from_one_that_weights_them(loss: A
     assert all(remedy in told for remedy in ("next to each other", "two inputs", "split="))
 
 
+class Clip(nn.Module):
+    """Computes its own loss, as `CLIPModel(return_loss=True)` does; returns what `shows` names with it."""
+
+    def __init__(self, *shows: str) -> None:
+        super().__init__()
+        self.one, self.two, self.shows = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), shows
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        one, two = F.normalize(self.one(x), dim=1), F.normalize(self.two(x.tanh()), dim=1)
+        logits = 5 * one @ two.T
+        every = {"loss": F.cross_entropy(logits, torch.arange(len(x))), "one": one, "logits": logits}
+        return {name: every[name] for name in ("loss", *self.shows)}
+
+
+@pytest.mark.parametrize("shows", [(), ("one",), ("one", "logits"), ("logits",)])
+def test_a_model_whose_own_loss_compares_samples_is_not_told_to_weight_them(shows: tuple[str, ...]) -> None:
+    report = verify(Clip(*shows), batch()[:1], **TWO)
+    assert report.ok
+    assert "depend on each other" in report.summary()
+    assert "next to each other" in report.summary()
+    assert "reduction=" not in report.summary()
+
+
+def test_a_models_own_sum_is_told_from_what_compares_samples() -> None:
+    class Sums(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().sum()
+
+    assert "the loss is a sum over rows; pass reduction='sum'" in verify(Sums(*mlp(2)), batch()[:1], **TWO).summary()
+
+
+@pytest.mark.parametrize("padded", [slice(0, 3), slice(3, 6), slice(9, 11)])
+def test_a_microbatch_that_is_all_padding_is_no_reason_to_warn(padded: slice) -> None:
+    target = torch.arange(11) % WIDTH
+    target[padded] = -100
+    told = verified(mlp, loss=F.cross_entropy, target=target, reduction=lambda t: (t != -100).sum(), microbatches=4)
+    assert told.ok
+    assert told.whole_batch is not None
+    assert told.whole_batch.verdict == "close", told.summary()
+
+
 def test_a_model_that_takes_no_more_than_a_microbatch() -> None:
     class Small(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:

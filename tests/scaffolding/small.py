@@ -40,3 +40,24 @@ def training_runners(pipe: Pipeline) -> list[StageRunner]:
     """The runners of this process's stages in a training step."""
     job = next(job for job in pipe.session.steps.bound_schedules if job.training)
     return [runner for program in job.programs for runner in program.runners.values()]
+
+
+class Retrieval(nn.Module):
+    """Scores of two passages for each query; a passage may get a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.passage, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, queries: Tensor, passages: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        found = self.passage(passages).tanh()
+        found = found if bias is None else found + bias
+        scores = (self.head(self.query(queries).tanh())[:, None] * found.unflatten(0, (-1, 2))).sum(2)
+        return scores, found
+
+
+def retrieval_error(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """The target has a row for each passage."""
+    scores, found = output
+    return scores.square().mean() + (found - target).square().mean()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
 from penstock.errors import ArgumentError, PartitionError
+from penstock.marks import computing
 from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
 from penstock.partition.cut.hierarchy import blocks_in, more_to_open, opening_for, opening_of
@@ -218,7 +219,8 @@ class Partitioner:
         asked, blocks = tuple(sorted(self._opening.asked)), max(2, blocks_in(self.model))
         opening = opening_for(self.model, self._leaves, asked, None, blocks)
         recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
-        return profiled(recording, self.model, args, kwargs, budget_seconds, rows, splits)
+        with computing(0, 0):
+            return profiled(recording, self.model, args, kwargs, budget_seconds, rows, splits)
 
     def attributes(self) -> Attributes:
         """What a forward recorded call by call reads besides its inputs, which its recording takes as given."""

@@ -27,7 +27,7 @@ from penstock.runs.option import RunFolder
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
-from penstock.runtime.batch.outline import Outline
+from penstock.runtime.batch.outline import Outline, SingleRowError
 from penstock.runtime.execute.engine import Engine
 from penstock.runtime.execute.transports import TransportChoice
 from penstock.runtime.features.compiled import Compile
@@ -38,6 +38,7 @@ from penstock.runtime.gradients.dtypes import accumulate_in
 from penstock.runtime.loss.loss import Loss, Reduction
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.split_model import SplitModel
+from penstock.runtime.model.taking_over import HeldElsewhereError
 from penstock.runtime.processes.failure import OUTSIDE, Position
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.groups import GROUP_SECONDS, GroupOptions
@@ -296,23 +297,38 @@ def build(
     with engine.control.reporting(close=engine.close), one_at_a_time(engine):
         whole = shared(engine.control, example)
         given = given or _cut(whole, order, options.cutting)
-        options.cut_like(whole, sum(given.sizes))
+        options.decide("cutting", options.cutting.cut_like(whole, sum(given.sizes)))
         _check_alike(engine, given.sizes, options)
-        try:
+
+        def split_at(example: batches.CutBatch) -> SplitModel:
             with engine.control.agreed():
                 make = front_end or partial(_recorder, options, options.room(order), sees_saved)
                 cutter = make(model, order.placement.depth, engine.streams)
-            split = SplitModel(
+            return SplitModel(
                 cutter,
-                Outline.of(given),
+                Outline.of(example),
                 order.placement,
                 engine,
                 rule=options.materialize,
                 parallelize=options.parallelize,
                 loss=options.loss,
             )
-        except TooFewLayersError as error:
-            raise _with_chunks(error, order) from None
+
+        split = None
+        while split is None:
+            try:
+                split = split_at(given)
+            except SingleRowError:  # on every rank, as all of these
+                options.cut_in_pairs()
+                given, before = _cut(whole, order, options.cutting), given
+                if given.sizes == before.sizes:
+                    raise
+            except HeldElsewhereError as error:
+                if options.cuts is not None or error.cuts is None:
+                    raise
+                options.decide("cuts", error.cuts)
+            except TooFewLayersError as error:
+                raise _with_chunks(error, order) from None
         if options.gradient_dtype is not None:
             with engine.control.agreed():
                 accumulate_in(options.gradient_dtype, split.all_parameters(), world.divided)

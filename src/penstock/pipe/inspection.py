@@ -225,7 +225,7 @@ def inspect(
         assert isinstance(recorded, Partition)  # `build` was given no other front end
         partition = _one_copy(recorded, order)
         notes = [note for note in (untried, _refused_in_processes(partition, order)) if note is not None]
-        found = _described(model, pipe, partition, order.microbatches, asked)
+        found = _described(model, pipe, partition, pipe.schedule.microbatches, asked)
         ranks: tuple[RankMemory, ...] = ()
         if recompute in ("never", "always") and not offload:
             targets = sum(tensor.nbytes for tensor in leaf_tensors(target))

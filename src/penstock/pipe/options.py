@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -88,9 +88,13 @@ class Options:
         self._check_kinds()
         self._check_together()
 
-    def cut_like(self, example: tuple[tuple[Any, ...], dict[str, Any]], rows: int) -> None:
-        """Has later batches cut as this example of so many rows is."""
-        object.__setattr__(self, "cutting", self.cutting.cut_like(example, rows))
+    def decide(self, name: str, value: Any) -> None:
+        """Replaces an option by what an example has shown that it has to be."""
+        object.__setattr__(self, name, value)
+
+    def cut_in_pairs(self) -> None:
+        """Has batches cut into fewer microbatches, if need be, so that none has a single row."""
+        self.decide("cutting", replace(self.cutting, inputs=replace(self.cutting.inputs, min_rows=2)))
 
     @property
     def loss_notes(self) -> tuple[str, ...]:

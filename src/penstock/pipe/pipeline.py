@@ -84,7 +84,7 @@ class Pipeline:
         self.session.refuse_closed()
         check_grad_enabled("pipe.step")
         _refuse_misspelt(self, kwargs)
-        self.loss_scale = checked_scale(loss_scale)
+        scale = checked_scale(loss_scale)
         number, recorder = self.session.step_count, self.session.recorder
         timed = recorder is not None and recorder.begin(number + 1)
         result = self.session.steps.run_batch(
@@ -95,8 +95,9 @@ class Pipeline:
             training=True,
             outputs=outputs,
             timeline=timeline or timed,
-            loss_scale=self.loss_scale,
+            loss_scale=scale,
         )
+        self.loss_scale = scale
         self.session.step_count += 1
         if recorder is not None:
             recorder.end(number + 1, result, self.session.engine.allocated)

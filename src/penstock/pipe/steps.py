@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
+from penstock.marks import computing
 from penstock.pipe.options import Options
 from penstock.pipe.result import StepResult
 from penstock.runtime.batch import microbatches as batches
@@ -81,7 +81,6 @@ class Steps:
         self._order = order
         self._options = options
         self._norms = norms
-        self._cutting = options.cutting
         with engine.control.agreed():
             self._recompute = recompute_by_stage(options.recompute, order.placement.depth, RECOMPUTE)
             self._offload = offload_by_stage(options.offload, order.placement.depth)
@@ -109,13 +108,13 @@ class Steps:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process runs the first stage, or cuts the target with a function that also looks at inputs."""
-        by_function = self._cutting.split is not None
+        by_function = self._options.cutting.split is not None
         return self.has_inputs or (by_function and self.has_outputs and self.looks_at_targets)
 
     @property
     def needs_targets(self) -> bool:
         """Whether this process runs the last stage, or cuts the inputs with a function that also looks at targets."""
-        by_function = self._cutting.split is not None
+        by_function = self._options.cutting.split is not None
         return self.looks_at_targets and (self.has_outputs or (by_function and self.has_inputs))
 
     @cached_property
@@ -146,14 +145,16 @@ class Steps:
         if not isinstance(timeline, bool):
             raise ArgumentError(f"timeline={timeline!r}: expected True or False")
         call = Call(training, code_of(outputs, self.world.ranks), timeline)
-        alone, norms = one_at_a_time((self, training)), self.deferring_norms() if training else nullcontext()
-        with self._engine.control.reporting(), alone, norms:
+        norms = self.deferring_norms() if training else nullcontext()
+        with self._engine.control.reporting(), one_at_a_time((self, training)):
             prepared = self._prepare(args, kwargs, target, call, outputs is not False, loss_scale)
-            with self._split.accepting_own_changes(prepared.cached.mode):
-                moments = self._engine.run_step(prepared.cached.bound, prepared.feed, number, timed=timeline)
-            if training:
-                self._backward_to_batch(prepared.cached, prepared.cut)
-            return self._result(prepared, call, moments, evaluates)
+            cached, bound = prepared.cached, prepared.cached.bound
+            with self._split.accepting_own_changes(cached.mode, bound), norms:
+                moments = self._engine.run_step(bound, prepared.feed, number, timed=timeline)
+                result = self._result(prepared, call, moments, evaluates)
+                if training:
+                    self._backward_to_batch(cached, prepared.cut)
+            return result
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, call: Call, keeps: bool, loss_scale: float
@@ -165,9 +166,9 @@ class Steps:
         try:
             cached = self.bound_schedules.next(cut, call)
         except SingleRowError:  # on every rank
-            if self._cutting.inputs.min_rows > 1:
+            if self._options.cutting.inputs.min_rows > 1:
                 raise
-            self._cutting = replace(self._cutting, inputs=replace(self._cutting.inputs, min_rows=2))
+            self._options.cut_in_pairs()
             return self._prepare(args, kwargs, target, call, keeps, loss_scale)
         except TypeError as error:
             if target is None and self.needs_targets:  # perhaps it is among the model's inputs
@@ -207,13 +208,13 @@ class Steps:
         weight = self._weights(cached, targets)[0]
         targets = self._to_loss_devices(cached, targets)
         devices = tuple({*self._engine.devices})
-        with self._engine.streams.drawing(0, devices):
+        with self._engine.streams.drawing(0, devices), computing(0, 0):
             return try_loss(cached.bound, None if targets is None else targets[0], weight, _given(self._options.loss))
 
     def _divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Microbatch, ...] | None:
         """The microbatches that the user's function, if any, makes of a batch."""
-        order = self._order
-        return self._cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
+        order, cutting = self._order, self._options.cutting
+        return cutting.divide(args, kwargs, target, order.microbatches, "input", order.placement.pipelines)
 
     def cut(
         self,
@@ -224,8 +225,8 @@ class Steps:
         device: torch.device | None,
     ) -> batches.CutBatch:
         """The microbatches of a batch's inputs, on `device` or, if None, where they are."""
-        order = self._order
-        return self._cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
+        order, cutting = self._order, self._options.cutting
+        return cutting.cut(args, kwargs, divided, order.microbatches, what, device, order.placement.pipelines)
 
     def microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, device: torch.device
@@ -234,7 +235,7 @@ class Steps:
         divided = self._divide(args, kwargs, target)
         cut = self.cut(args, kwargs, divided, "batch", device)
         labels = not _has_target(target, divided) and self._options.loss is None
-        targets = self._cutting.targets(
+        targets = self._options.cutting.targets(
             kwargs.get("labels") if labels else target, divided, cut.sizes, device, labels=labels
         )
         inputs = [unflatten(piece.leaves, piece.structure) for piece in cut.pieces]
@@ -294,7 +295,7 @@ class Steps:
         divided: Sequence[Microbatch] | None,
     ) -> None:
         """Raises ArgumentError for aliases in what this process was given."""
-        if divided is None and self._cutting.split is not None:  # the recorded inputs are those of its pieces
+        if divided is None and self._options.cutting.split is not None:  # the recorded inputs are those of its pieces
             return
         seen = target if self.looks_at_targets else None
         refuse_aliases(cached.overwritten, args, kwargs, seen, divided)
@@ -362,7 +363,7 @@ class Steps:
             if not labels and _wants_target(self._options.loss) and not cached.bound.training:
                 return None
         given = kwargs.get("labels") if labels else target
-        return self._cutting.targets(given, divided, cached.sizes, None, labels=labels)
+        return self._options.cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
     def _backward_to_batch(self, cached: Cached, cut: batches.CutBatch | None) -> None:
         """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.gradients import gradient_dtype
+from penstock.marks import NOW, computing
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
@@ -231,11 +232,13 @@ def _run_unsplit(
     outputs: list[Any] = []
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
-    with alone.session.drawing() as streams, alone.session.steps.deferring_norms() as norms:
+    deferring = alone.session.steps.deferring_norms()
+    with alone.session.drawing() as streams, deferring as norms, computing(None, None):
         for k, (args, given, target, _) in enumerate(pieces):
             kwargs = dict(given)
             streams.begin(k, {})
             first_replica = k * replicas < len(pieces)  # whose buffers count
+            NOW.stage, NOW.microbatch = 0, k % (len(pieces) // replicas)
             with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, kwargs)})
             streams.begin_loss(k)

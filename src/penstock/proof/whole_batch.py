@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.errors import ArgumentError
+from penstock.marks import NOW, computing
 from penstock.partition.state.reach import Reach
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import WholeBatch
@@ -119,8 +121,14 @@ class Whole:
             if run([self.batch], stream=1).loss != whole.loss:
                 return "explained", "the model draws random numbers, which cannot be switched off"
             depend = self._rows_depend(parts.outputs, whole.outputs[0])
+            losses = self._losses(run)
+            slack = tolerance * whole.largest
+            is_sum = self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss)
+            if is_sum and not depend:
+                return "warning", "the loss is a sum over rows; pass reduction='sum'"
+            beyond = not min(losses) - slack <= whole.loss <= max(losses) + slack
             if depend is False:
-                return "warning", self._no_mean(whole, run, wide=wide)
+                return "warning", self._no_mean(whole, beyond=beyond, wide=wide)
             elsewhere = self._along_another(run, whole, tolerance)
             if elsewhere:
                 return "different", elsewhere
@@ -129,7 +137,7 @@ class Whole:
         if depend is None:
             return "warning", (
                 "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=; if pairs of "
-                f"them are compared, {_TOGETHER}), or the loss weights them (see reduction=)"
+                f"them are compared, {_TOGETHER})" + ("" if beyond else ", or the loss weights them (see reduction=)")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
             return "warning", f"rows of the batch depend on each other, as batch_dims= or split= cuts it: {_TOGETHER}"
@@ -173,11 +181,18 @@ class Whole:
                 if sum(sizes) == leaf.shape[dim]:
                     yield torch.cat(list(column), dim), leaf
 
-    def _no_mean(self, whole: _Ran, run: Any, *, wide: bool) -> str:
-        losses = [run([piece]).loss for piece in self.pieces]
-        if self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss):
-            return "the outputs agree, and the loss is a sum over rows; pass reduction='sum'"
-        if self._loss_compares(whole.outputs[0], wide=wide):
+    def _losses(self, run: Any) -> list[float]:
+        """Those of the microbatches, each by itself, but not of ones in which no target counts."""
+        found = [math.nan]
+        for piece in self.pieces:
+            with suppress(ArgumentError):
+                found.append(run([piece]).loss)
+        return [*filter(math.isfinite, found)] or found
+
+    def _no_mean(self, whole: _Ran, *, beyond: bool, wide: bool) -> str:
+        """Why losses do not make that of the batch. `beyond`: no weights make it of them, as for CLIP, whose loss grows
+        with the number of samples."""
+        if beyond or self._loss_compares(whole.outputs[0], wide=wide):
             return (
                 "the outputs agree, but in the loss samples depend on each other (pairs, a contrastive loss), and each "
                 f"microbatch has only its own: {_TOGETHER}"
@@ -279,8 +294,9 @@ class Whole:
         pieces = [_owned(_wide(piece) if wide else piece, alone.device) for piece in pieces]
         wanted = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         weighted = weights(self.reduction, [piece.rows or 1 for piece in pieces], wanted)
-        with alone.session.drawing() as streams:
+        with alone.session.drawing() as streams, computing(0, 0):
             for k, (args, kwargs, target, _) in enumerate(pieces):
+                NOW.microbatch = k
                 streams.begin(stream + k, {})
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, dict(kwargs))})
                 streams.begin_loss(stream + k)
@@ -294,7 +310,8 @@ class Whole:
                         buffer.copy_(was)
         total = weighted_sum(losses, weighted)
         assert total is not None
-        return _Ran(float(total), max(abs(float(loss)) for loss in losses), outputs)
+        counted = [abs(float(loss)) for loss, weight in zip(losses, weighted, strict=True) if weight]
+        return _Ran(float(total), max(counted), outputs)
 
 
 @contextmanager

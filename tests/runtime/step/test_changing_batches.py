@@ -21,7 +21,7 @@ from penstock import ArgumentError, Microbatches, PartitionError, ShapeError, pi
 from penstock.runtime.step.outputs import code_of, words
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
-from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp
+from scaffolding.small import ONE_STAGE, WIDTH, Retrieval, batch, mlp, retrieval_error, tokens
 
 # -- fewer rows than microbatches, other lengths ----------------------------------------------------------------------
 
@@ -65,11 +65,14 @@ def test_a_first_batch_of_fewer_rows_than_microbatches(schedule: str) -> None:
                 assert_same_gradients(model, reference)
 
 
-def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows() -> None:
+@pytest.mark.parametrize("first", [8, 7, 3, 2])
+def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> None:
+    """The last one of an epoch, or the example itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
     reference = copy.deepcopy(model)
-    with pipeline(model, (torch.randn(8, 4),), ranks=2, microbatches=4, loss=squared_error) as pipe:
+    with pipeline(model, (torch.randn(first, 4),), ranks=2, microbatches=4, loss=squared_error) as pipe:
+        assert pipe.schedule.microbatches == min(4, first // 2)
         for rows, microbatches in ((8, 4), (7, 3), (2, 1), (5, 2), (8, 4)):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
             expected = step_by_hand(reference, (x,), y, squared_error, microbatches)
@@ -77,9 +80,7 @@ def test_a_last_batch_is_cut_into_fewer_where_a_norm_needs_two_rows() -> None:
             for (name, a), (_, b) in zip(model.named_buffers(), reference.named_buffers(), strict=True):
                 assert torch.equal(a, b), name
         assert_same_gradients(model, reference)
-        with pytest.raises(
-            PartitionError, match=r"more than one row of a batch in training, and 1 row in 1 microbatch"
-        ):
+        with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
 
 
@@ -471,3 +472,58 @@ def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() 
             warnings.simplefilter("error")
             pipe.step(x, "a", target=y)
             pipe.step(x, "b", target=y)
+
+
+# -- two rows for each row of another ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_input_with_two_rows_for_each_of_another(ranks: int, by_name: bool) -> None:
+    """Refused with what to pass, which works in steps, evaluations and predictions, for inputs and targets."""
+    queries, (passages, target), rows = batch(10)[0], batch(20), [6, 6, 4, 4]
+    model, bias = Retrieval(), torch.randn(20, WIDTH)
+    reference = copy.deepcopy(model)
+
+    def cut(x: Tensor) -> Microbatches:
+        return Microbatches(x.split([6, 6, 4, 4]))
+
+    options: dict[str, Any] = {"ranks": ranks, "microbatches": 4, "loss": retrieval_error}
+    words = r"pass the one of 20 rows as penstock.Microbatches\(x.split\(\[6, 6, 4, 4\]\)\)"
+    with pytest.raises(ShapeError, match=words):
+        pipeline(model, (queries, passages), **options)
+    with pytest.raises(ShapeError, match=words):
+        pipeline(model, (queries, cut(passages)), {"bias": bias}, **options)
+    named: dict[str, Any] = {"bias": cut(bias)} if by_name else {}
+    given = (queries, cut(passages))
+    assert verify(copy.deepcopy(model), given, named, target=cut(target), **options).ok
+    with pipeline(model, given, named, batch_dims={"output": (0, 0)}, **options) as pipe:
+        with pytest.raises(ShapeError, match=r"target has 20 rows .*expected 10.*" + words):
+            pipe.step(*given, **named, target=target)
+        result = pipe.step(*given, **named, target=cut(target))
+        losses = []
+        biases = bias.split(rows) if by_name else [None] * 4
+        pieces = zip(queries.split([3, 3, 2, 2]), passages.split(rows), biases, target.split(rows), strict=True)
+        for q, p, b, t in pieces:
+            losses.append(retrieval_error(reference(q.clone(), p.clone(), b), t))
+            losses[-1].backward(torch.tensor(len(q) / 10))
+        assert all(map(torch.equal, result.losses, losses))
+        assert_same_gradients(model, reference)
+        assert torch.equal(pipe.evaluate(*given, **named, target=cut(target)).loss, result.loss)
+        found, expected = pipe.predict(*given, **named), reference(queries, passages, bias if by_name else None)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_logits_of_all_tokens_in_one_row_each_are_joined_where_their_dimension_is_stated() -> None:
+    model = nn.Sequential(nn.Embedding(19, 8), nn.Linear(8, 19), nn.Flatten(0, 1))
+    ids, target = tokens()
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss": token_error}
+    with (
+        pipeline(model, (ids,), **options) as pipe,
+        pytest.raises(ShapeError, match="state batch_dims for it"),
+    ):
+        pipe.predict(ids)
+    with pipeline(model, (ids,), batch_dims={"output": 0}, **options) as pipe:
+        pipe.step(ids, target=target)
+        torch.testing.assert_close(pipe.predict(ids), model(ids).detach())

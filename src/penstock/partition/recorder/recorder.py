@@ -214,10 +214,16 @@ class Recorder(Writer, TorchFunctionMode):
                 self._take_out(fact, unit)
             return result
 
-    def mark(self) -> None:
-        """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened."""
+    def mark(self, called: Callable[[], object]) -> None:
+        """Writes a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
+        for the current microbatch outside units."""
         unit, _ = self.observer.provenance.place
         if threading.get_ident() == self._thread:
+            if called is not cut and unit:
+                return
+            if called is not cut:
+                why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
+                raise Obstacle(why, self.scope)
             if unit:
                 raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())

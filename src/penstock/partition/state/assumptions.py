@@ -15,10 +15,10 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from inspect import getattr_static
 from itertools import count
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,12 +53,14 @@ class Assumptions:
 
     Attributes:
         opened: the modules whose forward is recorded call by call, by name.
-        whole: the units that they call, by name: code outside them may read their plain attributes.
+        whole: the units that they call, by name.
+        words: the names in the code of the opened modules: it may read attributes of units that are called so.
         chances: see `chances_of`.
     """
 
     opened: Mapping[str, nn.Module] = field(default_factory=dict)
     whole: Mapping[str, nn.Module] = field(default_factory=dict)
+    words: frozenset[str] = frozenset()
     chances: Collection[tuple[str, nn.Module, str]] = ()
     _own: Found = field(default_factory=dict)  # values that steps change, as they were before
     _numbers: dict[int, tuple[Callable[[], Any], int]] = field(default_factory=dict)
@@ -70,6 +72,7 @@ class Assumptions:
         wanted = {id(module) for module in opened}
         self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
         self.whole = {name: module for name, module in model.named_modules() if id(module) in whole}
+        self.words = frozenset[str]().union(*map(_words_of_class, {type(module) for module in opened}))
         self.chances = chances_of(model)
 
     def read(self) -> Attributes:
@@ -102,7 +105,7 @@ class Assumptions:
             self._read_classes(found, name, module)
         for name, module in self.whole.items():
             for attribute, value in vars(module).items():
-                if isinstance(value, COMPARABLE) and attribute not in OF_TORCH:
+                if attribute in self.words and isinstance(value, COMPARABLE) and attribute not in OF_TORCH:
                     found[name, attribute] = type(value), _hashable(value)
         for name, module, attribute in self.chances:
             value = getattr(module, attribute, None)
@@ -164,6 +167,18 @@ def _of_class(kind: type) -> dict[str, object]:
     """The attributes of a module's classes, without torch's."""
     own = [cls for cls in reversed(kind.__mro__) if package_of(cls.__module__) not in ("torch", "builtins")]
     return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
+
+
+def _words_of_class(kind: type) -> frozenset[str]:
+    """The names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
+    functions = (f for value in _of_class(kind).values() for f in (value, getattr(value, "fget", None)))
+    return frozenset[str]().union(*(_words_of(f.__code__) for f in functions if isinstance(f, FunctionType)))
+
+
+@cache
+def _words_of(code: CodeType) -> frozenset[str]:
+    inner = [_words_of(part) for part in code.co_consts if isinstance(part, CodeType)]
+    return frozenset(code.co_names).union(filter(lambda part: isinstance(part, str), code.co_consts), *inner)
 
 
 def _look(

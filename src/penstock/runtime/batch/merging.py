@@ -22,7 +22,7 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
     Raises:
         ArgumentError: some outputs are on another rank.
         ShapeError: a value is not a tensor with its microbatch's rows, unless it is plain and the same in all, or
-            `dims` say how to combine it.
+            `dims` say how to combine it. Where they state a dimension for it alone, it may have other rows.
     """
     refuse_missing(outputs)
     flats = [flatten(output) for output in outputs]
@@ -33,7 +33,8 @@ def join(outputs: Sequence[Any], sizes: Sequence[int], dims: Dims = _FIRST) -> A
     columns = zip(*(flat.leaves for flat in flats), strict=True)
     pairs = zip(columns, first.paths, strict=True)
     return unflatten(
-        [_joined(column, sizes, f"output{path}", dims.of(path)) for column, path in pairs], first.structure
+        [_joined(column, sizes, f"output{path}", dims.of(path), bool(dims.states(path))) for column, path in pairs],
+        first.structure,
     )
 
 
@@ -47,12 +48,12 @@ def refuse_missing(outputs: Sequence[Any]) -> None:
 
 
 _INSTEAD = (
-    "state its batch_dims ('output': a dimension; None where it is the same in all; 'mean' or 'sum'), give merge=, or "
-    "take each microbatch's own, from evaluate(..., outputs=True).outputs"
+    "state batch_dims for it ('output': its dimension; None where it is the same in all; 'mean' or 'sum'), give "
+    "merge=, or take each microbatch's own, from evaluate(..., outputs=True).outputs"
 )
 
 
-def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim) -> Any:
+def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim, stated: bool) -> Any:
     if len(column) == 1:
         return column[0]
     if not all(isinstance(value, Tensor) for value in column):
@@ -68,7 +69,8 @@ def _joined(column: Sequence[Any], sizes: Sequence[int], where: str, dim: Dim) -
     shapes = [list(value.shape) for value in column]
     if dim or column[0].dim():
         dim = checked(dim, column[0], where)
-    if any(shape[dim : dim + 1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
+    alike = all(shape[dim : dim + 1] == [size] for shape, size in zip(shapes, sizes, strict=True))
+    if not (alike or (stated and all(shapes))):
         raise ShapeError(
             f"{where} has shapes {shapes} in microbatches of {list(sizes)} rows, so that they cannot be put together "
             f"to the whole batch's{f' along dimension {dim}' if dim else ''}; {_INSTEAD}"

@@ -9,8 +9,9 @@ fewer rows than microbatches gives fewer of them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -64,6 +65,10 @@ class CutBatch:
     kind: Hashable
 
 
+Sized = Callable[[int], Sequence[int]]
+"""The sizes of the microbatches of a batch of so many rows."""
+
+
 def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1) -> tuple[int, ...]:
     """How many rows each microbatch gets: as evenly as possible, larger ones first.
 
@@ -84,7 +89,7 @@ def sizes_of(rows: int, microbatches: int, pipelines: int = 1, min_rows: int = 1
     return tuple(small + (index < extra) for index in range(microbatches))
 
 
-def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None) -> int:
+def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, sized: Sized = lambda rows: ()) -> int:
     """The number of rows of a batch: what its tensors agree on. If they only do with one row in each entry of lists,
     the length of these; without tensors, that of all lists and arrays. `raw`: the tree, flattened.
 
@@ -103,13 +108,23 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None) -
         return lengths.pop() or 0
     if not names:
         raise ShapeError(f"{what}: no tensor with rows was given; expected a batch in the first dimension of a tensor")
+    ready = _ready_made(max(names), sized(min(names)) if min(names) > 1 else ())
     raise ShapeError(
         f"{what}: tensors disagree on the number of rows: {', '.join(names.values())}; each tensor must have the batch "
         "in its first dimension (scalars and plain values are repeated). Where it lies elsewhere, say so with "
-        "batch_dims= (None: whole to each microbatch); where one has several rows for each of another, pass both as "
-        "penstock.Microbatches(x.chunk(microbatches)); what no dimension describes (graphs, packed sequences), cut "
-        "with a function: split="
+        f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {ready} "
+        "what no dimension describes (graphs, packed sequences), cut with a function: split="
     )
+
+
+def _ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
+    """How to pass a tensor of `rows` rows, the same number for each row of microbatches of these sizes."""
+    total = sum(sizes)
+    if not total or any(size * rows % total for size in sizes):
+        return "pass its pieces, as penstock.Microbatches([...]);"
+    each = [size * rows // total for size in sizes]
+    cut = f"{each[0] if len({*each}) == 1 else each}{f', {dim}' if dim else ''}"
+    return f"pass the one of {rows} rows as penstock.Microbatches(x.split({cut}));"
 
 
 def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple[int, str]]:
@@ -191,7 +206,8 @@ def cut(
     if given := any(isinstance(leaf, Microbatches) for leaf in raw.leaves):
         sizes = _sizes_given(raw, microbatches, what, pipelines, dims)
     else:
-        sizes = sizes_of(rows_of(tree, what, dims, raw), microbatches, pipelines, dims.min_rows)
+        sized = partial(sizes_of, microbatches=microbatches, pipelines=pipelines, min_rows=dims.min_rows)
+        sizes = sized(rows_of(tree, what, dims, raw, sized))
     pieces = _split(tree, sizes, what, device, dims)
     if given or pieces[0].structure != raw.structure or any(map(is_block_mask, raw.leaves)):
         pieces = [flatten(unflatten(p.leaves, p.structure)) for p in pieces]  # pieces of one leaf may differ in theirs
@@ -243,7 +259,8 @@ def _split_leaf(
     if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
             f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
-            f"expected {ends[-1]}, as the inputs have"
+            f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
+            f"{_ready_made(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= says so"
         )
     return [_own(_dense(part) if dim else part, where, device) for part in torch.split(leaf, list(sizes), dim)]
 

@@ -117,11 +117,10 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise
-        listed = f"{sizes[0]} each" if len({*sizes}) == 1 else ", ".join(map(str, sizes))
-        most = f"at most {counted(rows // 2, 'microbatch')}, or " if rows > 1 else ""
+        where = "the batch has one" if rows == 1 else f"{rows} rows in {pieces} are {', '.join(map(str, sizes))}"
         raise SingleRowError(
-            f"batch norm needs more than one row of a batch in training, and {counted(rows, 'row')} in {pieces} are "
-            f"{listed}: use {most}a larger batch ({' '.join(str(error).split())})"
+            f"batch norm needs more than one row in each microbatch in training, and {where}: pass a larger batch, or "
+            f"pieces of two rows or more, where you cut it yourself ({' '.join(str(error).split())})"
         ) from error
 
 

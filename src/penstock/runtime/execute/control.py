@@ -192,9 +192,9 @@ class Control:
             own = error
         failures = self.gather(None if own is None else Failure.of(self.world.number, None, own), "agreement")
         first = next((failure for failure in failures if failure is not None), None)
+        self._agreed = first is not None  # an earlier refusal may have led to another attempt
         if first is None:
             return
-        self._agreed = True
         if own is None:
             raise PipelineFailure(f"rank {self.world.number} stops: {first}")
         own.add_note(f"penstock: on rank {self.world.number}")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.compat import autocast_kinds
 from penstock.errors import PartitionError
+from penstock.marks import computing
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.allocated import noting_allocated
 from penstock.runtime.execute.clock import Marks, Moment, clock_of, noting_messages, shifted
@@ -283,7 +284,7 @@ class Engine:
             Exception: whatever the model or the loss raised, with a note that names the rank and the action.
         """
         devices = tuple({self.devices[rank] for rank in self.ranks})
-        with self._dropping():
+        with self._dropping(), computing(None, None):
             self._begin(bound, feed)
             actions: Sequence[BoundAction] = ranged(bound.actions) if is_profiling() else bound.actions
             with torch.set_grad_enabled(bound.training), self.streams.drawing(step, devices), _same_autocast_after():

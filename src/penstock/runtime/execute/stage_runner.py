@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from penstock.compat import gradient_edge
 from penstock.errors import PartitionError
+from penstock.marks import NOW
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
 from penstock.runtime.features.feature import Features, Forward, Rerun, Start, within
@@ -141,6 +142,7 @@ class StageRunner:
 
     def forward(self, microbatch: int, args: list[Any]) -> None:
         """Runs the stage, keeps what backward starts from, and passes the outputs on."""
+        NOW.stage, NOW.microbatch = self.index, microbatch
         rerun = None
         if self.features.keeps and not self._learns_from_loss(microbatch):
             rerun = self.features.keep(microbatch, args)
@@ -225,6 +227,7 @@ class StageRunner:
 
     def backward(self, microbatch: int, grads: list[Tensor | None]) -> None:
         """Runs B or I, and passes the gradients of the inputs on."""
+        NOW.stage, NOW.microbatch = self.index, microbatch
         kind = self._kinds[microbatch]
         with self.features.backward(microbatch):
             again = microbatch in self._kept
@@ -264,6 +267,7 @@ class StageRunner:
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W: the part of a microbatch's backward that the I part put off."""
+        NOW.stage, NOW.microbatch = self.index, microbatch
         split = self._splits[microbatch]
         assert split is not None
         with self.features.weights(microbatch):

@@ -67,7 +67,6 @@ class DeferredNorms(Feature):
         self._handles: list[RemovableHandle] = [
             m.register_forward_pre_hook(_Hook(self), with_kwargs=True) for m in self._norms
         ]
-        self._compared: set[nn.Module] = set()
         self._expected: dict[nn.Module, tuple[tuple[Tensor, Tensor], Moments]] = {}
         self._microbatch: int | None = None
         self._seen: dict[nn.Module, dict[int, list[Moments]]] = {}
@@ -97,8 +96,7 @@ class DeferredNorms(Feature):
         self._seen = defaultdict(lambda: defaultdict(list))
         before = {norm: _copies(norm) for norm in self._norms if _tracks(norm) and not _is_elsewhere(norm)}
         for norm in before:
-            if _has_own_forward(norm) and norm not in self._compared:
-                self._compared.add(norm)
+            if _has_own_forward(norm) and not any(isinstance(one, _Compare) for one in norm._forward_hooks.values()):
                 self._handles.append(norm.register_forward_hook(_Compare(self)))
         ended = False
         try:

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from penstock.compat import autocast_kinds, autocast_state, plain_tensors
 from penstock.errors import ArgumentError, PartitionError, PenstockError, warn
+from penstock.marks import computing
 from penstock.partition import KEPT_PARTITIONS, default_kwargs
 from penstock.partition.units.chain import unwrapped
 from penstock.runtime.batch.outline import Outline, explaining_cut
-from penstock.runtime.execute.engine import Engine
+from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
@@ -26,7 +27,7 @@ from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
-from penstock.runtime.model.taking_over import move_together, take_over
+from penstock.runtime.model.taking_over import holders_of, move_together, refuse_held_elsewhere, take_over
 from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
@@ -78,11 +79,13 @@ class SplitModel:
                 self._record(training=True)
         self._weigh()
         self._cut_alike()
+        holders = holders_of(self.model, engine)
         with engine.control.agreed():
             stages = all_uses(self._record(training=True))
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, parallelize)
+            refuse_held_elsewhere(self.model, stages, placement, holders)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()
@@ -145,27 +148,36 @@ class SplitModel:
         return self._touched.look()
 
     @contextmanager
-    def accepting_own_changes(self, signature: tuple[Any, ...]) -> Iterator[None]:
-        """Wraps the run of a step: changes that it makes to the model's attributes need no new recording. A step that
-        raises may have ended before anything was learned about the model, and leaves no gradient where none was.
+    def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
+        """Wraps a step: changes that it makes to the model's attributes need no new recording. One that raises leaves
+        the model as it was: gradients, tensors that forwards update, attributes. In several processes, where the run
+        then ends, nothing is copied, and only gradients that were None are so again.
 
         Args:
             signature: what `signature` returned before the step.
         """
-        held = [parameter for _, parameter in self.held_parameters()]
-        without = [parameter for parameter in held if parameter.grad is None]
+        local = self._engine.world.is_local
+        gradients = [(parameter, parameter.grad) for _, parameter in self.held_parameters()]
+        kept = {grad for _, grad in gradients if grad is not None}
+        of_loss = {tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)}
+        uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
+        changing = {*bound.updated, *uncertain, *of_loss, *kept} if local and bound.training else ()
+        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
         try:
             yield
+            self._originals.settle()
+            self._partitioner.settle(signature[-1])
         except BaseException as error:
-            self._touched.changes += 1
-            for parameter in without:
-                parameter.grad = None
-            if len(without) < len(held):
+            self._touched.restore(attributes=local)
+            if kept and not local:
                 error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
+            for parameter, grad in gradients:
+                if local or grad is None:
+                    parameter.grad = grad
+            for tensor, copy in copies:
+                tensor.copy_(copy)
             raise
-        self._partitioner.settle(signature[-1])
         self._touched.settle()
-        self._originals.settle()
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
@@ -272,7 +284,7 @@ class SplitModel:
     def _recording(self, *, training: bool, outline: Outline | None = None) -> Iterator[None]:
         """The modes of a recording of these microbatches."""
         plain = nullcontext() if self._frames is None else self._frames.off()
-        with torch.set_grad_enabled(training), plain, explaining_cut(outline or self._example):
+        with torch.set_grad_enabled(training), plain, computing(0, 0), explaining_cut(outline or self._example):
             yield
 
     def _record(self, *, training: bool, outline: Outline | None = None) -> list[Partition]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.engine import Engine
@@ -14,6 +14,7 @@ from penstock.runtime.front_end import Stage
 from penstock.runtime.model.materialize import Materialize, materialize, own_tensors
 from penstock.runtime.model.moving import move
 from penstock.runtime.model.remote_tensors import RemoteTensor, remote
+from penstock.schedule import Placement
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -35,8 +36,7 @@ def take_over(
     Returns:
         whether recordings made so far hold on to other ranks' parameters, or to old buffers.
     """
-    kept = _kept_by_rank(model, stages, rank_of, engine)
-    _refuse_elsewhere(model, kept, engine)
+    kept = _kept_by_rank(model, stages, rank_of)
     named = list(model.named_modules())
     if not engine.world.is_local:
         here = set().union(*(kept[rank] for rank in engine.ranks))
@@ -61,11 +61,9 @@ def take_over(
     return move(model, device_of) or not engine.world.is_local
 
 
-def _kept_by_rank(
-    model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int], engine: Engine
-) -> dict[int, set[int]]:
+def _kept_by_rank(model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[int]) -> dict[int, set[int]]:
     """For each rank, which tensors it holds, by id."""
-    kept: dict[int, set[int]] = {rank: set() for rank in range(len(engine.devices))}
+    kept: dict[int, set[int]] = {rank: set() for rank in rank_of}
     for stage in stages:
         kept[rank_of[stage.meta.index]] |= {id(t) for t in (*stage.parameters.values(), *stage.buffers.values())}
     every = {id(tensor) for tensor in _tensors(model)}
@@ -73,16 +71,50 @@ def _kept_by_rank(
     return kept
 
 
-def _refuse_elsewhere(model: nn.Module, kept: Mapping[int, Set[int]], engine: Engine) -> None:
-    """Raises ArgumentError if this process is to hold what an earlier pipeline over the same modules (a GAN's
-    discriminator) holds in another.
-    """
+class HeldElsewhereError(ArgumentError):
+    """A rank would need what an earlier pipeline over the same modules (a GAN's discriminator) holds on another.
+    `cuts`: those with which none does; None if there are none."""
+
+    def __init__(self, name: str, rank: int, cuts: list[str] | None) -> None:
+        remedy = f"pass cuts={cuts}, so that each rank runs what it has"
+        if cuts is None:
+            remedy = "make this pipeline first, or pass both cuts= that put what they share on the same ranks"
+        where = f"is to be on rank {rank}, but an earlier pipeline over the same modules holds it on another"
+        super().__init__(f"{name!r} {where}; {remedy}")
+        self.cuts = cuts
+
+
+def holders_of(model: nn.Module, engine: Engine) -> dict[int, set[int]]:
+    """The ranks on which an earlier pipeline left a tensor, by its id; empty without one. Every process calls it."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    gone = engine.control.gather_line({name for name, tensor in named if isinstance(tensor, RemoteTensor)})
+    shared = set().union(*gone)
+    return {id(t): {r for r, names in enumerate(gone) if name not in names} for name, t in named if name in shared}
+
+
+def refuse_held_elsewhere(
+    model: nn.Module, stages: Sequence[Stage], placement: Placement, holders: Mapping[int, Set[int]]
+) -> None:
+    """Raises HeldElsewhereError, on every rank, if one is to hold what it does not have."""
+    kept = _kept_by_rank(model, stages, placement.rank_of) if holders else {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if isinstance(tensor, RemoteTensor) and any(id(tensor) in kept[rank] for rank in engine.ranks):
-            raise ArgumentError(
-                f"{name!r} is to be on rank {engine.ranks[0]}, but an earlier pipeline over the same modules holds it "
-                "on another rank; pass both pipelines cuts= that put the modules which they share on the same ranks"
-            )
+        for rank, tensors in kept.items():
+            if id(tensor) in tensors and rank not in holders.get(id(tensor), kept):
+                raise HeldElsewhereError(name, rank, _cuts_as_held(stages[: placement.depth], placement, holders))
+
+
+def _cuts_as_held(stages: Sequence[Stage], placement: Placement, holders: Mapping[int, Set[int]]) -> list[str] | None:
+    """The first module of each stage but the first, where the next stage's rank holds what runs."""
+    cuts: list[str] = []
+    graphs = [stage.module for stage in stages if isinstance(stage.module, fx.GraphModule)]
+    for graph, unit in ((one, str(node.target)) for one in graphs for node in one.graph.find_nodes(op="call_module")):
+        for place, (name, tensor) in enumerate(graph.get_submodule(unit).named_parameters(unit)):
+            there = holders.get(id(tensor), placement.rank_of)
+            if placement.rank_of[len(cuts)] not in there:
+                cuts.append(name.rpartition(".")[0] if place else unit)
+                if len(cuts) == len(stages) or placement.rank_of[len(cuts)] not in there:
+                    return None
+    return cuts if len(cuts) + 1 == len(stages) else None
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

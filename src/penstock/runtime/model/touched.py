@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from itertools import chain, count, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 from torch import nn
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PARTS = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NUMBERS = (int, float)
 
 
@@ -28,21 +28,21 @@ class Touched:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._held = [held for m in self._modules for held in (vars(m), *(vars(m).get(name, {}) for name in _HOOKS))]
+        self._held = [held for m in self._modules for held in (vars(m), *(vars(m).get(name, {}) for name in _PARTS))]
         self._seen: set[tuple[tuple[int, Any], Any]] = set()
         self.changes = 0
         self.settle()
 
     def settle(self) -> None:
         """Called at the end of a step."""
-        self._lengths, self._keys, self._values = self._now()
+        self._latest = self._now()
 
     def look(self) -> int:
         """Called before a step. Returns `changes`, including those since the last step."""
-        lengths, keys, values = self._now()
-        if lengths != self._lengths or not all(map(operator.is_, values, self._values)):
-            before = _by_place(self._lengths, self._keys, self._values)
-            now = _by_place(lengths, keys, values)
+        latest, self._latest = self._latest, self._now()
+        (lengths, _, values), (before_lengths, _, before_values) = self._latest, latest
+        if lengths != before_lengths or not all(map(operator.is_, values, before_values)):
+            before, now = _by_place(*latest), _by_place(*self._latest)
             new = {
                 (place, _kind(value))
                 for place, value in now.items()
@@ -51,6 +51,16 @@ class Touched:
             self.changes += not new <= self._seen
             self._seen |= new
         return self.changes
+
+    def restore(self, *, attributes: bool) -> None:
+        """Called when a step has raised. `attributes`: whether to restore what `look` has found."""
+        self.changes += 1
+        lengths, *found = self._latest
+        items = zip(*found, strict=True)
+        for held, length in zip(self._held, lengths, strict=True) if attributes else ():
+            before = dict(islice(items, length))
+            held.clear()
+            held.update(before)
 
     def _now(self) -> tuple[list[int], list[Any], list[Any]]:
         held = self._held

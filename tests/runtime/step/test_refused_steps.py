@@ -1,0 +1,154 @@
+"""A step that raises, whatever the reason, leaves no trace in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import ArgumentError, PartitionError, Pipeline, pipeline
+
+LONG = 5
+
+
+class Changes(nn.Module):
+    """In a microbatch with a long sample it does something that the first one did not show."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.calls, self.how = nn.Parameter(torch.eye(5)), 0, how
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("often", torch.zeros(1))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        self.calls += 1
+        out = F.linear(x, self.weight)
+        if int(lengths.max()) < LONG:
+            return out
+        self.often += 1
+        if self.how == "replaces":
+            self.seen = self.seen + 1
+        if self.how == "stops":
+            raise KeyboardInterrupt
+        return out + self.weight.sum() if self.how == "reuses" else out
+
+
+class Model(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.noise = nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Dropout(0.5)
+        self.block, self.last = Changes(how), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.last(self.noise(self.block(self.norm(self.first(x)), lengths)))
+        return out
+
+
+class Counts(nn.Module):
+    """A loss with a moving average."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: tuple[Tensor, Tensor]) -> Any:
+        self.mean += output.detach().mean()
+        values, lengths = target
+        if int(lengths.max()) == LONG and self.how == "loss":
+            raise ValueError("the loss fails")
+        loss = F.mse_loss(output, values)
+        return (loss, loss.detach()) if int(lengths.max()) == LONG and self.how == "parts" else loss
+
+
+def state(pipe: Pipeline, model: nn.Module, loss: nn.Module) -> dict[str, Any]:
+    """All that a step may change."""
+    parts = {"model": model, "loss": loss}
+    tensors = {f"{k}.{n}": t.clone() for k, part in parts.items() for n, t in part.state_dict().items()}
+    gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    plain = {"calls": model.block.calls, "steps": pipe.step_count, "scale": pipe.loss_scale}
+    return {**tensors, **gradients, **plain, "generator": torch.get_rng_state()}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one.items():
+        alike = torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name]
+        assert alike, name
+
+
+CASES = {
+    "reuses": ("zb-h1", PartitionError, "is used in microbatch 2 as it was not in the first one"),
+    "replaces": ("1f1b", PartitionError, "replaced buffer"),
+    "stops": ("interleaved-1f1b", KeyboardInterrupt, None),
+    "loss": ("1f1b", ValueError, "the loss fails"),
+    "parts": ("gpipe", ArgumentError, "besides its loss"),
+}
+
+
+class Twice(nn.Module):
+    """Calls its norm once more in a microbatch with a long sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.BatchNorm1d(5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.scale(self.norm(x))
+        return self.norm(out) if int(lengths.max()) == LONG else out
+
+
+class Deferring(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = Twice(), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out: Tensor = self.last(self.block(x, lengths))
+        return out
+
+
+def test_a_refusal_at_the_end_of_a_step_leaves_no_gradients() -> None:
+    model, x, short = Deferring(), torch.randn(16, 5), torch.ones(16, dtype=torch.long)
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "loss_fn": F.mse_loss, "deferred_batch_norm": True}
+    with pipeline(model, (x, short), leaves=["block"], **options) as pipe:
+        with pytest.raises(ArgumentError, match="is called 2 times in one microbatch and 1 in another"):
+            pipe.step(x, torch.tensor([1] * 8 + [LONG] * 8), target=x)
+        assert all(p.grad is None for p in model.parameters())
+        assert int(model.block.norm.num_batches_tracked) == 0
+        pipe.step(x, short, target=x)
+        assert int(model.block.norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "accumulated"])
+def test_a_step_that_raises_leaves_everything_as_it_was(how: str, accumulated: bool) -> None:
+    schedule, error, words = CASES[how]
+    torch.manual_seed(0)
+    x, short = torch.randn(16, 5), torch.ones(16, dtype=torch.long)
+    long = torch.tensor([1] * 8 + [LONG] * 8)
+
+    def train(refused: Callable[[Pipeline, nn.Module, nn.Module], None]) -> dict[str, Any]:
+        torch.manual_seed(1)
+        model, loss = Model(how), Counts(how)
+        options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": schedule, "loss_fn": loss, "seed": 7}
+        with pipeline(model, (x, short), leaves=["block"], **options) as pipe:
+            pipe.step(x, short, target=(x, short), loss_scale=2.0)
+            if not accumulated:
+                model.zero_grad()
+            refused(pipe, model, loss)
+            pipe.step(x, short, target=(x, short))
+            return state(pipe, model, loss)
+
+    def refuse(pipe: Pipeline, model: nn.Module, loss: nn.Module) -> None:
+        before, gradients = state(pipe, model, loss), [p.grad for p in model.parameters()]
+        with pytest.raises(error, match=words) as caught:
+            pipe.step(x, long, target=(x, long))
+        assert_same(state(pipe, model, loss), before)
+        assert all(p.grad is grad for p, grad in zip(model.parameters(), gradients, strict=True))
+        assert not any("zero_grad" in note for note in getattr(caught.value, "__notes__", ()))
+
+    assert_same(train(refuse), train(lambda *_: None))
