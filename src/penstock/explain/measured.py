@@ -20,6 +20,7 @@ from penstock.schedule.timeline import Timeline, refuse_far_numbers
 from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
+_MAX_PROCESSES = 10_000
 _MOST_TRIED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
 _MOST_NAMED = 8
@@ -114,9 +115,6 @@ class Run:
     def typical(self) -> Step:
         """The step whose time is the median."""
         return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
-
-
-_MAX_PROCESSES = 10_000
 
 
 def run_of(recording: Recording) -> Run:
