@@ -144,6 +144,9 @@ def test_a_file_that_the_first_rank_does_not_see_is_missed(tmp_path: Path) -> No
     (aside / METADATA).write_text("")
     with pytest.raises(ArgumentError, match="must be a folder that all ranks see"):
         publish(aside, 1, ["__1_0.distcp"])
+    (aside / METADATA).unlink()
+    with pytest.raises(ArgumentError, match=r"must be a folder that all ranks see: \.metadata"):
+        publish(aside, 1, [])
     assert text_of(latest(tmp_path)) == "old"
 
 

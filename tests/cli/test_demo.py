@@ -129,7 +129,11 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]
 
 def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What becomes of the processes is shown by test_run.py; by a real demo in the long run."""
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", lambda *given: 128 + signal.SIGINT)
+
+    def launch(*_: object) -> int:
+        raise KeyboardInterrupt(signal.SIGINT)
+
+    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
     done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
     assert done.exit_code == 128 + signal.SIGINT
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]

@@ -42,6 +42,31 @@ sys.exit(3)
 """
 
 
+LISTENS = """
+import os, torch, penstock
+from torch import nn
+
+x = torch.ones(4, 4)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+with penstock.pipeline(model, (x,), loss=nn.functional.mse_loss, microbatches=2, transport="distributed") as pipe:
+    pipe.step(x, target=x)
+    if pipe.is_first:
+        job, owners = f"PENSTOCK_JOB={os.environ['PENSTOCK_JOB']}".encode(), {}
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                if job in open(f"/proc/{pid}/environ", "rb").read():
+                    for name in os.listdir(f"/proc/{pid}/fd"):
+                        owners[os.readlink(f"/proc/{pid}/fd/{name}")] = pid
+            except OSError:
+                pass
+        for kind in ("tcp", "tcp6", "udp", "udp6"):
+            for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
+                _, address, _, state, *_, inode = line.split()[:10]
+                if f"socket:[{inode}]" in owners and (state == "0A" or kind.startswith("udp")):
+                    print(kind, owners[f"socket:[{inode}]"], address.split(":")[0])
+"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "stop.py").write_text(STOP)
@@ -58,7 +83,7 @@ def penstock(folder: Path, *arguments: str, **environment: str) -> subprocess.Co
 def staying(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A job of two ranks that stay, and the ids of its ranks and of the processes that they started."""
     command = [*PENSTOCK, "run", "--ranks", "2", "stay.py"]
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout
         pids = [int(pid) for _ in range(2) for pid in process.stdout.readline().split()]
         yield process, pids
@@ -74,15 +99,27 @@ def agent_of(launcher: int) -> int:
 
 @pytest.mark.distributed
 def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path) -> None:
-    done = penstock(folder, "run", "--ranks", "2", "show.py", "--ranks", "7", "-m", "--unknown=1")
+    given = ["--ranks", "7", "-m", "--unknown=1", "--run", "x", "--log", "--", "y"]
+    done = penstock(folder, "run", "--ranks", "2", "show.py", *given)
     assert (done.returncode, done.stderr) == (0, "")
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in range(2):
         shown = json.loads((folder / f"shown.{rank}").read_text())
-        assert shown == [["--ranks", "7", "-m", "--unknown=1"], "2", threads]
+        assert shown == [given, "2", threads]
 
 
 @pytest.mark.distributed
+@pytest.mark.distributed
+def test_on_one_machine_everything_listens_on_loopback(folder: Path) -> None:
+    """The launcher's agent with torch's store, the ranks with gloo's sockets, and rank 0 with the failure detector."""
+    (folder / "listens.py").write_text(LISTENS)
+    done = penstock(folder, "run", "--ranks", "2", "listens.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert len({pid for _, pid, _ in found}) == 3
+    assert {(kind, address) for kind, _, address in found} == {("tcp", "0100007F")}
+
+
 def test_module_with_chosen_threads_and_its_exit_status(folder: Path) -> None:
     done = penstock(folder, "run", "-n", "2", "--threads", "5", "-m", "show", "fail", "--lr", "1", OMP_NUM_THREADS="9")
     assert done.returncode == 3
@@ -104,6 +141,9 @@ def test_signal_ends_everything(staying: tuple[subprocess.Popen[str], list[int]]
     process, pids = staying
     process.send_signal(number)
     assert process.wait(60) == 128 + number
+    assert process.stderr
+    what = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert process.stderr.read() == f"penstock: stopped by {what}; no process is left running\n"
     assert len(pids) == 4
     assert all(has_ended(pid, seconds=5) for pid in pids)
 
@@ -131,6 +171,8 @@ def test_death_of_the_agent_ends_everything(staying: tuple[subprocess.Popen[str]
     process, pids = staying
     os.kill(agent_of(process.pid), signal.SIGKILL)
     assert process.wait(60) == 128 + signal.SIGKILL
+    assert process.stderr
+    assert process.stderr.read() == "penstock: the agent of ranks 0 to 1 was killed by SIGKILL\n"
     assert all(has_ended(pid, seconds=5) for pid in pids)
 
 

@@ -16,6 +16,11 @@ pytestmark = pytest.mark.distributed
 
 LAST = 12
 """The steps that end."""
+LAST_WORDS = {
+    "between steps": "failed outside of a step: ValueError: no batch",
+    "in a step": "failed at 1F0: ValueError: no loss",
+    "killed": "was killed by SIGKILL",
+}
 
 SCRIPT = """
 import os, signal, sys, time
@@ -52,6 +57,8 @@ def crashed(folder: Path, how: str) -> Path:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "run", "-n", "2", "train.py", how]
     done = subprocess.run([*command, str(LAST)], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == (137 if how == "killed" else 1), done.stderr
+    assert done.stderr.splitlines()[-1] == f"penstock: rank 1 {LAST_WORDS[how]}"
+    assert done.stderr.count("Traceback") == (how != "killed")
     return folder / "run"
 
 
@@ -83,8 +90,8 @@ def test_a_killed_rank_is_named_with_its_step_and_action(tmp_path: Path) -> None
     check_steps(run)
     first, second = as_json("top", str(run))["ranks"]
     assert (first["health"], first["step"]) == ("failed", LAST + 1)
-    assert (second["health"], second["step"], second["action"]) == ("gone", LAST + 1, "1F0")
-    gone = f"rank 1: gone without a word: no such process any more; last heard of at step {LAST + 1}, in 1F0"
-    assert gone in output("top", str(run), columns=200)
+    assert (second["health"], second["step"], second["action"]) == ("failed", LAST + 1, "1F0")
+    killed = f"ended at step {LAST + 1}: rank 1 was killed by SIGKILL"
+    assert killed in output("top", str(run), columns=200)
     output("report", str(run), "--out", str(tmp_path / "run.html"))
-    assert json.dumps(gone)[1:-1] in (tmp_path / "run.html").read_text()
+    assert json.dumps(killed)[1:-1] in (tmp_path / "run.html").read_text()

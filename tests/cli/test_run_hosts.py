@@ -96,8 +96,8 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
         assert (world, host, local, threads) == ("4", str(rank // 2), str(rank % 2), "3")
         assert sorted(devices) == sorted(["lo", interface])
     assert said.splitlines() == [
-        "penstock: rank 2 ended with exit status 3",
         "penstock: network    2 hosts, 100mbit, by the kernel's tbf",
+        "penstock: rank 2 ended with exit status 3",
     ]
     assert left_of(job.pid) == []
 
@@ -108,7 +108,7 @@ def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
     with job_of(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
         _, printed, said = ended(job)
     assert job.returncode == 128 + signal.SIGKILL
-    assert said.splitlines()[0] == "penstock: rank 1 was killed by SIGKILL"
+    assert said.splitlines()[-1] == "penstock: rank 1 was killed by SIGKILL"
     assert len(printed.split()) == 4
     assert all(has_ended(int(pid)) for pid in printed.split())
     assert left_of(job.pid) == []
@@ -126,7 +126,8 @@ def test_signal_ends_all_hosts(staying: tuple[subprocess.Popen[str], list[int]],
         assert all(has_ended(pid, 3) for pid in pids[::2])
     _, _, said = ended(process)
     assert process.returncode == 128 + number
-    assert said.splitlines()[-1] == "penstock: network    2 hosts, as fast as this machine can"
+    stopped = f"penstock: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; no process is left running"
+    assert said.splitlines()[-2:] == ["penstock: network    2 hosts, as fast as this machine can", stopped]
     assert len(pids) == 4
     assert all(has_ended(pid) for pid in pids)
     assert left_of(process.pid) == []
@@ -152,7 +153,8 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
     os.kill(agent, signal.SIGKILL)
     _, _, said = ended(process)
     assert process.returncode == 128 + signal.SIGKILL
-    assert said.splitlines()[0] == f"penstock: the agent of host {host} was killed by SIGKILL"
+    agent_is = f"the agent of host {host} (ranks {host} to {host})"
+    assert said.splitlines()[-1] == f"penstock: {agent_is} was killed by SIGKILL"
     assert all(has_ended(pid) for pid in pids)
     assert left_of(process.pid) == []
 

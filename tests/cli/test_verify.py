@@ -24,7 +24,7 @@ from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
 
 CASES = '''
-import itertools, os, sys
+import ctypes, itertools, os, sys
 import torch
 from torch import nn
 
@@ -112,6 +112,8 @@ class EndsAsText(Exception):
 def exits(): sys.exit(0)
 def interrupts(): raise KeyboardInterrupt
 def leaves(): os._exit(0)
+def leaves_by_c(): ctypes.CDLL(None)._exit(0)
+def becomes_another(): os.execv("/bin/true", ["true"])
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 def leaves_in_forward(): return Ends(lambda _: os._exit(0)), *good()[1:]
 def exits_in_loss(): return *good()[:3], lambda *_: sys.exit()
@@ -354,14 +356,17 @@ def test_no_command_ends_well_when_its_target_ends_the_process(verb: str, target
     assert "raised SystemExit: 0 (cases.py:" in last_line(done.stderr)
 
 
-@pytest.mark.parametrize("target", ["cases.py:leaves", "cases.py:leaves_in_forward"])
-def test_os_exit_is_no_success(target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(os, "_exit", left.append)
-    verify(target, "--microbatches", "2")
-    assert {*left} == {2}
-    assert f"{target}" in (said := capfd.readouterr().err)
-    assert "called os._exit(0) before the command had a result" in said
+@pytest.mark.parametrize("target", ["leaves", "leaves_in_forward", "leaves_by_c", "becomes_another"])
+def test_ending_the_process_is_no_success(target: str) -> None:
+    done = in_process(f"cases.py:{target}", "--microbatches", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "TARGET ended the process with status 0 before the command had a result" in last_line(done.stderr)
+
+
+def test_a_command_in_a_child_hands_on_status_and_output() -> None:
+    for target, status in (("good", 0), ("drifting", 1), ("exits", 2)):
+        done = in_process(f"cases.py:{target}", "--microbatches", "2", "--json")
+        assert (done.returncode, bool(done.stdout)) == (status, status < 2), done.stderr
 
 
 def test_an_interrupt_is_one_line() -> None:

@@ -16,7 +16,7 @@ from penstock.runs import RunFolder, read_run
 X = torch.linspace(-1, 1, 64).view(8, 8)
 
 
-def _pipe(run: Any, **options: Any) -> penstock.Pipeline:
+def pipe_of(run: Any, **options: Any) -> penstock.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     return penstock.pipeline(model, (X,), microbatches=2, run=run, **{"loss_fn": nn.functional.mse_loss, **options})
@@ -25,7 +25,7 @@ def _pipe(run: Any, **options: Any) -> penstock.Pipeline:
 def trained(rank: int, folders: Sequence[str], steps: int, replicas: int = 1) -> list[float]:
     """Trains with a folder for each rank; returns the losses."""
     mesh = mesh_of((replicas, len(folders) // replicas), ("dp", "pp")) if replicas > 1 else None
-    with _pipe(RunFolder(folders[rank], steps=100), mesh=mesh) as pipe:
+    with pipe_of(RunFolder(folders[rank], steps=100), mesh=mesh) as pipe:
         return [float(pipe.step(X, target=X).loss) for _ in range(steps)]
 
 
@@ -42,24 +42,29 @@ def looked_at(rank: int, folder: str) -> list[dict[str, Any]]:
             time.sleep(0.05)
         return nn.functional.mse_loss(output, target)
 
-    with _pipe(folder, loss_fn=looks) as pipe:
+    with pipe_of(folder, loss_fn=looks) as pipe:
         for _ in range(2):
             pipe.step(X, target=X)
     return found
 
 
-def refused(rank: int, folder: str) -> str:
-    """What a pipeline says that records on rank 0 only."""
+def refused(rank: int, folder: str | None) -> str:
+    """What a pipeline says that is to record."""
     try:
-        _pipe(folder if rank == 0 else None)
+        pipe_of(folder)
     except penstock.ArgumentError as error:
         return str(error)
     return ""
 
 
+def refused_on_one(rank: int, folder: str) -> str:
+    """What a pipeline says that records on rank 0 only."""
+    return refused(rank, folder if rank == 0 else None)
+
+
 def only_there(rank: int, folder: str) -> list[str]:
     """The losses are of the last stage's rank only."""
-    with _pipe(folder, share_loss=False) as pipe:
+    with pipe_of(folder, share_loss=False) as pipe:
         for _ in range(3):
             pipe.step(X, target=X)
     return [str(step.loss) for step in read_run(folder).steps()] if rank == 0 else []

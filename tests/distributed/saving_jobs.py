@@ -176,6 +176,7 @@ def fail_in_the_background(rank: int, folder: Path) -> list[str]:
         with writing(fail):
             attempt(lambda: checkpoint.save(folder, pipe, optimizer))
         assert checkpoint.finish(pipe) is None
+        assert not list(folder.glob(".step*")), "a save that failed leaves nothing"
     attempt(close)
     assert checkpoint.latest(folder) == folder / "step-00000001"
     return said
@@ -199,6 +200,19 @@ def die_while_saving(rank: int, folder: Path, wait: bool) -> None:
         with writing(fall):
             checkpoint.save(folder, pipe, optimizer, wait=wait)
             checkpoint.finish(pipe)
+
+
+def refused(rank: int, folder: Path) -> str:
+    """What a save says that another job refuses, and nothing if it does not; training goes on."""
+    said = ""
+    with training() as (task, pipe, optimizer):
+        step(task, pipe, optimizer)
+        try:
+            checkpoint.save(folder, pipe, optimizer, wait=False)
+        except penstock.ArgumentError as error:
+            said = str(error)
+        step(task, pipe, optimizer)
+    return said
 
 
 def go_on(rank: int, folder: Path) -> tuple[int, str]:

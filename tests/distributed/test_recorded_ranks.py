@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -60,8 +62,20 @@ def test_a_loss_that_stays_where_it_is_made_is_not_waited_for(ranks2: Ranks, tmp
     assert ranks2.run(recorder_jobs.only_there, str(tmp_path))[0] == ["None"] * 3
 
 
+def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
+    with recorder_jobs.pipe_of(str(tmp_path), ranks=2) as pipe:
+        said = ranks2.run(recorder_jobs.refused, str(tmp_path))
+        assert said[0] == said[1]
+        owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
+        assert said[0].startswith(f"run='{tmp_path}': {owner}")
+        pipe.step(recorder_jobs.X, target=recorder_jobs.X)
+    ranks2.run(recorder_jobs.trained, [str(tmp_path)] * 2, 2)
+    assert len(read_run(tmp_path).steps()) == 2
+    assert not (tmp_path / ".owner.json").exists()
+
+
 @pytest.mark.long
 def test_all_processes_record_or_none(ranks2: Ranks, tmp_path: Path) -> None:
-    said = ranks2.run(recorder_jobs.refused, str(tmp_path))
+    said = ranks2.run(recorder_jobs.refused_on_one, str(tmp_path))
     assert ["run= is given on some processes only" in text for text in said] == [True, True]
     assert not [*tmp_path.iterdir()]

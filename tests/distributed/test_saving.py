@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import saving_jobs as jobs
 import stuck_jobs
 import torch
 
-from penstock import checkpoint
+from penstock import CheckpointError, checkpoint
 from scaffolding.ranks import Ranks, RanksError
 
 pytestmark = pytest.mark.distributed
@@ -62,12 +65,46 @@ def test_what_fails_in_the_background_is_told_on_every_rank(ranks2: Ranks, tmp_p
     assert every[0] == told
 
 
+def test_a_second_job_is_refused_on_every_rank_until_the_first_has_ended(ranks2: Ranks, tmp_path: Path) -> None:
+    with jobs.training(ranks=2) as (task, pipe, optimizer):
+        for _ in range(2):
+            jobs.step(task, pipe, optimizer)
+            checkpoint.save(tmp_path, pipe, optimizer)
+            first, second = ranks2.run(jobs.refused, tmp_path)
+            assert first == second
+            owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
+            assert first.startswith(f"checkpoints in {tmp_path}: {owner}")
+    assert ranks2.run(jobs.refused, tmp_path) == ["", ""]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
+def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path, wait: bool) -> None:
+    """torch says "unexpected pos 704 vs 598" then."""
+    with jobs.training(ranks=2) as (task, pipe, optimizer):
+        jobs.step(task, pipe, optimizer)
+        checkpoint.save(tmp_path, pipe, optimizer)
+        jobs.step(task, pipe, optimizer)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (7000, limits[1]))
+        try:
+            with pytest.raises(CheckpointError) as told:  # noqa: PT012  (either may raise)
+                checkpoint.save(tmp_path, pipe, optimizer, wait=wait)
+                checkpoint.finish(pipe)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert str(told.value) == f"cannot write {tmp_path}/step-00000002: OSError: File too large (rank 0)"
+        assert sorted(os.listdir(tmp_path)) == [".owner.json", "step-00000001"]
+        jobs.step(task, pipe, optimizer)
+        checkpoint.save(tmp_path, pipe, optimizer, wait=wait)
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000003"
+
+
 @pytest.mark.parametrize("wait", [True, False], ids=["at once", "in the background"])
 def test_a_kill_in_the_middle_leaves_the_last_good_one(ranks2: Ranks, tmp_path: Path, wait: bool) -> None:
     with pytest.raises(RanksError, match="its process ended with -9"):
         ranks2.run(jobs.die_while_saving, tmp_path, wait)
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000001"
-    assert (tmp_path / ".step-00000002.new").exists()
     assert ranks2.run(jobs.go_on, tmp_path) == [(1, (tmp_path / "loss").read_text())] * 2
     assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
     assert not list(tmp_path.glob(".step*"))

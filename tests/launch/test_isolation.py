@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +13,41 @@ import pytest
 from penstock.launch.agent import agent_command
 from penstock.network.switch.client import PROGRAM
 
-OWN = ["-m", "penstock.demo", "--steps", "2"]
-USERS = [["train.py", "-m", "penstock.demo"], ["-m", "penstocks"], ["-m", "own.penstock", "x"]]
+SEEN = """
+import json, os, sys
+import __main__
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__, __main__.SEEN, sys.path.count(os.getcwd())]))
+"""
+RANK = [sys.executable, "-P", "-m", "penstock.launch.rank"]
 
 
-@pytest.mark.parametrize("options", [[], ["--standalone", "--nproc-per-node=2"]])
-def test_ranks_of_ours_are_isolated_and_the_users_are_not(options: list[str]) -> None:
-    start = agent_command(options)
+def test_agents_are_isolated_and_see_no_argument_of_the_script() -> None:
+    start = agent_command(["--standalone", "train.py", "--run", "x"])
     assert start[:4] == [sys.executable, "-P", "-m", "penstock.launch.agent"]
-    assert agent_command([*options, *OWN]) == [*start, "--no-python", sys.executable, "-P", "-u", *OWN]
-    for command in USERS:
-        assert agent_command([*options, *command]) == [*start, *command]
+    assert start[-4:] == ["--standalone", "train.py", "--run", "x"]
+
+
+@pytest.mark.parametrize("command", [["own/train.py", "--run", "x"], ["-m", "own.train", "-m"], ["own", "y"]])
+def test_a_script_sees_what_python_shows_it(tmp_path: Path, command: list[str]) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("train.py", "__main__.py"):
+        (own / name).write_text(f"SEEN = 1\n{SEEN}")
+    environment = {**os.environ, "RANK": "0"}
+    shown = [
+        json.loads(
+            subprocess.run([*start, *command], cwd=tmp_path, env=environment, capture_output=True, check=True).stdout
+        )
+        for start in ([sys.executable], RANK)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_a_module_of_ours_sees_nothing_of_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("print('code of the current folder')")
+    command = [*RANK, "-m", "penstock", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "RANK": "0"}, capture_output=True, check=True)
+    assert done.stdout.startswith(b"penstock ")
 
 
 def test_the_switch_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:

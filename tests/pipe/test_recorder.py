@@ -287,19 +287,6 @@ def test_what_ends_a_run_in_one_process_is_kept(tmp_path: Path) -> None:
     assert (len(run.steps()), run.ranks()[0].failure) == (1, "ValueError: no batch")
 
 
-def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
-    train(tmp_path, steps=1)
-    file = tmp_path / "ranks" / "0.json"
-    said = json.loads(file.read_text())
-    said["state"] |= {"pid": os.getppid(), "ended": False}
-    file.write_text(json.dumps(said | {"at": time.time() + 60}))
-    with pytest.raises(ArgumentError, match=rf"process {os.getppid()} on .* writes a run into this folder just now"):
-        train(tmp_path)
-    file.write_text(json.dumps(said | {"at": time.time() - 60}))  # the number may be another process's by now
-    train(tmp_path, steps=2)
-    assert len(read_run(tmp_path).steps()) == 2
-
-
 def test_recording_holds_no_outputs(tmp_path: Path) -> None:
     with penstock.pipeline(mlp(), (X,), ranks=2, microbatches=2, loss_fn=squared_error, run=tmp_path) as pipe:
         for _ in range(3):

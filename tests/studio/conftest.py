@@ -25,8 +25,8 @@ def studio(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts one, as `studio(folder)`."""
     ends = []
 
-    def started(folder: Path = tmp_path, *, with_token: bool = False) -> Server:
-        server = bind("127.0.0.1", 0, folder, with_token=with_token)
+    def started(folder: Path = tmp_path) -> Server:
+        server = bind("127.0.0.1", 0, folder)
         made = server.made()
         thread = threading.Thread(target=made.run, kwargs={"sockets": [server.socket]})
         thread.start()

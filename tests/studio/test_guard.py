@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from penstock.studio.app import Studio, assets
-from penstock.studio.guard import Guard, is_loopback
+from penstock.studio.guard import ENTER, Guard, is_loopback
 from penstock.studio.library import Library
 
 TOKEN = "s3cret-token"
 HOST = "127.0.0.1:8470"
 
 
-def client(folder: Path, host: str = "127.0.0.1", token: str | None = None, **more: Any) -> TestClient:
-    app = Studio(Library(folder), Guard.of(host, 8470, token)).app()
-    return TestClient(app, base_url=f"http://{HOST}", follow_redirects=False, **more)
+def client(folder: Path, host: str = "127.0.0.1", token: str = TOKEN) -> TestClient:
+    app = Studio(Library(folder), Guard.of(host, 8470, TOKEN)).app()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    return TestClient(app, base_url=f"http://{HOST}", headers=headers)
 
 
-@pytest.mark.parametrize(
-    "name", ["127.0.0.1:8470", "localhost:8470", "localhost:9000", "[::1]:8470", "LOCALHOST", "127.0.0.2"]
-)
+@pytest.mark.parametrize("name", ["127.0.0.1:8470", "localhost:8470", "[::1]:8470", "LOCALHOST:8470"])
 def test_own_names_are_answered(tmp_path: Path, name: str) -> None:
     assert client(tmp_path).get("/api/catalogue", headers={"host": name}).status_code == 200
 
@@ -39,6 +37,18 @@ def test_own_names_are_answered(tmp_path: Path, name: str) -> None:
         "",
         "@",
         "[::1",
+        "localhost",
+        "localhost:9000",
+        "localhost:8470:8470",
+        "localhost:08470",
+        "localhost.:8470",
+        "127.0.0.2:8470",
+        "127.1:8470",
+        "0.0.0.0:8470",
+        "::1:8470",
+        "me@localhost:8470",
+        "localhost:8470/",
+        "localhost:8470, evil.example",
     ],
 )
 def test_a_name_made_to_point_here_is_refused(tmp_path: Path, name: str) -> None:
@@ -103,43 +113,48 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
         assert "https://" not in found, name
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
-    studio = client(tmp_path, "0.0.0.0", TOKEN)
-    for path in ("/", "/api/catalogue", "/static/studio/studio.js", "/export/csv"):
-        assert studio.get(path).status_code == 401
-        assert studio.get(path, params={"token": TOKEN[:-1]}).status_code == 401
-        assert studio.get(path, params={"token": ""}).status_code == 401
-        assert studio.get(path, headers={"authorization": "Bearer wrong"}).status_code == 401
-    assert studio.get("/api/catalogue", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
-    assert studio.get("/api/catalogue", params={"token": TOKEN}).status_code == 200
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_token_is_asked_for_by_all_but_the_page_itself(tmp_path: Path, host: str) -> None:
+    """The page is the same for everybody; it takes the token from the fragment of the link."""
+    routes = Studio(Library(tmp_path), Guard.of(host, 8470, TOKEN)).app()._app.routes  # type: ignore[attr-defined]
+    paths = {route.path.format(folder="studio", name="studio.js", kind="csv") for route in routes}
+    assert {"/", ENTER, "/report", "/export/csv", "/api/open", "/static/studio/studio.js"} <= paths
+    for path in (*paths, "/nothing", "//api/catalogue", "/static", "/STATIC/studio/studio.js"):
+        public = path in ("/", "/static/studio/studio.js")
+        for token in ("", "wrong", TOKEN[:-1], f"{TOKEN} "[1:]):
+            answered = client(tmp_path, host, token).get(path, params={"token": TOKEN})
+            assert (answered.status_code == 200) == public, path
+            assert (answered.status_code == 401) != public, path
+            assert "set-cookie" not in answered.headers
+        assert client(tmp_path, host).get(path).status_code != 401
+    for path in ("/static/%2e%2e/api/catalogue", "/static/..%2fapi/catalogue", "/static/x/..%2f..%2fapi/catalogue"):
+        assert client(tmp_path, host, "").get(path).status_code == 404
 
 
-def test_the_link_leaves_a_cookie_and_no_token_in_the_address(tmp_path: Path) -> None:
-    studio = client(tmp_path, "0.0.0.0", TOKEN)
-    moved = studio.get("/", params={"token": TOKEN})
-    assert (moved.status_code, moved.headers["location"]) == (303, "/")
-    cookie = moved.headers["set-cookie"]
-    assert "penstock-studio-8470=" in cookie
-    assert "httponly" in cookie.lower()
-    assert "samesite=lax" in cookie.lower()
-    assert studio.get("/").status_code == 200  # the client keeps cookies
-    assert studio.get("/api/catalogue").status_code == 200
+def test_the_token_is_left_in_a_cookie(tmp_path: Path) -> None:
+    studio = client(tmp_path, token="")
+    assert studio.get(ENTER, headers={"authorization": f"bearer {TOKEN}"}).status_code == 200
+    assert studio.get("/api/catalogue").status_code == 200  # the client keeps cookies
+    cookie = client(tmp_path).get(ENTER).headers["set-cookie"].lower()
+    assert cookie.startswith("penstock-studio-8470=")
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
 
 
 def test_on_other_addresses_it_answers_to_addresses_but_not_to_other_names(tmp_path: Path) -> None:
-    studio = client(tmp_path, "0.0.0.0", TOKEN)
+    studio = client(tmp_path, "0.0.0.0")
     for name, status in (
         ("10.1.2.3:8470", 200),
         ("[fe80::1]:8470", 200),
         ("localhost:8470", 200),
-        ("evil.example", 421),
+        ("10.1.2.3", 421),
+        ("fe80::1:8470", 421),
+        ("evil.example:8470", 421),
     ):
-        assert studio.get("/api/catalogue", params={"token": TOKEN}, headers={"host": name}).status_code == status
-    assert (
-        client(tmp_path, "box.lan", TOKEN)
-        .get("/", params={"token": TOKEN}, headers={"host": "box.lan:8470"})
-        .is_redirect
-    )
+        assert studio.get("/api/catalogue", headers={"host": name}).status_code == status, name
+    assert client(tmp_path, "box.lan").get("/", headers={"host": "box.lan:8470"}).status_code == 200
+    usual = TestClient(Studio(Library(tmp_path), Guard.of("127.0.0.1", 80, TOKEN)).app(), base_url="http://localhost")
+    assert usual.get("/").status_code == 200
 
 
 def test_long_addresses_and_doubled_parameters_are_refused(tmp_path: Path) -> None:

@@ -43,10 +43,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.let.set()
 
 
+def get(link: str, address: str, **options: Any) -> httpx.Response:
+    base, _, token = link.partition("#token=")
+    return httpx.get(f"{base}{address}", headers={"authorization": f"Bearer {token}"}, **options)
+
+
 def asking(link: str, ranks: int) -> tuple[threading.Thread, list[httpx.Response]]:
     found: list[httpx.Response] = []
     thread = threading.Thread(
-        target=lambda: found.append(httpx.get(f"{link}api/simulate", params={"ranks": ranks}, timeout=30))
+        target=lambda: found.append(get(link, "api/simulate", params={"ranks": ranks}, timeout=30))
     )
     thread.start()
     return thread, found
@@ -56,7 +61,9 @@ def left(link: str, ranks: int) -> None:
     """Asks, and goes away before the answer."""
     address = urlsplit(link)
     with socket.create_connection((address.hostname, address.port)) as made:
-        made.sendall(f"GET /api/simulate?ranks={ranks} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+        token = address.fragment.removeprefix("token=")
+        lines = f"GET /api/simulate?ranks={ranks} HTTP/1.1", f"Host: {address.netloc}", f"Authorization: Bearer {token}"
+        made.sendall("\r\n".join((*lines, "\r\n")).encode())
         time.sleep(0.2)  # until it has been read
 
 
@@ -71,7 +78,7 @@ def test_nothing_waits_for_another_kind_and_what_nobody_waits_for_is_left(
         left(link, 3)
     last, newest = asking(link, 4)
     for address in ("api/live?name=gpt", "api/library", "api/open?name=gpt", "api/catalogue"):
-        assert httpx.get(f"{link}{address}", timeout=10).status_code == 200
+        assert get(link, address, timeout=10).status_code == 200
     slow.let.set()
     first.join()
     last.join()
@@ -91,7 +98,7 @@ def test_too_many_questions_are_refused_at_once(studio: Start, slow: Slow, tmp_p
     refused = [found[0] for _, found in waiting if found]
     assert {one.status_code for one in refused} == {503}
     assert "ask again in a moment" in refused[0].json()["error"]
-    assert httpx.get(f"{link}api/live?name=gpt").status_code == 200
+    assert get(link, "api/live?name=gpt").status_code == 200
     slow.let.set()
     for thread, _ in waiting:
         thread.join()
@@ -133,7 +140,7 @@ def test_wrong_numbers_get_one_short_line(studio: Start) -> None:
     link = studio().link
     for address in ("simulate", "walk", "search"):
         for name, text in WRONG:
-            answer = httpx.get(f"{link}api/{address}", params={name: text}, timeout=5)
+            answer = get(link, f"api/{address}", params={name: text}, timeout=5)
             error = answer.json()["error"]
             assert answer.status_code == 400, (address, name, text)
             assert "\n" not in error

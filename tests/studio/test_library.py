@@ -14,7 +14,7 @@ from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
-from penstock.studio import library
+from penstock.studio import background, library
 from penstock.studio.app import Studio
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
@@ -39,8 +39,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def studio(folder: Path) -> TestClient:
-    app = Studio(Library(folder), Guard.of("127.0.0.1", 8470, None)).app()
-    return TestClient(app, base_url="http://127.0.0.1:8470")
+    app = Studio(Library(folder), Guard.of("127.0.0.1", 8470, "t")).app()
+    return TestClient(app, base_url="http://127.0.0.1:8470", headers={"authorization": "Bearer t"})
 
 
 def test_what_is_there_is_listed_and_opens(studio: TestClient) -> None:
@@ -163,6 +163,36 @@ def test_files_of_something_else_get_one_clear_error(studio: TestClient, folder:
         refused = studio.get("/api/open", params={"name": name})
         assert refused.status_code == 400
         assert "\n" not in refused.json()["error"]
+
+
+def test_big_files_are_read_by_a_process_of_their_own(
+    studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is parsed, no other thread of the server's process would run."""
+    (folder / "junk.json").write_text('{"choice": [1]}')
+    asked = [("/api/open", name) for name in ("trace.json", "junk.json")] + [("/report", "trace.json")]
+    usual = [studio.get(path, params={"name": name}) for path, name in asked]
+    assert [one.status_code for one in usual] == [200, 400, 200]
+    monkeypatch.setattr(background, "_READERS", {})
+    (folder / "packed.json").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
+    for name, status in (("packed.json", 200), ("trace.json", 400)):
+        assert studio.get("/api/open", params={"name": name}).status_code == status
+    monkeypatch.setattr(background, "BIG_BYTES", 0)
+    for (path, name), one in zip(asked, usual, strict=True):
+        again = studio.get(path, params={"name": name})
+        assert (again.status_code, again.text) == (one.status_code, one.text)
+    monkeypatch.setattr(background, "MOST_SECONDS", 0.001)
+    refused = studio.get("/api/open", params={"name": "trace.json"}).json()["error"]
+    assert refused == "trace.json takes more than 0.001 s to read; use `penstock explain`"
+
+
+def test_a_run_that_says_too_much_of_itself_is_not_read(studio: TestClient, folder: Path) -> None:
+    (folder / "gpt").mkdir()
+    (folder / "gpt" / "run.json").write_text('{"format": "penstock run", "name": "' + "x" * (3 << 20) + '"}')
+    (entry,) = (one for one in studio.get("/api/library").json()["entries"] if one["name"] == "gpt")
+    assert "is too large for the studio" in entry["damage"]
+    for path in ("/api/open", "/api/live"):
+        assert "is too large for the studio" in studio.get(path, params={"name": "gpt"}).json()["error"]
 
 
 def test_a_packed_bomb_is_refused(studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_a_plan_opens_with_the_plans_figures(open_page: Any, studio: Start, tmp_
     folder = tmp_path / "runs"
     folder.mkdir()
     best = a_plan(folder)["plans"][0]
-    page = open_page(f"{studio(folder).link}#view=runs")
+    page = open_page(f"{studio(folder).link}&view=runs")
     page.click("[data-entry='plan.json']")
     page.wait_for_selector("#runs canvas")
     assert fact(page, "step_seconds") == best["step_seconds"]
@@ -72,7 +72,7 @@ def test_a_plan_opens_with_the_plans_figures(open_page: Any, studio: Start, tmp_
 @pytest.mark.long
 def test_a_trace_opens_with_the_figures_of_explain(open_page: Any, studio: Start, tmp_path: Path) -> None:
     write_perfetto(timeline(1.0, 1.0, 1.5), tmp_path / "trace.json")
-    page = open_page(f"{studio(tmp_path).link}#view=runs")
+    page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.click("[data-entry='trace.json']")
     page.wait_for_selector("#runs canvas")
     found = said("explain", str(tmp_path / "trace.json"))
@@ -84,8 +84,8 @@ def test_a_trace_opens_with_the_figures_of_explain(open_page: Any, studio: Start
 
 def test_a_run_opens_with_the_figures_of_explain_and_its_report(open_page: Any, studio: Start, tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
-    server = studio(tmp_path, with_token=True)
-    page = open_page(f"{server.link}#view=runs&run=gpt&step=2")
+    server = studio(tmp_path)
+    page = open_page(f"{server.link}&view=runs&run=gpt&step=2")
     page.wait_for_selector("#runs canvas")
     found = said("explain", str(folder), "--step", "2")
     assert float(page.get_attribute(".outcome", "data-seconds")) == found["step_seconds"]
@@ -99,9 +99,9 @@ def test_a_run_opens_with_the_figures_of_explain_and_its_report(open_page: Any, 
     assert width.endswith("%")
 
 
-def client(folder: Path, token: str | None = None) -> TestClient:
-    made = Studio(Library(folder), Guard.of("127.0.0.1", 8470, token)).app()
-    return TestClient(made, base_url="http://127.0.0.1:8470")
+def client(folder: Path, token: str = "t") -> TestClient:
+    made = Studio(Library(folder), Guard.of("127.0.0.1", 8470, "t")).app()
+    return TestClient(made, base_url="http://127.0.0.1:8470", headers={"authorization": f"Bearer {token}"})
 
 
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_report_needs_the_token_and_the_runs_folder(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     a_run(runs / "gpt")
     a_run(tmp_path / "outside")
-    assert client(runs, "t").get("/report", params={"name": "gpt"}).status_code == 401
+    assert client(runs, "other").get("/report", params={"name": "gpt"}).status_code == 401
     for name in ("../outside", "", "nothing", str(tmp_path / "outside")):
         refused = client(runs).get("/report", params={"name": name})
         assert refused.status_code == 400
@@ -141,7 +141,7 @@ def test_a_run_on_one_rank_keeps_its_schedules_name_and_has_no_bubble(
         one = simulate(generate("1f1b", 1, 6), StageCost(0.01, 0.01, 0.01))
         write_whole(folder / "timelines" / f"{step}.json", one.to_dict())
     assert opened(folder, "alone")["schedule"] == "1f1b"
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=alone")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=alone")
     page.wait_for_selector(".what-if select")
     assert page.inner_text(".what-if option:first-child") == "1f1b, its own"
     assert "1 rank, 6 microbatches" in page.inner_text("#runs")
@@ -155,7 +155,7 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     (entry,) = Library(tmp_path).entries()
     assert (entry.name, entry.kind) == ("gpt", "run")
     assert entry.damage.startswith("run.json is not JSON")
-    page = open_page(f"{studio(tmp_path).link}#view=runs")
+    page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".damage")
     (text,) = page.locator(".library li").all_inner_texts()
     assert "damaged run" in text

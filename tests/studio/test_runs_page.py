@@ -55,7 +55,7 @@ def test_ranks_in_words() -> None:
 
 def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt")
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=gpt")
     page.wait_for_selector("[data-live=steps]")
     assert page.inner_text("[data-live=steps]") == "9 of 100"
     assert page.inner_text("[data-live=bubble]") == "20.0%"
@@ -87,7 +87,7 @@ def test_a_run_in_the_page(open_page: Any, studio: Start, tmp_path: Path) -> Non
 @pytest.mark.long
 def test_a_cut_is_dragged(open_page: Any, studio: Start, tmp_path: Path) -> None:
     a_run(tmp_path / "gpt")
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=gpt")
     box = page.wait_for_selector("[data-cut='1']").bounding_box()
     bar = page.query_selector(".stages").bounding_box()
     page.mouse.move(box["x"] + 5, box["y"] + 10)
@@ -123,7 +123,7 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> None:
     a_run(tmp_path / "gpt")
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=gpt")
     menu = ".what-if select"
     page.focus(menu)
     names = page.locator(f"{menu} option").all_inner_texts()
@@ -147,7 +147,7 @@ def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> 
 def test_many_stages_scroll_in_their_bar(open_page: Any, studio: Start, tmp_path: Path) -> None:
     made = simulate(generate("zb-v", 8, 16), [StageCost(0.01, 0.01, 0.01)] * 16)
     write_perfetto(made, tmp_path / "zbv.json")
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=zbv.json", size="phone")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=zbv.json", size="phone")
     page.wait_for_selector(".stages")
     page.wait_for_selector("#runs canvas")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -156,7 +156,7 @@ def test_many_stages_scroll_in_their_bar(open_page: Any, studio: Start, tmp_path
 @pytest.mark.long
 def test_a_run_that_is_resumed_or_dead(open_page: Any, studio: Start, tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt")
-    page = open_page(f"{studio(tmp_path).link}#view=runs&run=gpt")
+    page = open_page(f"{studio(tmp_path).link}&view=runs&run=gpt")
     page.wait_for_function("() => document.querySelector('.charts')?.textContent.includes('step 1step 9')")
     steps(run, 10, 12)
     write_whole(run / "run.json", replace(ABOUT, id="def", resumed=("2026-01-01T01:00:00.000+00:00",)).to_dict())

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.studio.serve import Server
 
 
 @contextmanager
@@ -38,20 +40,32 @@ def started(folder: Path, *options: str) -> Iterator[tuple[Any, str]]:
 def test_it_answers_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
     with started(tmp_path) as (process, link):
         assert link.startswith("http://127.0.0.1:")
-        assert httpx.get(f"{link}api/catalogue").json()["usual"]["ranks"] == 4
+        address, _, token = link.partition("#token=")
+        assert len(token) >= 32
+        assert httpx.get(f"{address}api/catalogue").status_code == 401
+        told = httpx.get(f"{address}api/catalogue", headers={"authorization": f"Bearer {token}"})
+        assert told.json()["usual"]["ranks"] == 4
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
         assert (process.returncode, out, err) == (0, "", "")
 
 
-def test_another_address_needs_the_links_token(tmp_path: Path) -> None:
-    with started(tmp_path, "--host", "0.0.0.0") as (_, link):
-        assert "/?token=" in link
-        port, token = link.split(":")[2].split("/")[0], link.partition("token=")[2]
-        assert len(token) >= 32
-        address = f"http://127.0.0.1:{port}/api/catalogue"
-        assert httpx.get(address).status_code == 401
-        assert httpx.get(address, params={"token": token}).status_code == 200
+def test_a_browser_is_not_told_the_token_where_others_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody can read the arguments of a process. A file that one user alone can read leads the browser on."""
+    opened: list[Any] = []
+
+    def look(address: str) -> None:
+        file = Path(address.removeprefix("file://"))
+        opened.extend((address, file, file.parent.stat().st_mode & 0o777, file.read_text()))
+
+    monkeypatch.setattr(webbrowser, "open", look)
+    monkeypatch.setattr(Server, "run", lambda server: server.socket.close())
+    CliRunner().invoke(app, ["studio", "--open", "--port", "0", "--runs", str(tmp_path)], catch_exceptions=False)
+    address, file, mode, text = opened
+    token = text.partition("#token=")[2].partition('"')[0]
+    assert len(token) >= 32
+    assert token not in address
+    assert (mode, file.parent.exists()) == (0o700, False)
 
 
 def refusal(*options: str) -> str:

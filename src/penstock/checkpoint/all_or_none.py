@@ -31,11 +31,11 @@ def together(pipe: Pipeline, act: Callable[[], T], fails: str) -> T:
     """
     with pipe.session.working(OWN_PART):
         future = attempt(act)
-    for said in pipe.gather(_said(future.exception(), pipe.world.number)):
+    error = future.exception()
+    for said in pipe.gather(error and in_words(error, pipe.world.number)):
         if said is not None:
             is_argument, text = said
-            error = ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")
-            raise error from future.exception()
+            raise (ArgumentError(text) if is_argument else CheckpointError(f"{fails}: {text}")) from error
     return future.result()
 
 
@@ -56,12 +56,10 @@ def attempt(act: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _said(error: BaseException | None, rank: int) -> tuple[bool, str] | None:
+def in_words(error: BaseException, rank: int) -> tuple[bool, str]:
     """Whether an error is about an argument, and its text. If torch collected errors from several ranks, the first."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = next(iter(error.failures.items()))
-    if error is None:
-        return None
     if isinstance(error, ArgumentError):
         return True, str(error)
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

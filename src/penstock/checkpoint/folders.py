@@ -57,7 +57,7 @@ def is_whole(path: Path) -> bool:
 
 
 def prepare(parent: Path, step: int) -> Path:
-    """Makes a new folder to write a checkpoint to. Deletes or repairs what a crash left behind.
+    """Makes a new folder to write a checkpoint to, in one that this job owns. Deletes or repairs what a crash left.
 
     Raises OSError.
     """
@@ -85,7 +85,7 @@ def publish(aside: Path, keep: int | None, files: Iterable[str]) -> Path:
 
     Raises OSError, and ArgumentError if a file is missing.
     """
-    missing = [name for name in files if not (aside / name).is_file()]
+    missing = [name for name in (*files, METADATA) if not (aside / name).is_file()]
     if missing:
         raise ArgumentError(
             f"{aside.parent} must be a folder that all ranks see: {missing[0]} was written by another rank, but is not "

@@ -7,6 +7,7 @@ group that training uses, ranks could issue collectives in different orders and 
 from __future__ import annotations
 
 import atexit
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from penstock import owner
 from penstock.checkpoint import folders, storage
-from penstock.checkpoint.all_or_none import OWN_PART, attempt, on_first, together
+from penstock.checkpoint.all_or_none import OWN_PART, attempt, in_words, on_first, together
 from penstock.checkpoint.averages import Divided, check_shared
 from penstock.checkpoint.contents import (
     REST,
@@ -86,7 +88,7 @@ class Background:
         """Reports a failed save when a script exits without closing its pipeline. The thread has ended by then."""
         under_way = self.under_way
         if under_way is not None and under_way.future.done() and (error := under_way.future.exception()):
-            print(f"penstock: cannot write {under_way.path}: {error}", file=sys.stderr)
+            print(f"penstock: cannot write {under_way.path}: {in_words(error, 0)[1]}", file=sys.stderr)
 
 
 def save(
@@ -123,15 +125,22 @@ def save(
         The checkpoint's path. With `wait=False` it exists only once the write has ended.
 
     Raises:
-        ArgumentError: on every rank, if an argument is wrong on any rank.
+        ArgumentError: on every rank, if an argument is wrong on any rank, or another job saves into the folder.
         CheckpointError: on every rank, if something cannot be written. The last checkpoint is unchanged.
     """
     finish(pipe)
     storage.hush()
     state = _collect(pipe, optimizer, others, extra, keep)
     parent = Path(folder).absolute()  # a write in the background may outlive a chdir
-    aside = on_first(pipe, partial(folders.prepare, parent, pipe.step_count), f"cannot write checkpoints to {parent}")
     path = parent / folders.name_of(pipe.step_count)
+    if not wait:
+        state = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
+
+    def prepare() -> Path:
+        owner.claim(parent, pipe.session, f"checkpoints in {parent}")
+        return folders.prepare(parent, pipe.step_count)
+
+    aside = on_first(pipe, prepare, f"cannot write checkpoints to {parent}")
     if wait:
         act = partial(
             _write,
@@ -147,8 +156,7 @@ def save(
         together(pipe, future.result, f"cannot write {path}")
     else:
         background = _background(pipe)
-        copied = together(pipe, lambda: {key: _copy(value) for key, value in state.items()}, f"cannot copy {path}")
-        act = partial(_write, aside, copied, background.group, pipe.is_first, keep, background.working)
+        act = partial(_write, aside, state, background.group, pipe.is_first, keep, background.working)
         background.under_way = UnderWay(path, background.thread.submit(act))
     return path
 
@@ -216,10 +224,15 @@ def _write(
     keep: int | None,
     alone: storage.Around,
 ) -> None:
-    files = storage.write(aside, state, group, alone)
-    if is_first:
-        with alone():
-            folders.publish(aside, keep, files)
+    try:
+        files = storage.write(aside, state, group, alone)
+        if is_first:
+            with alone():
+                folders.publish(aside, keep, files)
+    except BaseException:  # of storage.write: on every rank, once all have stopped writing
+        if is_first:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
 # -- in the background ------------------------------------------------------------------------------------------------
@@ -238,7 +251,8 @@ def _background(pipe: Pipeline) -> Background:
         background = pipe.session.companions[Background] = Background(
             ThreadPoolExecutor(1, "penstock-checkpoint"), group
         )
-        atexit.register(background.say_what_failed)
+        if pipe.is_first:  # which knows of every rank's error
+            atexit.register(background.say_what_failed)
         pipe.session.before_close(partial(_close, pipe, background))
     return background
 

@@ -61,7 +61,12 @@ class _Writer(FileSystemWriter):
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         with self._alone():
-            return super().write_data(*args, **kwargs)
+            try:
+                return super().write_data(*args, **kwargs)
+            except RuntimeError as error:  # torch.save closes its archive after a write has failed, which fails, too
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._alone():

@@ -17,7 +17,9 @@ import typer
 
 from penstock import __version__
 from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
+from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
+from penstock.launch.endings import stopped_by
 from penstock.words import printable
 
 VERBS: dict[str, dict[str, Any]] = {
@@ -40,9 +42,6 @@ VERBS: dict[str, dict[str, Any]] = {
     "studio": {},
 }
 """Each verb, in the order of `--help`, and extra arguments for `Typer.command`."""
-
-
-STOPPED = "stopped by Ctrl-C; no process is left running"
 
 
 class _Verbs(Commands):
@@ -75,8 +74,9 @@ class _Verbs(Commands):
             if error.code:
                 raise
             text, status = "code of the user's ended the command before it had a result (SystemExit)", 2
-        except KeyboardInterrupt:
-            text, status = STOPPED, 128 + signal.SIGINT
+        except KeyboardInterrupt as stopped:
+            number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
+            text, status = stopped_by(number), 128 + number
         except (PenstockError, OSError) as error:
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
@@ -87,7 +87,7 @@ class _Verbs(Commands):
             ):
                 text = in_options(text, set(options_of(verb)))
         _flush()
-        print(f"penstock: {text}" if text == STOPPED else f"penstock: error: {printable(text)}", file=sys.stderr)
+        print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
         raise typer.Exit(status)
 
 
@@ -117,17 +117,24 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (until this process ends)
     with contextlib.suppress(AttributeError):  # what tests put in its place
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.exit(in_child(_run) if calls_a_target(sys.argv[1:]) and hasattr(signal, "sigwaitinfo") else _run())
+
+
+def _run() -> int:
+    """Runs the command and returns its exit status."""
     status: Any = 0
     lost: OSError | None = None
     try:
         app(prog_name="penstock")
     except SystemExit as ended:
         status = ended.code
+        if isinstance(getattr(ended.__context__, "__cause__", None), KeyboardInterrupt):  # outside of any verb
+            print(f"penstock: {stopped_by(signal.SIGINT)}", file=sys.stderr)
     except OSError as error:  # of a page of help
         lost = error
     if lost := _flush() or lost:
         print(f"penstock: error: {_describe(lost)}", file=sys.stderr)
-    sys.exit(status or (2 if lost else 0))
+    return int(status or (2 if lost else 0))
 
 
 def _flush() -> OSError | None:

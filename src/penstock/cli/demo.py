@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -28,14 +27,12 @@ def demo(
     """Train a small GPT on Python's own source code in a pipeline. Takes a minute or two."""
     settings = Settings(ranks, schedule, microbatches, steps, out)
     print(introduction(settings), flush=True)
-    if ranks > 1:
-        status = launch(["-m", "penstock.demo", *settings.arguments()], ranks)
-    else:
-        status = _alone(settings)
-    if status:
-        Console().show_cursor()  # a progress bar that was cut short hides it
-    if status == 128 + signal.SIGINT:
-        raise KeyboardInterrupt
+    status = 1
+    try:
+        status = launch(["-m", "penstock.demo", *settings.arguments()], ranks) if ranks > 1 else _alone(settings)
+    finally:
+        if status:
+            Console().show_cursor()  # a progress bar that was cut short hides it
     raise typer.Exit(status)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -106,15 +105,14 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
         raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
     if "SUDO_USER" in os.environ:
         _say([f"{job.command[0 if job.command[0] != '-m' else 1]} runs as root, not as {os.environ['SUDO_USER']}"])
-    try:
-        with machines:
-            described, began = machines.described(), time.monotonic()
-            ended = nodes.run(job, machines, events=network.events)
-            _say([ended.said] if ended.said else [])
-            happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
-            _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    except KeyboardInterrupt:  # before the job began or after it ended
-        return 128 + signal.SIGINT
+    with machines:
+        described, began = machines.described(), time.monotonic()
+        ended = nodes.run(job, machines, events=network.events)
+        happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
+        _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
+    if ended.received:
+        raise KeyboardInterrupt(ended.received)
+    _say([ended.said] if ended.said else [])
     return ended.status
 
 

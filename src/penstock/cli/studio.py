@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import webbrowser
 from pathlib import Path
@@ -12,8 +13,8 @@ import typer
 from penstock.errors import ArgumentError, require
 
 EPILOG = """\
-The studio is for this machine alone, unless --host says otherwise; then the link has a token, which whoever opens it \
-needs. It only reads, and nothing outside the runs folder. Over ssh: ssh -L 8470:localhost:8470 HOST."""
+The studio is for this machine alone, unless --host says otherwise. Whoever opens it needs the token in the printed \
+link. It only reads, and nothing outside the runs folder. Over ssh: ssh -L 8470:localhost:8470 HOST."""
 """Printed below the options."""
 
 
@@ -21,24 +22,22 @@ def studio(
     runs: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Where runs, plans and traces are that can be opened.")
     ] = Path("runs"),
-    host: Annotated[str, typer.Option(help="The address to listen on; any but loopback needs the link's token.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(help="0: any that is free.")] = 8470,
-    token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too.")] = False,
     browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""
     require("studio", "starlette", "uvicorn", for_what="penstock studio")
-    from penstock.studio.serve import bind
+    from penstock.studio.serve import bind, redirecting
 
     if not 0 <= port <= 65535:
         raise ArgumentError(f"--port {port}: expected a number from 0 to 65535")
-    server = bind(host, port, runs, with_token=token)
+    server = bind(host, port, runs)
     print(f"penstock studio: {server.link}   (Ctrl-C ends it)", flush=True)
     if not runs.is_dir():
         hint = f"penstock.pipeline(run='{runs}/NAME') records a run there"
         print(f"penstock: {runs}: no such folder yet; {hint}", file=sys.stderr)
-    if browser:
-        webbrowser.open(server.link)
-    server.run()
+    with contextlib.ExitStack() as stack:
+        if browser:
+            webbrowser.open(stack.enter_context(redirecting(server.link)))
+        server.run()

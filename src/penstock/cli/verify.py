@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -214,8 +213,6 @@ def prove_distributed(case: Case) -> dict[str, Any]:
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
         threads = None if "OMP_NUM_THREADS" in os.environ else 1  # each rank uses as many as the one-device reference
         status = launch(["-m", "penstock.cli.verify", name], case.ranks * case.replicas, threads)
-        if status == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
         found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("rank-*.json"))]
     errors = sorted((one for one in found if "error" in one), key=lambda one: (one["follows"], one["monotonic_ns"]))
     if errors:
@@ -257,5 +254,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C kills a rank without a traceback; its launcher reports
     sys.exit(rank_main(Path(sys.argv[1])))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
 import signal
@@ -15,16 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
+
+from penstock.launch.endings import FAILURES, RankFailure
 
 AGENT_SECONDS = 4
 """What the agent gives the ranks to end after a signal or a failure, before it kills them."""
-
-FAILURES = "PENSTOCK_FAILURES"
-"""In the environment of one agent of several: the file in which it leaves its `RankFailure`, instead of printing it."""
 
 TAG = "PENSTOCK_JOB"
 """In the environment of all processes of a job: its name."""
@@ -38,14 +35,10 @@ if TYPE_CHECKING:
 def agent_command(arguments: Sequence[str]) -> list[str]:
     """The command of one machine's agent, to be started in an environment with a `TAG`: torchrun with these arguments.
 
-    It ends when this process does. Neither it nor ranks that run a module of ours import from the current folder; a
-    script of the user's sees its own folder, as under `python script.py`.
+    It ends when this process does, and imports nothing from the current folder. Of the arguments those that begin with
+    `--` are torchrun's, up to the script's path, or `-m` and a module; all that follow are the script's (rank.py).
     """
-    at = next((at for at, argument in enumerate(arguments) if not argument.startswith("--")), len(arguments))
-    command = list(arguments[at:])
-    if command[:1] == ["-m"] and command[1].partition(".")[0] == "penstock":
-        command = ["--no-python", sys.executable, "-P", "-u", *command]
-    return [sys.executable, "-P", "-m", "penstock.launch.agent", str(os.getpid()), *arguments[:at], *command]
+    return [sys.executable, "-P", "-m", "penstock.launch.agent", str(os.getpid()), *arguments]
 
 
 def end_with_parent(parent: int) -> bool:
@@ -81,52 +74,11 @@ def _is_marked(folder: Path, mark: bytes) -> bool:
         return False
 
 
-def shell_status(exitcode: int) -> int:
-    """A process's exit status as a shell reports it: 128 + n for signal n."""
-    return 128 - exitcode if exitcode < 0 else exitcode
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """The first rank that failed under one agent.
-
-    Attributes:
-        rank: of the whole job.
-        exitcode: its exit status, or -n for signal n.
-        at_ns: when it ended, on this machine's clock that only grows: to compare several agents.
-    """
-
-    rank: int
-    exitcode: int
-    at_ns: int
-
-    @property
-    def status(self) -> int:
-        """As the job's own exit status."""
-        return shell_status(self.exitcode)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {how_it_ended(self.exitcode)}"
-
-    @classmethod
-    def read_all(cls, path: Path | str) -> list[Self]:
-        """What agents left in the file that `FAILURES` names."""
-        return [cls(**json.loads(line)) for line in Path(path).read_text().splitlines()]
-
-    def write(self, path: str) -> None:
-        """Adds it to such a file."""
-        with open(path, "a") as file:
-            file.write(json.dumps(asdict(self)) + "\n")
-
-
-def how_it_ended(exitcode: int) -> str:
-    """In words: was killed by SIGKILL; ended with exit status 3."""
-    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
-
-
 def _wake_the_ended() -> None:
     """Continues this process's children that are stopped and were told to end, from now on: what is stopped heeds no
-    signal but SIGKILL, and for that torchrun waits half a minute."""
+    signal but SIGKILL, and for that torchrun waits half a minute. Of this process's threads only this one is
+    interrupted: the others block SIGINT, and so do ranks until they run the program."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         time.sleep(_WAKE_SECONDS)
         for folder in Path("/proc").glob("[0-9]*"):
@@ -159,13 +111,12 @@ class _Ends:
             if ended is not None:
                 self._at_ns.setdefault(ended.si_pid, time.monotonic_ns())
 
-    def first(self, failures: dict[int, ProcessFailure]) -> RankFailure:
-        """Of those that torchrun has seen, by rank."""
+    def note(self, failures: dict[int, ProcessFailure]) -> None:
+        """Leaves those that torchrun has seen, by rank, for the launcher."""
         now = time.monotonic_ns()
-        found = [
-            RankFailure(rank, failure.exitcode, self._at_ns.get(failure.pid, now)) for rank, failure in failures.items()
-        ]
-        return min(found, key=lambda failure: failure.at_ns)
+        for rank, failure in failures.items():
+            at_ns = self._at_ns.get(failure.pid, now)
+            RankFailure(rank, failure.exitcode, at_ns).write(os.environ[FAILURES])
 
 
 def _agent(launcher: int, arguments: Sequence[str]) -> int:
@@ -176,29 +127,28 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from penstock.launch.loopback import stay_on_loopback
+
     if "LOGLEVEL" not in os.environ:
         # The second has its own level. It tells of agents that leave the last barrier before others know it is
         # passed, which is no error, and happens on slow networks.
         for name in ("torch.distributed", "torch.distributed.elastic.agent.server.api"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    parsed = torchrun.get_args_parser().parse_args(arguments)
+    at = next(at for at, argument in enumerate(arguments) if not argument.startswith("--"))
+    parsed = torchrun.get_args_parser().parse_args([*arguments[:at], sys.executable])
+    parsed.no_python, parsed.training_script_args = True, ["-P", "-u", "-m", "penstock.launch.rank", *arguments[at:]]
     parsed.shutdown_timeout = AGENT_SECONDS
-    of_several = os.environ.pop(FAILURES, None)
-    ends = _Ends() if of_several else None
+    if parsed.standalone:
+        stay_on_loopback(parsed)
+    ends = _Ends()
     threading.Thread(target=_wake_the_ended, daemon=True).start()
     try:
         torchrun.run(parsed)  # type: ignore[no-untyped-call]
     except SignalException as stopped:
         return 128 + stopped.sigval
     except ChildFailedError as failed:
-        if ends is not None and of_several is not None:
-            first = ends.first(failed.failures)
-            first.write(of_several)
-        else:
-            rank, failure = failed.get_first_failure()
-            first = RankFailure(rank, failure.exitcode, 0)
-            print(f"penstock: {first}", file=sys.stderr, flush=True)
-        return first.status
+        ends.note(failed.failures)
+        return 1
     return 0
 
 

@@ -20,10 +20,13 @@ from types import FrameType
 from typing import IO
 
 from penstock.errors import ArgumentError
-from penstock.launch.agent import TAG, agent_command, kill_left, left, shell_status
+from penstock.launch.agent import TAG, agent_command, kill_left, left
+from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
 
 LAUNCH_SECONDS = 8.0
 """What agents have to end after a signal, or once one has failed, before everything is killed."""
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Added to the environment of agents: torch warns about host names that are not in DNS, and of each rank that ends."""
 _POLL_SECONDS = 0.05
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,12 +41,42 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
         ranks: how many processes.
         threads: OMP_NUM_THREADS of each; by default the environment's, otherwise the cores divided by the ranks.
 
-    Returns the exit status of the first rank that failed, with 128 + n for one that was killed by signal n, or 0.
-    Raises ArgumentError if that cannot be started.
+    Returns the exit status of the first rank that failed, with 128 + n for one that was killed by signal n, or 0. Names
+    that rank in a last line.
+
+    Raises:
+        ArgumentError: that cannot be started.
+        KeyboardInterrupt: such a signal ended it, whose number is the argument.
     """
     check(command, ranks, threads)
     agent = agent_command(["--standalone", f"--nproc-per-node={ranks}", *command])
-    return supervise([agent], {**os.environ, **cores_for(ranks, threads)}).status
+    with memory("failures") as failures:
+        ended = supervise([agent], {**QUIET, **os.environ, **cores_for(ranks, threads), FAILURES: failures})
+        status, said = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
+    if ended.received:
+        raise KeyboardInterrupt(ended.received)
+    if said:
+        print(f"penstock: {said}", file=sys.stderr, flush=True)
+    return status
+
+
+def explain_end(ended: Ended, failures: str, agents: Sequence[str]) -> tuple[int, str]:
+    """The job's exit status, and what failed first, in a line; none if nothing did, or a signal to this process ended
+    all. The line goes into the folders of runs, too.
+
+    Args:
+        failures: the file that `FAILURES` named.
+        agents: what to call each.
+    """
+    if ended.received or ended.agent is None:
+        return ended.status, ""
+    first = RankFailure.first(failures)
+    if ended.exitcode < 0 or first is None:
+        status, said = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
+    else:
+        status, said = shell_status(first.exitcode or 1), str(first)
+    tell_folders(failures, said)
+    return status, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +149,9 @@ def supervise(
     with contextlib.ExitStack() as stack:
         stack.callback(_end, agents)
         jobs = []
+        received = stack.enter_context(_forwarded(_SIGNALS if forwards else (), agents))
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # agents inherit that, and are not interrupted
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
         for number, command in enumerate(commands):
             jobs.append(secrets.token_hex(8))  # each its own: an agent kills at its end what is left of its job
             stack.callback(kill_left, jobs[-1])
@@ -129,10 +165,10 @@ def supervise(
                     process_group=0,  # a Ctrl-C of the terminal comes to us alone
                 )
             )
-        with _forwarded(_SIGNALS if forwards else (), agents) as received:
-            first = _wait(agents, jobs, received, look, until, patience)
-            exitcode = 0 if first is None else agents[first].returncode
-            return Ended(first, exitcode, received[0] if received else None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        first = _wait(agents, jobs, received, look, until, patience)
+        exitcode = 0 if first is None else agents[first].returncode
+        return Ended(first, exitcode, received[0] if received else None)
 
 
 def _wait(

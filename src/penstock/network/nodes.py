@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from penstock.errors import ArgumentError
-from penstock.launch.agent import FAILURES, RankFailure, agent_command, how_it_ended
-from penstock.launch.processes import Ended, Patience, check, cores_for, memory, supervise
+from penstock.launch.agent import agent_command
+from penstock.launch.endings import FAILURES
+from penstock.launch.processes import QUIET, Patience, check, cores_for, explain_end, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
 from penstock.network.director import Happened, playing
@@ -22,8 +23,6 @@ JOIN_SECONDS = 300.0
 """How long agents have to join: many of them may be loading torch on few cores."""
 PATIENCE = Patience(interrupt_seconds=1.0)
 """Short after a Ctrl-C, because a rank that waits for another over a network may never notice it."""
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-"""Added to the environment of agents: torch warns about host names that are not in DNS."""
 
 
 def agent_commands(
@@ -85,11 +84,13 @@ class Outcome:
         status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
         said: what failed first, in words; "" if nothing did, or if a signal to this process ended everything.
         happened: what the scenario changed, in order.
+        received: that signal, if any.
     """
 
     status: int
     said: str = ""
     happened: tuple[Happened, ...] = ()
+    received: int | None = None
 
 
 def run(
@@ -127,13 +128,13 @@ def run(
                 forwards=forwards,
                 patience=PATIENCE,
             )
-        return _outcome(RankFailure.read_all(failures), ended, played.happened)
+        status, said = explain_end(ended, failures, _agents(job))
+        return Outcome(status, said, tuple(played.happened), ended.received)
 
 
-def _outcome(failures: Sequence[RankFailure], ended: Ended, happened: Sequence[Happened] = ()) -> Outcome:
-    if failures and not ended.received:
-        first = min(failures, key=lambda failure: failure.at_ns)
-        return Outcome(first.status, str(first), tuple(happened))
-    no_agent = ended.agent is None or ended.received
-    said = "" if no_agent else f"the agent of host {ended.agent} {how_it_ended(ended.exitcode)}"
-    return Outcome(ended.status, said, tuple(happened))
+def _agents(job: Job) -> list[str]:
+    """What to call the agent of each host."""
+    starts = range(0, job.ranks, job.ranks // job.hosts)
+    return [
+        f"the agent of host {host} (ranks {start} to {start + starts.step - 1})" for host, start in enumerate(starts)
+    ]

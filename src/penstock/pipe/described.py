@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from penstock import owner
+from penstock.errors import ArgumentError
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import unwrapped
@@ -33,15 +35,25 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
         plan: what the pipeline follows.
 
     Raises:
-        ArgumentError: the folder has a run of another version or tool.
+        ArgumentError: the folder has a run of another version or tool, or another job writes there.
     """
     engine = session.engine
-    run_id = engine.control.give_all(uuid.uuid4().hex)
+    path, refusal = Path(asked.path), None
+    if engine.world.is_first:
+        try:
+            owner.claim(path, session, f"run={str(path)!r}")
+        except ArgumentError as error:
+            refusal = str(error)
+        except OSError:
+            pass  # the recorder warns of it; training goes on
+    run_id, refusal = engine.control.give_all((uuid.uuid4().hex, refusal))
+    if refusal is not None:
+        raise ArgumentError(refusal)
     about = earlier = None
     before: dict[str, Any] = {}
     with engine.control.agreed():
         if engine.world.is_first:
-            earlier = earlier_run(Path(asked.path))
+            earlier = earlier_run(path)
             about = describe(session, asked, run_id)
             before = _before(session, about, plan)
     recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from penstock.errors import warn
+from penstock.launch.endings import record_in
 from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.runs.about import About
@@ -140,13 +141,14 @@ class Recorder:
         self._writer.end()
         self._tell_trouble()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: Failure | None) -> None:
         """Something raised, which may end the run: hands over the steps that have ended. On any thread; raises nothing.
 
         Args:
-            failure: this process's, for its state until the watchdog knows the first cause.
+            failure: this process's, for its state until the watchdog knows the first cause; None: it is not known yet.
         """
-        self._present.failure = failure.error if self._present.is_alone else str(failure)
+        if failure is not None:
+            self._present.failure = failure.error if self._present.is_alone else str(failure)
         self._flush()
         self._writer.hurry()
 
@@ -184,6 +186,7 @@ class Recorder:
                     write_whole(self._writer.path / name, value)
             except OSError as error:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
+            record_in(self._writer.path)
         self._writer.start()
 
     def _write(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from penstock import owner
 from penstock.errors import ArgumentError, ClosedError
 from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
@@ -184,4 +185,5 @@ class Session:
             while self._before_close and not self.engine.control.failed:
                 self._before_close.pop()()
         finally:
+            owner.release(id(self))
             self.engine.close()

@@ -30,8 +30,6 @@ from penstock.runs.folder import (
     set_aside,
     write_whole,
 )
-from penstock.runs.health import SILENT_SECONDS, health
-from penstock.runs.reading import RunRead
 from penstock.runs.records import StepRecord
 
 BEAT_SECONDS = 0.25
@@ -194,19 +192,11 @@ def earlier_run(path: Path) -> About | None:
     """The run that is in a folder, to be continued or set aside; None if there is none.
 
     Raises:
-        ArgumentError: the folder has a run of another version or tool, or part of one, or one that another process
-            writes just now.
+        ArgumentError: the folder has a run of another version or tool, or part of one.
     """
     what = f"run={str(path)!r}"
     if (path / ABOUT).exists():
-        found = About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
-        first = next((one for one in RunRead(path, found).ranks() if one.number == 0), None)
-        if first is not None and first.pid != os.getpid() and health(first) in ("computes", "waits", "between steps"):
-            raise ArgumentError(
-                f"{what}: process {first.pid} on {first.host} writes a run into this folder just now; give each run "
-                f"its own. If that one has ended without a word, it is free {SILENT_SECONDS:.0f} s later"
-            )
-        return found
+        return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
     if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
         raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; give another folder, or an empty one")
     return None

@@ -9,19 +9,18 @@ from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.report.frame import base_style
-from penstock.studio import answers, exports, live, opened, reports
-from penstock.studio.guard import HEADERS, Guard
+from penstock.studio import answers, background, exports, live, reports
+from penstock.studio.guard import ENTER, HEADERS, Guard
 from penstock.studio.lane import CrowdedError, Lane
 from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
@@ -60,6 +59,7 @@ class Studio:
     def app(self) -> ASGIApp:
         routes = [
             Route("/", self.page),
+            Route(ENTER, self.enter),
             Route("/static/{folder}/{name}", self.static),
             Route("/api/catalogue", _answering(lambda given: answers.catalogue())),
             Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
@@ -74,12 +74,12 @@ class Studio:
         return Guarded(Starlette(routes=routes), self.guard)
 
     async def page(self, request: Request) -> Response:
-        if self.guard.brought(request.query_params):
-            rest = {name: value for name, value in request.query_params.items() if name != "token"}
-            moved = RedirectResponse("/" + (f"?{urlencode(rest)}" if rest else ""), status_code=303)
-            moved.set_cookie(self.guard.cookie, self.guard.token or "", httponly=True, samesite="lax")
-            return moved
         return _asset("studio/index.html")
+
+    async def enter(self, request: Request) -> Response:
+        entered = _json({})
+        entered.set_cookie(self.guard.cookie, self.guard.token, httponly=True, samesite="strict")
+        return entered
 
     async def static(self, request: Request) -> Response:
         return _asset("{folder}/{name}".format(**request.path_params))
@@ -111,7 +111,7 @@ class Studio:
             name, step = given.pop("name", ""), given.pop("step", "")
             _refuse(given)
             path, number = self.library.path(name), whole("step", step) if step else None
-            text = self.library.readable(lambda: reports.report(path, number), name)
+            text = self.library.readable(lambda: background.read("report", path, number), name)
             return Response(text, media_type="text/html", headers={"Content-Security-Policy": reports.policy(text)})
 
         return await _tried(request, made, self._reporting)
@@ -130,7 +130,7 @@ class Studio:
         _refuse(given)
         number = whole("step", step) if step else None
         path = self.library.path(name)
-        return self.library.readable(lambda: opened.opened(path, name, number, what_ifs, picture=picture), name)
+        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs, picture), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
@@ -159,7 +159,7 @@ class Guarded:
             await send(message)
 
         request = Request(scope)
-        refusal = self._guard.refuses(request.method, request.headers, request.query_params, request.cookies)
+        refusal = self._guard.refuses(request.method, scope["path"], request.headers, request.cookies)
         if refusal is None and len(scope["query_string"]) > _LONGEST:
             answer: ASGIApp = _json({"error": f"the address is longer than {_LONGEST} characters"}, 414)
         elif refusal is not None:
@@ -186,8 +186,8 @@ async def _tried(request: Request, act: Callable[[], Response], lane: Lane | Non
 
 
 def _given(request: Request) -> dict[str, str]:
-    """The parameters of an address, without the token. Raises ArgumentError if one is there twice."""
-    given = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+    """The parameters of an address. Raises ArgumentError if one is there twice."""
+    given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given):
         raise ArgumentError("a parameter is there twice; give each once")
     return found

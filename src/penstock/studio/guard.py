@@ -2,8 +2,9 @@
 
 A page elsewhere can make a reader's browser send requests here. It cannot read answers, as none allows another origin,
 but it could keep the machine busy, or be taken for this server by a name that it makes point here (DNS rebinding). So a
-request names this server in `Host` by an address or a name of its own, comes from its own pages if it says from where,
-and only reads. On any other address than a loopback one, it also carries the token.
+request names exactly this server and its port in `Host`, comes from its own pages if it says from where, and only
+reads. Other users of the machine can connect, too, so a request carries the token, unless it is for the page itself or
+its scripts. These read the token in the fragment of the link, which no browser sends; `ENTER` leaves it in a cookie.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 COOKIE = "penstock-studio"
 """The name of the token's cookie, before the port: cookies of two ports of one host are the same otherwise."""
+
+ENTER = "/api/enter"
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -45,43 +47,37 @@ class Guard:
     Attributes:
         host: what it is bound to.
         port: where.
-        token: what requests must carry; None: none.
-        names: host names that are this machine's.
+        token: what requests must carry.
+        names: what `Host` may say before the port.
     """
 
     host: str
     port: int
-    token: str | None
-    names: frozenset[str] = frozenset()
+    token: str
+    names: frozenset[str]
 
     @classmethod
-    def of(cls, host: str, port: int, token: str | None) -> Guard:
+    def of(cls, host: str, port: int, token: str) -> Guard:
         """For a server on this machine, which is also called by its own names unless it is bound to loopback."""
-        own = (
-            {host.lower()}
-            if is_loopback(host)
-            else {host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
-        )
-        return cls(host, port, token, frozenset(own))
+        own = [] if is_loopback(host) else [socket.gethostname(), socket.getfqdn()]
+        return cls(host, port, token, frozenset(map(in_address, [host, "localhost", "127.0.0.1", "::1", *own])))
 
     @property
     def cookie(self) -> str:
         return f"{COOKIE}-{self.port}"
 
-    def refuses(
-        self, method: str, headers: Mapping[str, str], query: Mapping[str, str], cookies: Mapping[str, str]
-    ) -> Refusal | None:
+    def refuses(self, method: str, path: str, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Refusal | None:
         """Why a request is refused; None: it is not.
 
         Args:
             headers: by name in lower case.
-            query: the parameters of the address.
         """
         host = headers.get("host", "")
         if not self._is_own(host):
             return Refusal(
                 421,
-                f"Host {host[:80]!r} is not this server: open it by its address, or by the name given to --host",
+                f"Host {host[:80]!r} is not this server: open it by its address and port {self.port}, or by the name "
+                "given to --host",
             )
         if method not in ("GET", "HEAD"):
             return Refusal(405, f"{method[:20]}: the studio only reads; use GET")
@@ -93,28 +89,19 @@ class Guard:
         )
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not navigates:
             return Refusal(403, "requests from pages of other sites are refused")
-        if self.token is not None and not self._has_token(headers, query, cookies):
+        if path != "/" and not path.startswith("/static/") and not self._has_token(headers, cookies):
             return Refusal(401, "the token is missing or wrong: open the link that penstock studio printed")
         return None
 
-    def brought(self, query: Mapping[str, str]) -> bool:
-        """Whether an address carries the right token, which then goes into a cookie."""
-        return self.token is not None and _equal(query.get("token", ""), self.token)
-
-    def _has_token(self, headers: Mapping[str, str], query: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
+    def _has_token(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = (query.get("token", ""), cookies.get(self.cookie, ""), bearer if scheme.lower() == "bearer" else "")
-        return any(_equal(one, self.token or "") for one in given)
+        given = (cookies.get(self.cookie, ""), bearer if scheme.lower() == "bearer" else "")
+        return any(hmac.compare_digest(one.encode(), self.token.encode()) for one in given)
 
     def _is_own(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname
-        except ValueError:
+        name = host.lower().removesuffix(f":{self.port}")
+        if name == host.lower() and self.port != 80:
             return False
-        if name is None:
-            return False
-        if is_loopback(name):
-            return True
         return name in self.names or (not is_loopback(self.host) and _is_address(name))
 
 
@@ -128,19 +115,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def in_address(host: str) -> str:
+    """A host as addresses name it: IPv6 in brackets."""
+    return f"[{host}]".lower() if ":" in host else host.lower()
+
+
 def _is_address(name: str) -> bool:
     """An address is what no other can make point here."""
     try:
-        ipaddress.ip_address(name)
+        return in_address(str(ipaddress.ip_address(name.strip("[]")))) == name
     except ValueError:
         return False
-    return True
 
 
 def _same(origin: str, host: str) -> bool:
     scheme, _, rest = origin.partition("://")
     return scheme in ("http", "https") and rest.lower() == host.lower()
-
-
-def _equal(given: str, token: str) -> bool:
-    return bool(token) and hmac.compare_digest(given.encode(), token.encode())

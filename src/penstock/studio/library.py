@@ -22,6 +22,8 @@ _DEEPEST = 4
 _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
+_MOST_ABOUT = 2 << 20
+"""Of the file that says what a run is: of each run, whenever the list is asked for."""
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
 
@@ -88,6 +90,8 @@ class Library:
         if not (about.is_relative_to(self._real_root) and about.is_file()):
             return None
         try:
+            if about.stat().st_size > _MOST_ABOUT:
+                raise _too_large(ABOUT)
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
@@ -155,7 +159,10 @@ class Library:
             try:
                 real = path.resolve(strict=True) if path.is_symlink() else path
                 self._inside(real, name, root)
-                size += real.stat().st_size if real.is_file() else 0
+                own = real.stat().st_size if real.is_file() else 0
+                if path == folder / ABOUT and own > _MOST_ABOUT:
+                    raise _too_large(name)
+                size += own
                 if not (real.is_file() or real.is_dir()) and real.exists():
                     raise ArgumentError(f"{name[:80]!r} has something in it that is neither a file nor a folder")
             except OSError:

@@ -33,7 +33,7 @@ _CUTS = "A plan keeps what a stage takes, not what each module does, so its cuts
 
 
 def opened(
-    path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = (), *, picture: bool = True
+    path: Path, name: str, step: int | None = None, what_ifs: Sequence[str] = (), picture: bool = True
 ) -> dict[str, Any]:
     """What is at a path, for the page.
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import ArgumentError
 from penstock.studio.app import Studio
-from penstock.studio.guard import Guard, is_loopback
+from penstock.studio.guard import Guard, in_address
 from penstock.studio.library import Library
 
 _AT_ONCE = 64
@@ -53,13 +56,18 @@ class Server:
     """A studio that is bound to its address.
 
     Attributes:
-        link: the address to open, with the token if one is needed.
+        address: without the token.
     """
 
     socket: socket.socket
     guard: Guard
-    link: str
+    address: str
     library: Library
+
+    @property
+    def link(self) -> str:
+        """What to open: the token is in the fragment, which no browser sends or logs on its way."""
+        return f"{self.address}#token={self.guard.token}"
 
     def made(self) -> uvicorn.Server:
         """What serves, to be run with `sockets=[self.socket]`."""
@@ -85,24 +93,31 @@ class Server:
             self.socket.close()
 
 
-def bind(host: str, port: int, runs: Path, *, with_token: bool = False) -> Server:
+def bind(host: str, port: int, runs: Path) -> Server:
     """Binds the studio to an address.
 
     Args:
-        host: loopback, unless others are to reach it; then it needs a token.
+        host: loopback, unless others are to reach it.
         port: 0: any that is free.
         runs: the folder whose runs, plans and traces can be opened.
-        with_token: whether loopback needs a token too.
 
     Raises:
         ArgumentError: the address is in use, or not one of this machine's.
     """
-    token = secrets.token_urlsafe(24) if with_token or not is_loopback(host) else None
     bound = _bound(host, port)
     port = bound.getsockname()[1]
     shown = host if host not in ("0.0.0.0", "::") else socket.gethostname()
-    link = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/" + (f"?token={token}" if token else "")
-    return Server(bound, Guard.of(host, port, token), link, Library(runs))
+    guard = Guard.of(host, port, secrets.token_urlsafe(24))
+    return Server(bound, guard, f"http://{in_address(shown)}:{port}/", Library(runs))
+
+
+@contextlib.contextmanager
+def redirecting(link: str) -> Iterator[str]:
+    """The address of a file that only this user can read, and that leads a browser to a link: `ps` shows arguments."""
+    with tempfile.TemporaryDirectory(prefix="penstock-studio-") as folder:
+        file = Path(folder, "open.html")
+        file.write_text(f'<meta http-equiv="refresh" content="0; url={link}"><a href="{link}">Penstock studio</a>')
+        yield file.as_uri()
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -12,6 +12,8 @@ Style = Literal["gpt", "llama"]
 shares the embedding's matrix; "llama" has none of these, but RMSNorm, rotary positions, a gated feed-forward and a
 matrix of its own for the output."""
 
+_MOST_LAYERS, _MOST_OF_ANYTHING = 1_000, 1_000_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
@@ -39,9 +41,9 @@ class Transformer:
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "feedforward", "positions"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1")
+            value, most = getattr(self, name), _MOST_LAYERS if name == "layers" else _MOST_OF_ANYTHING
+            if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+                raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1, and at most {most:,}")
         if self.style not in ("gpt", "llama"):
             raise ArgumentError(f"style={self.style!r}: expected 'gpt' or 'llama'")
         for name, whole, parts in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import socket
 import threading
@@ -11,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import ArgumentError, PipelineFailure
-from penstock.runtime.processes import joining, rendezvous
+from penstock.runtime.processes import failure_detector, joining, rendezvous
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.joining import Meeting, Missing
 
@@ -92,6 +94,49 @@ def test_ranks_with_another_world_size_are_named_by_all(
     assert re.fullmatch(f"rank 0 stops: {told}; set the same WORLD_SIZE on every rank", said[0])  # rank 2 may be late
     for rank in range(len(sizes)):
         assert re.search(rf"rank {rank} stops: .* with WORLD_SIZE=2.* with WORLD_SIZE=3|WORLD_SIZE=3.*=2", said[rank])
+
+
+def test_a_second_process_with_the_same_rank_is_refused() -> None:
+    store = dist.HashStore()
+    Meeting(store, 1, 2)
+    parent = failure_detector._stat(os.getppid())[1]
+    store.set("rank 1 process 1", json.dumps([failure_detector.Process.here().machine, os.getppid(), parent]))
+    with pytest.raises(
+        PipelineFailure, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
+    ):
+        Meeting(store, 1, 2).await_all(Missing(1, 2, Patience(join_seconds=5)))
+
+
+def test_a_process_that_is_gone_or_this_one_may_have_had_the_rank() -> None:
+    """As after a restart by several agents, which keep the store."""
+    store = dist.HashStore()
+    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
+    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
+    store.set("rank 0 process 2", json.dumps([failure_detector.Process.here().machine, os.getppid(), "1"]))
+    Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            "port: 1, useIpv6: 0, code: -98, name: EADDRINUSE",
+            "another process listens at a:1 (MASTER_ADDR and MASTER_PORT)",
+        ),
+        (
+            "Connection reset\nby peer",
+            "the store at a:1 (MASTER_ADDR and MASTER_PORT), which rank 0 or its agent keeps, is",
+        ),
+    ],
+)
+def test_what_a_dead_store_means_is_said(error: str, says: str) -> None:
+    missing = Missing(1, 2, Patience())
+    missing.address = ("a", 1)
+    words = missing._store_words(error)
+    assert words.startswith(says)
+    assert "\n" not in words
+    with pytest.raises(PipelineFailure, match=re.escape(words)), missing:
+        raise dist.DistNetworkError(error)
 
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

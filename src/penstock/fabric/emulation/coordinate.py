@@ -19,13 +19,14 @@ from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.files import read_json, write_json
-from penstock.launch.agent import FAILURES, RankFailure, agent_command
-from penstock.launch.processes import Ended, Patience, memory, supervise
+from penstock.launch.agent import agent_command
+from penstock.launch.endings import FAILURES, RankFailure
+from penstock.launch.processes import QUIET, Ended, Patience, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
 from penstock.network.director import playing
 from penstock.network.machines import Machines
-from penstock.network.nodes import QUIET, agent_commands
+from penstock.network.nodes import agent_commands
 from penstock.network.scenario import Event
 from penstock.words import counted
 
@@ -74,7 +75,7 @@ def emulate(
 
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
-        usual = {**QUIET, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "lo"} if machines is None else {})
+        usual = {**QUIET, "OMP_NUM_THREADS": "1"}
         commands = _commands(spec, folder, machines, module)
         logs = [stack.enter_context((folder / f"host-{number}.log").open("wb")) for number in range(len(commands))]
         try:
@@ -89,7 +90,7 @@ def emulate(
         except FabricError as error:
             _add(folder, str(error))
             raise
-        killed = [failure for failure in RankFailure.read_all(failures) if failure.exitcode < 0]
+        killed = [failure for failure in RankFailure.read_all(failures) if (failure.exitcode or 0) < 0]
     if machines is not None:
         _add(folder, switch_qdiscs=machines.qdiscs(), switch=machines.told(), happened=happened)
     if ended.received:

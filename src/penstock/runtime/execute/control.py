@@ -69,7 +69,7 @@ class Control:
             return
         place = place_of(default_store(), world.everyone)
         self.watchdog = Watchdog.connect(world.number, len(world.everyone), place, patience)
-        self.watchdog.partners = world.partners
+        self.watchdog.partners, self.watchdog.members = world.partners, world.everyone
         with self.reporting(close=self.watchdog.close):
             with self.waiting_for("process groups", self.others):
                 backend = "gloo" if staged else backend_of(device)
@@ -288,7 +288,10 @@ class Control:
     def fail(self, error: BaseException) -> BaseException:
         """Tells the others that this rank raised, unless they know; returns the error to raise: the first cause."""
         position = self.watchdog.position
-        self.watchdog.raised(Failure.of(self.world.number, position.action or None, error))
+        mine = Failure.of(self.world.number, position.action or None, error)
+        # Most likely a neighbour left. But outside a wait it may just as well be the model's own error.
+        is_doubtful = isinstance(error, (RuntimeError, OSError)) and not self.world.is_local
+        self.watchdog.raised(None if is_doubtful else mine)
         if self._agreed:
             return error
         if isinstance(error, PipelineFailure) or self.world.is_local:
@@ -296,11 +299,10 @@ class Control:
             if position.action and not isinstance(error, PipelineFailure):
                 error.add_note(f"penstock: in action {position.action}")
             return error
-        if isinstance(error, (RuntimeError, OSError)):
-            # Most likely a neighbour left. But outside a wait it may just as well be the model's own error.
-            patience = None if position.peers else _OWN_ERROR_SECONDS
-            if self.watchdog.cause(patience) is not None:
+        if is_doubtful:
+            if self.watchdog.cause(None if position.peers else _OWN_ERROR_SECONDS) is not None:
                 return _failure_of(self.watchdog, error)
+            self.watchdog.raised(mine)
         where = [
             f"on rank {self.world.number}",
             f"in {position.action}" if position.action else "",

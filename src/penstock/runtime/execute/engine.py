@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Engine:
         else:
             with self.control.reporting(close=self.close):
                 self.transports = {r: transport_of(transport, r, device, self.control, groups) for r in self.ranks}
-            atexit.register(self.close)  # what was sent must arrive even if a script does not call close
+            atexit.register(self._close_at_exit)
         self.replicas = None
         if groups is not None and len(world.replicas) > 1:
             self.replicas = Replicas(world, groups, self.control.staging)
@@ -359,9 +360,16 @@ class Engine:
             pending = [transport.broadcast(value, source_rank) for transport in self.transports.values()]
         return Arriving(self.control, what, source, pending)
 
+    def _close_at_exit(self) -> None:
+        """What was sent must arrive even if a script does not call `close`. If it raised, the others are told."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and not self.control.failed:
+            self.control.fail(error)
+        self.close()
+
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and releases the process groups."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         self.streams.close()
         if not self.control.failed:
             self.control.end_losses()

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from penstock.errors import ArgumentError
+from penstock.owner import Process
 from penstock.runtime.execute.control import Control
-from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator
 from penstock.runtime.transport.distributed import DistributedTransport

@@ -31,9 +31,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
+from penstock.owner import Process
 from penstock.runtime.processes import host_clock
 from penstock.runtime.processes.failure import Failure, Sighting
-from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, Process, silence
+from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, silence
 from penstock.runtime.processes.joining import Missing
 
 _MOST_BYTES = 1 << 20

@@ -20,15 +20,18 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
+from penstock.owner import Process
 from penstock.runtime.processes.failure import name_ranks
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.launcher import Launcher
+from penstock.words import line_of
 
 _LOOK_SECONDS = 0.001
 _LONGEST_LOOK_SECONDS = 0.5
 _SEARCH_SECONDS = 5.0
 _FIRST_SECONDS = 15.0
 _MOST_NAMED = 8
+_MOST_CHARACTERS = 200
 
 
 class Store(Protocol):
@@ -101,6 +104,19 @@ class Missing:
     ) -> None:
         self._over.set()
         self._thread.join()
+        if isinstance(error, dist.DistError) and self.address:
+            raise PipelineFailure(f"rank {self._rank} stops: {self._store_words(str(error))}") from None
+
+    def _store_words(self, error: str) -> str:
+        """What it means that torch's store failed."""
+        where = f"{self.address[0]}:{self.address[1]} (MASTER_ADDR and MASTER_PORT)" if self.address else "?"
+        if "EADDRINUSE" in error:
+            return (
+                f"another process listens at {where} already: an earlier job, or a second process with "
+                f"RANK={self._rank}; set a free MASTER_PORT, and another RANK for each process"
+            )
+        last = line_of(error, _MOST_CHARACTERS)
+        return f"the store at {where}, which rank 0 or its agent keeps, is gone; see why that has ended ({last})"
 
     @property
     def is_due(self) -> bool:
@@ -156,6 +172,9 @@ class Meeting:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._number = store.add(f"rank {rank}", 1)
         self._come = f"come {self._number}"
+        self._twin: str | None = f"rank {rank} process {self._number - 1}" if self._number > 1 else None
+        process = Process.here()
+        store.set(f"rank {rank} process {self._number}", json.dumps([process.machine, process.pid, process.started]))
 
     def absent(self) -> tuple[int, ...]:
         """The ranks that have not come."""
@@ -194,9 +213,22 @@ class Meeting:
         told = ", ".join(f"{name_ranks(ranks[:_MOST_NAMED])} with WORLD_SIZE={size}" for size, ranks in sizes.items())
         raise PipelineFailure(f"rank {self._rank} stops: {told}; set the same WORLD_SIZE on every rank")
 
+    def _refuse_twin(self) -> None:
+        """Raises PipelineFailure if another process of this machine, which still runs, came earlier as this rank."""
+        if self._twin is None or not self._store.check([self._twin]):
+            return
+        earlier = Process(*json.loads(self._store.get(self._twin)))
+        if earlier != Process.here() and earlier.state() == "running":
+            raise PipelineFailure(
+                f"rank {self._rank} stops: process {earlier.pid} has RANK={self._rank}, too; set another RANK for each "
+                "process"
+            )
+        self._twin = None
+
     def _wait(self, met: Callable[[], bool], missing: Missing) -> None:
         look_seconds = _LOOK_SECONDS
         while not met():
+            self._refuse_twin()
             if missing.is_due:
                 missing.ranks = self.absent() or missing.ranks
             missing.check()

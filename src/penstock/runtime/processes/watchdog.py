@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
+from penstock.launch.endings import FAILURES, await_culprit, exit_status, note
+from penstock.owner import Process
 from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import (
     OUTSIDE,
@@ -29,7 +31,7 @@ from penstock.runtime.processes.failure import (
     name_ranks,
     wait_chain,
 )
-from penstock.runtime.processes.failure_detector import GONE, Patience, Process, silence
+from penstock.runtime.processes.failure_detector import GONE, Patience, silence
 from penstock.runtime.processes.heartbeat_server import Address, Connection, HeartbeatServer
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
@@ -59,7 +61,9 @@ class Watchdog:
         offset: from this host's clock to that of rank 0's.
         sightings: each rank as its last beat showed it, at most a beat or two old.
         partners: the ranks with which this one may meet within an action, in FSDP's collectives for example.
-        raised: called if something raised here, before the others are told; that may not be what ends the run.
+        raised: called if something raised here, before the others are told: with that; None if it is most likely the
+            effect of another rank's failure.
+        members: of each rank, its number in the whole job.
         last_words: called before this process is ended because of a failure, on any thread. Like `raised` it takes a
             moment at most.
     """
@@ -89,6 +93,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._known = threading.Event()
         self._raising = self._interrupted = False
+        self._status = 1
         self._failed: float | None = None
         self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
         self._ticked = self._since = self._answered = clock()
@@ -97,7 +102,8 @@ class Watchdog:
         self._warned_seconds = 0.0
         self.sightings: Sequence[Sighting] = [Sighting()] * ranks
         self.partners: Sequence[int] = ()
-        self.raised: Callable[[Failure], object] = _nothing
+        self.members: Sequence[int] = range(ranks)
+        self.raised: Callable[[Failure | None], object] = _nothing
         self.last_words: Callable[[], object] = _nothing
         self._launcher = Launcher()
 
@@ -146,6 +152,7 @@ class Watchdog:
         """
         self._raising = True
         self._interrupted = isinstance(error, KeyboardInterrupt)
+        self._status = exit_status(error) or 1
         mine = Failure.of(self._rank, action, error, self.behind)
         if self._send(failure=mine.to_json()):
             self._known.wait(_INTERRUPTED_SECONDS if self._interrupted else _REPORT_SECONDS)
@@ -312,9 +319,10 @@ class Watchdog:
         self._send(failure=failure.to_json())  # rank 0 may be stopped, and will read this when it wakes up
 
     def _fail(self, failure: Failure) -> Failure:
-        """Records the first failure that this rank learns of."""
+        """Records the first failure that this rank learns of, for whoever launched it, too."""
         if self.failure is None:
             self.failure = failure
+            note(self.members[failure.rank], str(failure))
             self._known.set()
         return self.failure
 
@@ -329,13 +337,20 @@ class Watchdog:
         return True
 
     def _stop(self, failure: Failure) -> None:
-        say(self._words(failure))
+        if FAILURES not in os.environ:  # otherwise the launcher will
+            say(self._words(failure))
         for act in (_flush, self.last_words):
             thread = threading.Thread(target=act, daemon=True)
             thread.start()
             thread.join(_LAST_WORDS_SECONDS)  # a stuck reader of our output, or a disk, must not hold us up
+        self._leave_last(failure)
+
+    def _leave_last(self, failure: Failure) -> None:
+        """Ends the process, after the others know why, and after the rank that raised."""
         self._await_others()
-        self._leave(1)
+        if failure.kind == "raised":
+            await_culprit(self.members[self._rank])
+        self._leave(self._status if failure.rank == self._rank else 1)
 
     def _await_others(self) -> None:
         """Waits for the other ranks before rank 0 exits, which takes the failure detector with it."""
@@ -355,8 +370,7 @@ class Watchdog:
         if self.failure is not None:  # destructors of a broken process group may wait for ranks that are gone
             _flush()
             self.last_words()
-            self._await_others()
-            self._leave(1)
+            self._leave_last(self.failure)
         self.close()
         self._await_leaving()
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.owner import Process
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly
-from penstock.runtime.processes.failure_detector import Process
 from penstock.runtime.processes.joining import say
 from penstock.runtime.transport.agreement import Agreement, Layouts
 from penstock.runtime.transport.distributed import DistributedChannel, DistributedTransport

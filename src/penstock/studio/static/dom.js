@@ -11,6 +11,12 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
+/** Shows the server the token of a link, for which it leaves a cookie. */
+export async function enter() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (token) await fetch("api/enter", { headers: { Authorization: `Bearer ${token}` } });
+}
+
 /** The answer of the server to a question. Throws an Error with its reason. */
 export async function ask(path, given = {}, signal = undefined) {
   // with this header, what cannot be answered is no failure, which a browser would note on its console

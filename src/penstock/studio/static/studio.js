@@ -1,7 +1,7 @@
 // The page: which view is shown, and what is asked again after a change.
 
 import { controls } from "./controls.js";
-import { ask, tell } from "./dom.js";
+import { ask, enter, tell } from "./dom.js";
 import { play } from "./play.js";
 import { runs } from "./runs.js";
 import { change, read, state } from "./state.js";
@@ -11,7 +11,9 @@ const VIEWS = ["play", "walk", "runs"];
 const byId = (id) => document.getElementById(id);
 
 async function begin() {
+  await enter();
   read();
+  change({});
   const catalogue = await ask("api/catalogue");
   const views = {
     play: play(byId("play")),
@@ -34,7 +36,8 @@ async function begin() {
   }
 
   for (const tab of document.querySelectorAll("[data-view][role=tab]")) tab.addEventListener("click", () => show(tab.dataset.view));
-  addEventListener("hashchange", () => {
+  addEventListener("hashchange", async () => {
+    await enter();
     read();
     panel.refresh();
     show(state.view);

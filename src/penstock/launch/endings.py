@@ -1,0 +1,140 @@
+"""How a job ended: what its ranks and agents leave in one file, and the sentence that the launcher makes of it.
+
+A rank notes what failed, wherever it learns of it; an agent notes how each rank's process ended. The first note names
+the culprit, whose exit status is the job's. Ranks are silent about failures that the launcher will name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from penstock.words import line_of
+
+FAILURES = "PENSTOCK_FAILURES"
+"""In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""
+_FOLDER = "folder"
+_MOST_CHARACTERS = 500
+_CULPRIT_SECONDS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """How a rank failed, as itself, another rank or its agent knows.
+
+    Attributes:
+        rank: of the whole job.
+        exitcode: the exit status of its process, or -n for signal n; None: it has not ended yet.
+        at_ns: when, on this machine's clock that only grows: to compare several processes.
+        said: what failed, in one line; empty: only how its process ended is known.
+    """
+
+    rank: int
+    exitcode: int | None
+    at_ns: int
+    said: str = ""
+
+    def __str__(self) -> str:
+        return self.said or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
+
+    @classmethod
+    def read_all(cls, path: Path | str) -> list[Self]:
+        """What was left in the file that `FAILURES` names."""
+        return [cls(**found) for found in _lines(path) if _FOLDER not in found]
+
+    @classmethod
+    def first(cls, path: Path | str) -> Self | None:
+        """What failed first, with the exit status of that rank; None if nothing did."""
+        found = sorted(cls.read_all(path), key=lambda failure: failure.at_ns)
+        if not found or not found[0].said:
+            return found[0] if found else None
+        codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]
+        return replace(found[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
+
+    def write(self, path: str) -> None:
+        """Adds it to such a file."""
+        _add(path, asdict(self))
+
+
+def note(rank: int, said: str = "", exitcode: int | None = None) -> None:
+    """Leaves why a rank failed for the launcher, if there is one."""
+    if path := os.environ.get(FAILURES):
+        with contextlib.suppress(OSError):
+            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(said, _MOST_CHARACTERS)).write(path)
+
+
+def first_noted() -> RankFailure | None:
+    """What failed first in this process's job, as far as is known; None too where no launcher asks."""
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        return RankFailure.first(os.environ[FAILURES])
+    return None
+
+
+def await_culprit(rank: int) -> None:
+    """Lets the rank that failed first end first, if it is not this one: its traceback and its exit status count, and
+    its agent then ends this process."""
+    first = first_noted()
+    if first is not None and first.rank != rank and first.said:
+        time.sleep(_CULPRIT_SECONDS)
+
+
+def record_in(folder: Path) -> None:
+    """Has the launcher say in the folder of a run, too, what it says last."""
+    if path := os.environ.get(FAILURES):
+        with contextlib.suppress(OSError):
+            _add(path, {_FOLDER: str(folder.resolve())})
+
+
+def tell_folders(path: Path | str, said: str) -> None:
+    """Says in the folders that ranks named by `record_in` why those ended that failed or left their pipeline open."""
+    from penstock.files import atomic
+
+    for folder in dict.fromkeys(found[_FOLDER] for found in _lines(path) if _FOLDER in found):
+        for file in Path(folder).glob("ranks/*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                record = json.loads(file.read_bytes())
+                if record["state"]["failure"] is not None or not record["state"]["ended"]:
+                    record["state"]["failure"] = said
+                    with atomic(file) as new:
+                        new.write_bytes(json.dumps(record).encode() + b"\n")
+
+
+def exit_status(error: BaseException) -> int:
+    """Of a program that this exception ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    if isinstance(error, SystemExit):
+        code = error.code
+        return code & 0xFF if isinstance(code, int) else int(code is not None)
+    return 1
+
+
+def shell_status(exitcode: int) -> int:
+    """A process's exit status as a shell reports it: 128 + n for signal n."""
+    return 128 - exitcode if exitcode < 0 else exitcode
+
+
+def how_it_ended(exitcode: int) -> str:
+    """In words: was killed by SIGKILL; ended with exit status 3."""
+    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
+
+
+def stopped_by(number: int) -> str:
+    """What a command says last that a signal has ended."""
+    what = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return f"stopped by {what}; no process is left running"
+
+
+def _add(path: str, value: object) -> None:
+    with open(path, "ab", buffering=0) as file:
+        file.write(json.dumps(value).encode() + b"\n")
+
+
+def _lines(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]

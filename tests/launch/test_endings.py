@@ -1,0 +1,93 @@
+"""Which rank failed first, and with which exit status, of all that ranks and agents left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.endings import FAILURES, RankFailure, await_culprit, exit_status, note, record_in, stopped_by
+from penstock.launch.processes import Ended, explain_end
+
+RAISED = "rank 1 failed at 1F2: ValueError: boom"
+
+FAILED = Ended(agent=0, exitcode=1)
+
+
+@pytest.mark.parametrize(
+    ("left", "status", "said"),
+    [
+        ([(0, 1, 900, ""), (1, None, 500, RAISED), (0, None, 600, RAISED), (1, 1, 950, "")], 1, RAISED),
+        ([(1, None, 500, RAISED), (1, 3, 600, "")], 3, RAISED),
+        (
+            [(0, -15, 700, ""), (1, -9, 100, ""), (0, None, 400, "rank 0 failed: lost peer")],
+            137,
+            "was killed by SIGKILL",
+        ),
+        (
+            [(1, None, 500, "rank 1 was lost: stopped"), (0, 1, 600, ""), (1, -15, 700, "")],
+            1,
+            "rank 1 was lost: stopped",
+        ),
+        ([(1, 7, 500, ""), (0, -15, 600, "")], 7, "rank 1 ended with exit status 7"),
+    ],
+)
+def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
+    tmp_path: Path, left: list[tuple[int, int | None, int, str]], status: int, said: str
+) -> None:
+    path = tmp_path / "failures"
+    for failure in left:
+        RankFailure(*failure).write(str(path))
+    found, line = explain_end(FAILED, str(path), ["the agent"])
+    assert (found, line.removeprefix("rank 1 ") if said.startswith("was") else line) == (status, said)
+
+
+def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "failures"
+    path.touch()
+    assert explain_end(Ended(0, -9), str(path), ["the agent"]) == (137, "the agent was killed by SIGKILL")
+    RankFailure(1, 1, 5).write(str(path))
+    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == (130, "")
+    assert [stopped_by(number).split(";")[0] for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
+
+
+def test_what_a_rank_says_is_one_printable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "failures"
+    monkeypatch.setenv(FAILURES, str(path))
+    note(2, "rank 2 failed: ValueError: a\n\nb \x1b[31mé\u202e" + "x" * 9999)
+    first = RankFailure.first(path)
+    assert first is not None
+    assert str(first).startswith("rank 2 failed: ValueError: a b \N{REPLACEMENT CHARACTER}[31mé")
+    assert str(first).isprintable()
+    assert len(str(first)) == 500
+    await_culprit(2)  # which is the culprit itself, and waits for nobody
+
+
+def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, ranks = tmp_path / "failures", tmp_path / "ranks"
+    monkeypatch.setenv(FAILURES, str(path))
+    ranks.mkdir()
+    before = {0: (False, "rank 0 failed: pipe broke"), 1: (False, None), 2: (True, None), 3: (True, "rank 3 failed")}
+    for rank, (ended, failure) in before.items():
+        (ranks / f"{rank}.json").write_text(json.dumps({"state": {"ended": ended, "failure": failure}}))
+    record_in(tmp_path)
+    note(1, RAISED)
+    explain_end(FAILED, str(path), ["the agent"])
+    after = [json.loads((ranks / f"{rank}.json").read_text())["state"]["failure"] for rank in before]
+    assert after == [RAISED, RAISED, None, RAISED]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError(), 1),
+        (SystemExit(3), 3),
+        (SystemExit(), 0),
+        (SystemExit(-1), 255),
+        (SystemExit("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_status_of_an_exception(error: BaseException, status: int) -> None:
+    assert exit_status(error) == status
