@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -22,50 +23,96 @@ OF_PIPELINE = {
 }
 """The second names of arguments of `pipeline`, `inspect` and `verify`."""
 
-OF_PEERS = {
-    "activation_checkpoint_interval": "pass recompute=",
-    "args_chunk_spec": "pass batch_dims={'args': ...}",
-    "checkpoint": "pass recompute='always', 'except_last' or 'never'",
-    "gradient_accumulation_steps": "pass microbatches=",
-    "kwargs_chunk_spec": "pass batch_dims={'kwargs': ...}",
-    "losses": "read result.losses, the microbatches' own",
-    "mb_args": "pass args=, a whole batch",
-    "mb_kwargs": "pass kwargs=, a whole batch",
-    "num_model_chunks": "pass chunks=",
-    "num_stages": "pass ranks=, and chunks= for several stages per rank",
-    "output_merge_spec": "pass batch_dims={'output': ...}, or merge=",
-    "partition_method": "pass balance='parameters', 'layers' or 'type:Block'",
-    "scale_grads": "omit it: gradients are those of the whole batch's loss",
-    "split_spec": "pass cuts=['blocks.5'], the modules at which stages begin",
-    "stages": "pass ranks=, and chunks= for several stages per rank",
+_PEERS = {
+    "pass args=, a whole batch": "mb_args input_args example_inputs sample_input",
+    "pass balance='parameters', 'layers' or 'type:Block'": "partition_method",
+    "pass batch_dims={'args': ...}": "args_chunk_spec",
+    "pass batch_dims={'kwargs': ...}": "kwargs_chunk_spec",
+    "pass batch_dims={'output': ...}, or merge=": "output_merge_spec",
+    "pass chunks=": "num_model_chunks virtual_pipeline_model_parallel_size vp_size vpp num_virtual_stages",
+    "pass chunks=, layers / (ranks * layers per chunk)": "num_layers_per_virtual_pipeline_stage",
+    "pass cuts=['blocks.5'], the modules at which stages begin": "split_spec split_points split_policy split_rule "
+    "pipeline_parallel_split_points module_fqns_per_model_part",
+    "pass kwargs=, a whole batch": "mb_kwargs",
+    "pass loss_fn=": "criterion loss_function loss_func objective",
+    "pass microbatches=": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps num_chunks "
+    "pipeline_nmicros",
+    "pass microbatches=, samples per batch / samples per microbatch": "micro_batch_size train_micro_batch_size_per_gpu "
+    "mbs pipeline_parallel_microbatch_size",
+    "pass outputs= to step()": "return_outputs gather_output",
+    "pass ranks=": "pp pp_size pp_degree pipeline_parallel_size pipeline_model_parallel_size world_size nproc_per_node "
+    "pipeline_parallel_degree num_gpus",
+    "pass ranks=, and chunks= for several stages per rank": "num_stages n_stages stages pipeline_nstages",
+    "pass recompute=": "activation_checkpoint_interval activation_checkpointing gradient_checkpointing "
+    "recompute_granularity recompute_method enable_gradient_checkpointing",
+    "pass recompute='always', 'except_last' or 'never'": "checkpoint",
+    "pass schedule=": "pp_style pipeline_schedule pipeline_parallel_schedule scheduler pp_engine pipeline_scheduler",
+    "pass target= to step()": "labels label y",
+    "read result.losses, the microbatches' own": "losses",
+    "omit it: gradients are those of the whole batch's loss": "scale_grads",
+    "omit it: batches have their size; pass microbatches=, the number of their pieces": "batch_size global_batch_size "
+    "train_batch_size local_batch_size per_device_train_batch_size gbs",
+    "omit it: optimizers are yours, made from pipe.parameters()": "optimizer",
+    "call clip_grad_norm_ after step()": "gradient_clipping gradient_clip_val max_grad_norm clip_grad",
+    "call evaluate(*inputs) or predict(*inputs)": "forward_only eval_batch inference_batch validation_step",
+    "call step(*inputs, target=...), forward and backward of a whole batch": "train_batch forward_backward "
+    "forward_backward_func forward_backward_no_pipelining forward_step execute_pipeline run_schedule backward "
+    "training_step data_iter",
+    "call step(*inputs, target=...) to train, predict(*inputs) for outputs": "forward __call__",
+    "call penstock.checkpoint.save and penstock.checkpoint.load": "save_checkpoint load_checkpoint save load",
+    "call the optimizer's zero_grad()": "zero_grad",
+    "pass model= to pipeline(), and use pipe.model later": "module submod get_stage_module split_gm modules "
+    "named_modules children",
+    "use pipe.stages": "is_first_stage is_last_stage stage_index stage_id",
+    "set it before you call penstock.pipeline": "cuda to half bfloat16 double float requires_grad_ apply compile",
 }
-"""Options of other libraries, and what to do here, for messages."""
+"""What to do here in place of options and methods of other libraries: of torch.distributed.pipelining, torchgpipe,
+FairScale, DeepSpeed, Megatron-LM, NeMo, Lightning, Accelerate, ColossalAI, torchtitan and nnScaler."""
 
-SCHEDULES_OF_PEERS = {
-    "1f1b": "'1f1b'",
-    "dualpipev": "'dualpipe-v'",
-    "gpipe": "'gpipe'",
-    "interleaved": "'interleaved-1f1b'",
-    "interleaved1f1b": "'interleaved-1f1b'",
-    "interleavedzerobubble": "penstock.schedule.read_csv('order.csv')",
-    "loopedbfs": "'looped-bfs'",
-    "oneforwardonebackward": "'1f1b'",
-    "train": "'1f1b'",
-    "zbvzerobubble": "'zb-v'",
-    "zerobubblevpipescheduler": "'zb-v'",
+_SCHEDULES = {
+    "'1f1b'": "1f1b one_forward_one_backward train pipedream_flush dapple "
+    "forward_backward_pipelining_without_interleaving",
+    "'1f1b', which has no stale weights": "pipedream pipedream_2bw",
+    "'dualpipe-v'": "dualpipe_v",
+    "'gpipe'": "gpipe fill_drain f_then_b all_forward_all_backward",
+    "'interleaved-1f1b'": "interleaved interleaved_1f1b 1f1b_interleaved vpp "
+    "forward_backward_pipelining_with_interleaving",
+    "'looped-bfs'": "looped_bfs breadth_first",
+    "'naive'": "sequential",
+    "'seq1f1b'": "terapipe",
+    "'zb-h1'": "zero_bubble zb1p zbpp",
+    "'zb-v'": "zbv_zero_bubble zero_bubble_v_pipe_scheduler zbv zbvpp",
+    "penstock.schedule.read_csv('order.csv')": "interleaved_zero_bubble",
 }
-"""Schedules of other libraries, in lower case and without "schedule" around, and what to pass here."""
+"""What to pass here for schedules of other libraries and papers, without "schedule" around their names."""
+
+
+def _plain(name: str) -> str:
+    """A name without case, hyphens and underscores."""
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+def _by_name(table: Mapping[str, str]) -> dict[str, str]:
+    return {_plain(name): remedy for remedy, names in table.items() for name in names.split()}
+
+
+_OF_PEERS, _OF_SCHEDULES = _by_name(_PEERS), _by_name(_SCHEDULES)
+
+
+def of_peer(name: str) -> str:
+    """What to do here in place of an option or a method of another library; empty if it is unknown."""
+    return _OF_PEERS.get(_plain(name), "")
 
 
 def schedule_of_peer(name: str) -> str | None:
     """What to pass for a schedule of another library, as code; None if it is unknown."""
-    return SCHEDULES_OF_PEERS.get(name.lower().removeprefix("schedule").removesuffix("schedule"))
+    return _OF_SCHEDULES.get(_plain(name).removeprefix("schedule").removesuffix("schedule"))
 
 
 def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> str:
     """The end of a message about an unknown argument: what to do instead, or the known one that it resembles."""
-    if name in OF_PEERS:
-        return f"; {OF_PEERS[name]}"
+    if remedy := of_peer(name):
+        return f"; {remedy}"
     near = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from penstock import PartitionError, Pipeline, checkpoint, pipeline
+from penstock import PartitionError, Pipeline, checkpoint, inspect, pipeline
 from penstock.pipe.described import modules_of
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
@@ -96,8 +97,38 @@ def test_chosen_cuts_have_no_wrapper_in_their_names() -> None:
     assert made(in_blocks(compiled)).cuts == ("2",)
 
 
-def test_names_with_the_wrapper_are_known_too() -> None:
-    with made(compiled(plain()), ["_orig_mod.2"]) as pipe:
+@pytest.mark.parametrize(
+    ("kind", "given", "known"),
+    [
+        ("compiled", "_orig_mod.2", "2"),
+        ("compiled", "_orig_mod.2.0:1", "2.0:1"),
+        ("compiled", "module._orig_mod.2", "2"),
+        ("compiled blocks", "2._orig_mod", "2"),
+        ("compiled blocks", "2._orig_mod:1", "2:1"),
+        ("checkpointed blocks", "2._checkpoint_wrapped_module.0", "2.0"),
+        ("data-parallel", "module.2", "2"),
+        ("data-parallel and compiled", "module._orig_mod.2.0", "2.0"),
+    ],
+)
+def test_names_with_the_wrapper_are_known_too_and_come_back_without(kind: str, given: str, known: str) -> None:
+    with made(WRAPPED[kind](), [given]) as pipe:
         assert pipe.step(X, target=Y).loss > 0
+        assert pipe.cuts == (known,)
+    assert (
+        inspect(WRAPPED[kind](), (X,), stages=2, cuts=[given], loss_fn=lambda out: out.mean()).stages[1].begins == known
+    )
     with pytest.raises(PartitionError, match="no module named '7'"):
-        made(compiled(plain()), ["7"])
+        made(WRAPPED[kind](), ["_orig_mod.7"])
+
+
+def test_a_child_called_module_is_no_wrapper() -> None:
+    model = nn.Sequential(OrderedDict(module=plain(), last=nn.Linear(WIDTH, WIDTH)))
+    with made(model, ["module.2"]) as pipe:
+        assert pipe.cuts == ("module.2",)
+        pipe.load_state_dict(model.state_dict())
+
+
+def test_the_state_of_a_data_parallel_model_is_read() -> None:
+    with made(plain()) as pipe:
+        pipe.load_state_dict({f"module.{name}": 0 * value for name, value in plain().state_dict().items()})
+        assert not any(value.any() for value in pipe.state_dict().values())

@@ -55,6 +55,15 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
         ("simulate --schedule 1f1b --ranks 4 --chunks 3", "--chunks 3: 1f1b works with exactly 1 chunk a rank;"),
         ("simulat", "penstock has no command 'simulat': did you mean 'simulate'? it has run, demo, "),
         ("frobnicate", "penstock has no command 'frobnicate': it has run, demo, "),
+        ("simulate --pp-size 4", "simulate has no option --pp-size; pass --ranks"),
+        (
+            "verify a:b --micro-batch-size=4",
+            "verify has no option --micro-batch-size; pass --microbatches, samples per batch / samples per microbatch",
+        ),
+        (
+            "simulate --batch-size 8",
+            "simulate has no option --batch-size; omit it: batches have their size; pass --microbatches, the number",
+        ),
     ],
 )
 def test_one_line_has_what_was_given_and_expected(command: str, says: str) -> None:

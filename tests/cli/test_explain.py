@@ -159,10 +159,52 @@ def instructions_of_deepspeed(folder: Path) -> list[Path]:
     return [write(folder / "trace.json", named(measured(), "{word}Pass(buffer_id=0)"))]
 
 
+def parts_of_other_names(folder: Path) -> list[Path]:
+    """With and without labels, in any order."""
+    names = ["stage{s}_{o}_mb{k}", "[stage {s}] {word} microbatch {k}", "{word}(s={s},m={k})", "mb{k} {o} stage {s}"]
+    return [write(folder / "t.json", [e for rank in range(4) for e in named(measured(), names[rank], rank=rank)])]
+
+
+def rows(unit: float = 1.0, suffix: str = "") -> list[dict[str, Any]]:
+    times = [(f"start{suffix}", "start_seconds"), (f"end{suffix}", "end_seconds")]
+    return [
+        {"op": str(span.action.op.value), "mb": span.action.microbatch, "stage": span.action.stage}
+        | {column: getattr(span, field) * unit for column, field in times}
+        for span in measured()
+    ]
+
+
+def a_list_of_rows(folder: Path) -> list[Path]:
+    return [write(folder / "rows.json", rows())]
+
+
+def a_list_for_each_rank(folder: Path) -> list[Path]:
+    made = [[{**row, "stage": None} for row in rows(1e3, "_time_ms") if row["stage"] == rank] for rank in range(4)]
+    return [write(folder / "ranks.json", made)]
+
+
+def a_numbered_list_for_each_rank(folder: Path) -> list[Path]:
+    (file,) = a_list_for_each_rank(folder)
+    return [write(file, dict(enumerate(json.loads(file.read_text()))))]
+
+
+def a_list_for_each_column(folder: Path) -> list[Path]:
+    made = rows(1e9, "_ns")
+    return [write(folder / "columns.json", {column: [row[column] for row in made] for column in made[0]})]
+
+
+def names_in_columns(folder: Path) -> list[Path]:
+    file = folder / "names.csv"
+    lines = [f"{row['stage']}{row['op']}{row['mb']}\t{row['start']}\t{row['end'] - row['start']}" for row in rows()]
+    file.write_text("\n".join(["name\tstart_s\tduration_s", *lines]))
+    return [file]
+
+
 FORMS = [
     *(a_timeline, perfetto, ranges_of_ours, ranges_of_torch, single_of_torch, words, begins_and_ends, columns),
     *(in_semicolons, in_tabs, zero_bubble_of_sail, words_of_a_process, stage_first, in_arguments),
-    instructions_of_deepspeed,
+    *(instructions_of_deepspeed, parts_of_other_names, a_list_of_rows, a_list_for_each_rank),
+    *(a_numbered_list_for_each_rank, a_list_for_each_column, names_in_columns),
 ]
 
 
@@ -175,6 +217,67 @@ def test_every_form_says_the_same(form: Any, tmp_path: Path) -> None:
     assert found["step_seconds"] == pytest.approx(measured().makespan_seconds, rel=0.01)
     assert abs(found["replay_error"]) < 0.02
     assert found["notes"] == []
+
+
+@pytest.mark.parametrize("name", ["{o}{k}.{c}.0", "{word}_step_mb{k}_vpp{c}", "fwd"])
+@pytest.mark.parametrize(("schedule", "folds"), [("interleaved-1f1b", False), ("zb-v", True)])
+def test_chunks_of_ranks_become_stages(schedule: str, folds: bool, name: str, tmp_path: Path) -> None:
+    """In a loop or in a V, which only the times show; microbatches may be arguments, and each rank has a clock."""
+    timeline = simulate(generate(schedule, 4, 8), StageCost(1.0, 1.0, 1.0))
+    for rank in range(4):
+        events = []
+        for span in timeline.spans(rank):
+            action = span.action
+            chunk = action.stage // 4
+            word = "forward" if action.op is Op.F else "backward"
+            op = action.op.value.replace("I", "B")
+            text = name.format(
+                o=op, word=word if action.op is not Op.W else "backward_weight", k=action.microbatch, c=chunk
+            )
+            args = {}
+            if name == "fwd":
+                text, args = op, {"micro_batch_id": action.microbatch, "model_chunk_id": str(chunk)}
+            if name.startswith("{word}") and action.op is Op.I:
+                text = text.replace("backward_step", "backward_input")
+            events.append(
+                {"ph": "X", "name": text.replace("weight_step", "weight"), "pid": 7, "args": args}
+                | {"ts": (span.start_seconds + 100 * rank) * 1e6, "dur": (span.end_seconds - span.start_seconds) * 1e6}
+            )
+        write(tmp_path / f"rank{rank}.json", events)
+    assert as_json("explain", str(tmp_path))["schedule"] == schedule
+
+
+def test_pieces_of_a_sequence_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "trace.json", named(measured(), "{o}{k}.0.1"))
+    assert "pieces of the sequence are not supported" in refusal("explain", str(file))
+
+
+@pytest.mark.parametrize("name", ["{word}Pass(buffer_id=0)", "stage {s} {word}"])
+def test_steps_of_ops_that_are_only_named_end_where_all_is_run_back(name: str, tmp_path: Path) -> None:
+    sizes = [8, 4, 8]
+    events, unix = [], 0.0
+    for size in sizes:
+        made = simulate(generate("1f1b", 4, size), StageCost(1.0, 1.0, 1.0))
+        events += named(made, name, unix=unix)
+        unix += made.makespan_seconds
+    file = str(write(tmp_path / "trace.json", events))
+    found = [as_json("explain", file, "--step", str(step)) for step in range(3)]
+    assert [one["microbatches"] for one in found] == sizes
+    assert found[0]["notes"] == []
+
+
+def test_names_that_are_not_read_are_counted(tmp_path: Path) -> None:
+    """Of a profiler's trace, those of user code; marks of steps and of optimizers are known."""
+    events = named(measured(), "{a}")
+    names = ("Optimizer.step#AdamW.step", "3F9 late", "3F9 late", "ProfilerStep#3")
+    other = [{**events[0], "name": name} for name in names]
+    other += [{**events[0], "name": "aten::mm", "cat": "cpu_op"}]
+    found = as_json("explain", str(write(tmp_path / "trace.json", events + other)))
+    expected = "2 of 66 events are not read, such as '3F9 late'; --pattern reads others"
+    assert found["notes"] == [expected]
+    file = write(tmp_path / "few.json", [*events[1:], *other])
+    assert "no complete step" in (said := refusal("explain", str(file)))
+    assert "2 of 65 events are not read" in said
 
 
 def test_names_of_other_tools_are_read_by_a_pattern(tmp_path: Path) -> None:
@@ -340,7 +443,13 @@ def test_files_that_are_no_trace_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "deep.json").write_text("[" * 200_000)
     (tmp_path / "ops.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nrun,0,0,1,0\nrun,0,1,1,1\n")
+    (tmp_path / "rank.csv").write_text("op,microbatch,start_us,duration_us,pp_rank\nF,0,0,1,first\n")
+    (tmp_path / "numbers.json").write_text("[1, 2]")
+    (tmp_path / "starts.json").write_text('[{"op": "F", "microbatch": 0, "start": 1.0}]')
     wrong = {
+        "rank.csv": "its pp_rank is no number",
+        "numbers.json": "has no column op",
+        "starts.json": "has no column duration_us; expected op, microbatch, start_us, and duration_us or end_us",
         "missing.json": "No such file",
         "empty": "has no file that ends in .json",
         "text.json": "is not JSON",

@@ -310,6 +310,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
+    "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),
     "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
@@ -339,12 +340,65 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"num_stages": 2}, "pass ranks="),
         ({"scale_grads": False}, "omit it: gradients are those of the whole batch's loss"),
         ({"losses": []}, "read result.losses"),
+        ({"micro_batch_size": 4}, "pass microbatches=, samples per batch / samples per microbatch"),
+        ({"train_micro_batch_size_per_gpu": 4}, "pass microbatches=, samples per batch / samples per microbatch"),
+        ({"batch_size": 4}, "omit it: batches have their size; pass microbatches=, the number of their pieces"),
+        ({"num_micro_batches": 4}, "did you mean microbatches="),
+        ({"gradient_accumulation_steps": 4}, "pass microbatches="),
+        ({"pp_size": 2}, "pass ranks="),
+        ({"pipeline_model_parallel_size": 2}, "pass ranks="),
+        ({"split_points": "auto"}, r"pass cuts=\['blocks.5'\]"),
+        ({"loss_function": None}, "pass loss_fn="),
+        ({"criterion": None}, "pass loss_fn="),
     ],
 )
 def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:
     for verb in (pipeline, verify, penstock.inspect):
         with pytest.raises(TypeError, match=f"no argument {next(iter(option))}=; {instead}"):
             verb(mlp(), (X,), **option)
+
+
+def test_methods_of_peers_lead_to_the_right_ones() -> None:
+    with made() as pipe:
+        for name, instead in {
+            "train_batch": r"call step\(\*inputs, target=...\)",
+            "forward_backward": r"call step\(\*inputs, target=...\)",
+            "eval_batch": r"call evaluate\(\*inputs\) or predict",
+            "module": "use pipe.model",
+            "save_checkpoint": "call penstock.checkpoint.save",
+            "cuda": "set it before you call penstock.pipeline",
+        }.items():
+            with pytest.raises(AttributeError, match=f"'Pipeline' object has no attribute '{name}'; .*{instead}"):
+                getattr(pipe, name)
+        with pytest.raises(AttributeError, match=r"no attribute 'unheard_of'$"):
+            pipe.unheard_of  # noqa: B018
+        with pytest.raises(TypeError, match=r"not callable; call step\(\*inputs, target=...\) to train, predict"):
+            pipe(X)
+        for name, instead in {
+            "labels": "pass target= to step",
+            "batch_size": "omit it",
+            "return_outputs": "outputs=",
+        }.items():
+            with pytest.raises(TypeError, match=f"{name}=; .*{instead}"):
+                pipe.step(X, **{name: Y})
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("pipedream-flush", "'1f1b'"),
+        ("PipeDream", "'1f1b', which has no stale weights"),
+        ("PipeDream-2BW", "'1f1b', which has no stale weights"),
+        ("OneForwardOneBackward", "'1f1b'"),
+        ("fill-drain", "'gpipe'"),
+        ("FThenB", "'gpipe'"),
+        ("Interleaved1F1B", "'interleaved-1f1b'"),
+        ("ScheduleZBVZeroBubble", "'zb-v'"),
+        ("ZB1P", "'zb-h1'"),
+    ],
+)
+def test_a_schedule_of_a_peer_leads_to_the_right_one(name: str, instead: str) -> None:
+    refused(ArgumentError, f"did you mean {instead}\\? known are", schedule=name)
 
 
 def test_values_of_peers_lead_to_the_right_ones() -> None:
@@ -602,7 +656,7 @@ def test_printed_it_shows_its_stages() -> None:
     x, _ = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, cuts=["2"]) as pipe:
         first, *stages = str(pipe).splitlines()
-    assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches"
+    assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches, unverified"
     assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
     with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, schedule="chimera", cuts=["2"]) as pipe:
         assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)

@@ -20,6 +20,7 @@ from penstock.cli._as_typed import Commands, bad_value, in_options, options_of
 from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 from penstock.launch.endings import stopped_by
+from penstock.second_names import of_peer
 from penstock.words import printable
 
 VERBS: dict[str, dict[str, Any]] = {
@@ -86,6 +87,12 @@ class _Verbs(Commands):
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")
             ):
                 text = in_options(text, set(options_of(verb)))
+        except Exception as error:  # click's NoSuchOption, which Typer does not export
+            verb, name = self.get_command(ctx, ctx.invoked_subcommand or ""), getattr(error, "option_name", "")
+            remedy = in_options(of_peer(name), set(options_of(verb)) if verb else ())
+            if "--" not in remedy:
+                raise
+            text, status = f"{ctx.invoked_subcommand} has no option {name}; {remedy}", 2
         _flush()
         print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
         raise typer.Exit(status)

@@ -19,12 +19,15 @@ from penstock.files import quoted
 from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 
-_SENT = re.compile(r"(?:^|[ :])([0-9]{1,9})SEND_F[0-9]+")
-_STEP = re.compile(r"ProfilerStep#([0-9]+)")
+_STEP = re.compile(r"(?:ProfilerStep#|iter_[0-9]+_)([0-9]+)")
+"""Marks of torch's profiler, and of sail-sg's zero bubble, behind the rank."""
 _MAX_OPEN = 50
 """Events of a thread that have begun and not ended, among which the one that ends is looked for: the last."""
 _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
+_SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
+"""Ranges of ours and of torch that are no actions."""
+_ANNOTATIONS = ("user_annotation", _ON_DEVICE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +56,41 @@ def read_chrome(
     every = events if isinstance(events, list) else []
     _check_times(every, own)
     complete = _complete(every)
-    ranges = [found for event in complete if (found := _range(event, own)) is not None]
+    read = [(event, read_name(event.get("name"), event.get("args"), own)) for event in complete]
+    ranges = [_range(event, named) for event, named in read if named is not None and named.op.is_compute]
     on_device = any(one.on_device for one in ranges)
-    ranges = [one for one in ranges if one.on_device == on_device]
+    numbered = any("microbatch" in one.named.numbers for one in ranges)
+    ranges = [one for one in ranges if one.on_device == on_device and numbered == ("microbatch" in one.named.numbers)]
     processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
     places = {process: place for place, process in enumerate(processes)}
     marks = _steps(complete)
     made = []
     ops = {one.named.op for one in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
-    counts: Counter[tuple[Any, Op, int | None]] = Counter()
     for one in sorted(ranges, key=lambda one: one.start):
-        place = places[one.process]
+        place, numbers = places[one.process], one.named.numbers
         rank = place if len(processes) > 1 else _rank(header, file, number)
-        step = marks.at(one.start)
         op = Op.I if b_is_i and one.named.op is Op.B else one.named.op
-        stage = rank if one.named.stage is None else one.named.stage
-        microbatch = counts[one.process, op, step] if one.named.microbatch is None else one.named.microbatch
-        counts[one.process, op, step] += 1
-        action = Action(stage, op, microbatch)
-        made.append(Event(("process", rank), str(action), one.start, one.end, action, step))
+        action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
+        step, chunk = numbers.get("step", marks.at(one.start)), None if "stage" in numbers else numbers.get("chunk")
+        source = ("process", rank)
+        made.append(Event(source, str(action), one.start, one.end, action, step, chunk=chunk, counted=not numbered))
     waits = any(one.named.waits and not one.on_device for one in ranges)
-    return Recording(tuple(made), waits, (), max(_stages(complete), _stages_said(every)))
+    sent = (named.numbers.get("stage", 0) for _, named in read if named is not None and named.op is Op.SEND_F)
+    stages = max(_stages_said(every), max((2 + stage for stage in sent), default=0))
+    return Recording(tuple(made), waits, (), stages, _unread(read, numbered))
+
+
+def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:
+    """Names of ranges that are no actions, and how often they occur; of a profiler's events, of user code only."""
+    annotated = any(event.get("cat") in _ANNOTATIONS for event, _ in read)
+    return Counter(
+        str(event.get("name"))
+        for event, named in read
+        if (not annotated or event.get("cat") in _ANNOTATIONS)
+        and (named is None or (numbered and named.op.is_compute and "microbatch" not in named.numbers))
+        and not _SKIPPED.search(str(event.get("name")))
+    )
 
 
 def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
@@ -88,23 +104,11 @@ def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
             )
 
 
-def _stages(events: Sequence[Mapping[str, Any]]) -> int:
-    """How many stages there are at least, by what the trace says: a stage that sends its output is not the last."""
-    found = (_SENT.search(text) for event in events for text in _texts(event))
-    return max((int(sent[1]) + 2 for sent in found if sent), default=0)
-
-
 def _stages_said(events: Sequence[Any]) -> int:
     """How many stages there are, as each process of our own traces says; 0 if none does."""
     args = (event.get("args") for event in events if isinstance(event, dict) and event.get("name") == STAGES_SAID_BY)
     said = (one.get("stages") for one in args if isinstance(one, dict))
     return max((number for number in said if type(number) is int), default=0)
-
-
-def _texts(event: Mapping[str, Any]) -> list[str]:
-    args = event.get("args")
-    texts = [event.get("name"), args.get("action") if isinstance(args, dict) else None]
-    return [text for text in texts if isinstance(text, str)]
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:
@@ -158,10 +162,7 @@ def _id(event: Mapping[str, Any], key: str) -> int | str:
     return value if isinstance(value, (int, str)) else str(value)
 
 
-def _range(event: Mapping[str, Any], own: Pattern[str] | None) -> _Range | None:
-    named = read_name(event.get("name"), event.get("args"), own)
-    if named is None or not named.op.is_compute:
-        return None
+def _range(event: Mapping[str, Any], named: Named) -> _Range:
     start = event["ts"] / 1e6
     lasted = event.get("dur")
     if lasted is None or not _is_time(lasted) or lasted < 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.schedule import Action
 
@@ -19,6 +20,8 @@ class Event:
             it waits.
         step: if the trace says; otherwise the first time that a process runs an action is step 0, the next is step 1.
         rank, replica: if the trace says; otherwise processes with the same stages are replicas of a rank.
+        chunk: which of its rank's stages it is, as long as the action's stage is the rank; None: the stage is known.
+        counted: its microbatch is not known: the next one of this op.
     """
 
     source: tuple[int | str, ...]
@@ -29,6 +32,8 @@ class Event:
     step: int | None = None
     rank: int | None = None
     replica: int | None = None
+    chunk: int | None = None
+    counted: bool = False
 
     @property
     def computes(self) -> bool:
@@ -44,9 +49,11 @@ class Recording:
         with_waits: the span of an action begins when its process begins to wait for the input, as torch's ranges do.
         notes: what the reader left out, and why.
         stages: at least so many there are, as the trace says or its messages show; 0 if neither.
+        unread: how often which names occur that name no action.
     """
 
     events: tuple[Event, ...]
     with_waits: bool = False
     notes: tuple[str, ...] = ()
     stages: int = 0
+    unread: Mapping[str, int] = field(default_factory=dict)

@@ -150,7 +150,7 @@ def run_of(recording: Recording) -> Run:
         if made:
             steps.append(_step(number, made, () if recording.with_waits else every[number]))
     if not steps:
-        raise ArgumentError(f"the trace has no complete step: {lacking[0][2]}")
+        raise ArgumentError("; ".join([f"the trace has no complete step: {lacking[0][2]}", *recording.notes]))
     if lacking:
         number, replica, wrong = lacking[0]
         notes.append(

@@ -6,51 +6,70 @@ A name gives the op, and the stage and microbatch, as far as the event's argumen
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import quoted
 from penstock.schedule import Op
 
 OPS = {
-    **dict.fromkeys(("f", "fwd", "forward", "forward-compute", "forwardpass", "forward-step"), Op.F),
-    **dict.fromkeys(("b", "bwd", "backward", "backward-compute", "backwardpass", "backward-step"), Op.B),
-    **dict.fromkeys(("i", "dgrad", "input-gradient", "backward-input"), Op.I),
-    **dict.fromkeys(("w", "wgrad", "weight-gradient", "backward-weight"), Op.W),
+    **{op.value.lower().replace("_", "-"): op for op in Op},
+    **dict.fromkeys(("fwd", "forward", "forward-compute", "forward-pass", "forward-step"), Op.F),
+    **dict.fromkeys(("bwd", "backward", "backward-compute", "backward-pass", "backward-step"), Op.B),
+    **dict.fromkeys(("dgrad", "input-gradient", "backward-input"), Op.I),
+    **dict.fromkeys(("wgrad", "weight-gradient", "backward-weight"), Op.W),
     "forward-send": Op.SEND_F, "forward-recv": Op.RECV_F, "backward-send": Op.SEND_B, "backward-recv": Op.RECV_B,
 }  # fmt: skip
 """Words for an op, in lower case, with a hyphen between two."""
 
-_WORD = f"(?P<op>{'|'.join(sorted(OPS, key=len, reverse=True)).replace('-', '[-_ ]')})"
+FIELDS = {
+    "stage": ("stage", "pp-stage", "pipeline-stage", "s"),
+    "microbatch": ("microbatch", "micro-batch", "minibatch", "mb", "m"),
+    "chunk": ("chunk", "model-chunk", "vpp", "vp-stage"),
+    "sequence": ("sequence",),
+    "step": ("step", "iteration", "iter"),
+    "rank": ("rank", "pp-rank"),
+    "replica": ("replica", "dp-rank"),
+    "buffer": ("buffer",),
+}
+"""Words for numbers, in names, arguments and columns; `id` or `index` may follow. A chunk is one of a rank's stages."""
+
+
+def _any(words: Iterable[str]) -> str:
+    return "|".join(sorted(words, key=len, reverse=True)).replace("-", "[-_ ]?")
+
+
+_LABELS = "|".join(f"(?P<{field}>{_any(words)})" for field, words in FIELDS.items())
+_ID = "(?:[-_ ]?(?:id|idx|index))?"
+_PART = re.compile(
+    rf"(?P<op>{_any(OPS)})(?![a-z])|(?:(?:{_LABELS}){_ID}[-_ =:#]*)?(?P<number>[0-9]{{1,9}})"
+    r"|(?:pp|penstock)(?![a-z0-9])|[^a-z0-9.]+",
+    re.IGNORECASE,
+)
+"""A part of a name: an op, or a number with or without its label, or what is skipped."""
+_FIELD = re.compile(rf"(?:{_LABELS}){_ID}", re.IGNORECASE)
 _STAGE, _NUMBER = "(?P<stage>[0-9]{1,9})", "(?P<microbatch>[0-9]{1,9})"
-_MICROBATCH = rf"(?:micro[-_ ]?batch|mb|m)[ _=:]*{_NUMBER}"
 PATTERNS = {
-    rf"(?:penstock )?{_STAGE}(?P<op>[FBIW]){_NUMBER}": False,  # ours, and torch's text of an action
     rf"PP:{_STAGE}(?P<op>[FBIW]){_NUMBER}": True,  # torch's _PipelineScheduleRuntime
     rf"(?P<op>Forward|Backward) {_NUMBER}": True,  # torch's ScheduleGPipe
-    rf"(?P<op>[FBW]){_NUMBER}\.0\.[0-9]+": False,  # sail-sg's zero bubble, with one chunk: microbatch, chunk, sequence
-    rf"(?:PP::?)?Stage{_STAGE}[-_ :]+{_WORD}[-_ ]?{_NUMBER}": False,
-    rf"{_WORD}[ _:/]*(?:stage|s)?[ _=]*{_STAGE}[ _:/,]+(?:microbatch|mb|m)?[ _=]*{_NUMBER}": False,
-    rf"{_WORD}[-_ :/]*{_MICROBATCH}": False,
-    r"(?P<op>ForwardPass|BackwardPass)(?:\(.*\))?": False,  # DeepSpeed's instructions, in the order of microbatches
-    _WORD: False,  # with the rest in arguments
+    rf"(?P<op>[FBW]){_NUMBER}\.(?P<chunk>[0-9]+)\.(?P<sequence>[0-9]+)": False,  # sail-sg's zero bubble
 }
-"""Each pattern, and whether such a range begins with the wait for its input. Matched without regard to case."""
+"""Each pattern, and whether such a range begins with the wait for its input. Other names are read part by part: an op,
+and numbers with a label, or else first the stage (of two) and then the microbatch."""
 
-_COMPILED = [(re.compile(pattern, re.IGNORECASE), waits) for pattern, waits in PATTERNS.items()]
-_STAGE_KEYS, _MICROBATCH_KEYS = ("stage", "stage_id"), ("microbatch", "microbatch_id", "micro_batch", "mb", "mb_id")
+_COMPILED = [(re.compile(pattern), waits) for pattern, waits in PATTERNS.items()]
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What an event's name and arguments say. Without a stage, it is the process's only one; without a microbatch, the
-    next of this op."""
+    """What an event's name and arguments say. Without a stage, it is the process's only one, or that of its chunk;
+    without a microbatch, the next of this op. `waits`: it begins with the wait for its input."""
 
     op: Op
-    stage: int | None
-    microbatch: int | None
+    numbers: Mapping[str, int]
     waits: bool = False
 
 
@@ -68,31 +87,51 @@ def own_pattern(text: str | None) -> re.Pattern[str] | None:
     return pattern
 
 
-def op_named(word: str) -> Op | None:
-    """The op that a word stands for."""
-    return OPS.get(re.sub("[_ ]", "-", word.lower())) or next((op for op in Op if op.value == word), None)
+_BY_WORD = {word.replace("-", ""): op for word, op in OPS.items()}
+
+
+@cache
+def field_named(key: str) -> str | None:
+    """The field that an argument or a column is."""
+    found = _FIELD.fullmatch(key)
+    return None if found is None else found.lastgroup
+
+
+def numbers_of(given: Mapping[Any, Any]) -> dict[str, int]:
+    """The fields among arguments or columns that have a number."""
+    fields = {field: str(value).removesuffix(".0") for key, value in given.items() if (field := field_named(str(key)))}
+    return {field: int(text) for field, text in fields.items() if text.isdecimal()}
 
 
 def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named | None:
-    """What an event says; None if it names no action."""
-    given: Mapping[str, Any] = args if isinstance(args, dict) else {}
+    """What an event says; None if it names no action. Raises ArgumentError for a piece of a microbatch."""
+    given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
     text = given["action"] if isinstance(given.get("action"), str) else name
     groups, waits = _matched(text, own) if isinstance(text, str) else ({}, False)
-    op = op_named(groups.get("op", ""))
-    stage, microbatch = (_number(groups, given, keys) for keys in (_STAGE_KEYS, _MICROBATCH_KEYS))
-    if op is None or (microbatch is None and not str(text).lower().startswith(("forwardpass", "backwardpass"))):
+    op = _BY_WORD.get(re.sub("[-_ ]", "", groups.get("op", "").lower()))
+    if op is None:
         return None
-    return Named(op, stage, microbatch, waits)
+    numbers = numbers_of(given) | numbers_of(groups)
+    if numbers.get("sequence"):
+        raise ArgumentError(f"{quoted(text)}: microbatches in pieces of the sequence are not supported")
+    return Named(op, numbers, waits)
 
 
 @lru_cache(maxsize=4096)  # a trace has few names and many events
 def _matched(text: str, own: re.Pattern[str] | None) -> tuple[dict[str, Any], bool]:
     for pattern, waits in [(own, False), *_COMPILED] if own is not None else _COMPILED:
         if found := pattern.fullmatch(text):
-            return found.groupdict(), waits
-    return {}, False
+            return {field: value for field, value in found.groupdict().items() if value is not None}, waits
+    return _parts(text), False
 
 
-def _number(groups: Mapping[str, Any], args: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    values = [str(value) for value in (groups.get(keys[0]), *map(args.get, keys))]
-    return next((int(value) for value in values if value.isdecimal()), None)
+def _parts(text: str) -> dict[str, Any]:
+    """The op and the numbers of a name; empty if anything else is in it."""
+    parts = [*_PART.finditer(text)]
+    said = [(next((field for field in FIELDS if part[field]), part.lastgroup), part) for part in parts]
+    found = {field: part["number"] or part["op"] for field, part in said if field not in (None, "number")}
+    bare = [part["number"] for field, part in said if field == "number"]
+    unsaid = [field for field in ("microbatch", "stage") if field not in found]
+    ops = sum(field == "op" for field, _ in said)
+    whole = "".join(part[0] for part in parts) == text and ops == 1 and len(bare) <= len(unsaid)
+    return {**found, **dict(zip(unsaid, reversed(bare), strict=False))} if whole else {}

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ArgumentError
 from penstock.explain.chrome import read_chrome
-from penstock.explain.columns import read_columns
+from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
+from penstock.explain.numbering import numbered
 from penstock.files import quoted, read_json, read_text, reported_as_damage
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
 from penstock.schedule.timeline import Timeline
 
+_MOST_NAMED = 4
 SUFFIXES = (".json", ".json.gz", ".csv", ".csv.gz")
 """Files that a folder is searched for."""
 
@@ -46,9 +49,11 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     for number, file in enumerate(files):
         with reported_as_damage(str(file)):
             found.append(_read(file, number, own))
-    events = tuple(event for one in found for event in one.events)
+    events = numbered([event for one in found for event in one.events])
+    unread = sum((Counter(one.unread) for one in found), Counter())
+    others = unread + Counter(event.name for event in events if event.action is None)
+    named = ", ".join(quoted(name) for name, _ in others.most_common(_MOST_NAMED))
     if not any(event.action is not None for event in events):
-        named = ", ".join(quoted(name) for name in list(dict.fromkeys(event.name for event in events))[:4])
         raise ArgumentError(
             f"{', '.join(map(str, paths))}: no event names an action of a pipeline"
             f"{f'; their names are {named}' if named else ''}. Expected names such as 2F3 (stage, op, microbatch), "
@@ -57,6 +62,8 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
             "torch.distributed.pipelining marks none (2.13); others do"
         )
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
+    if missed := unread.total():
+        notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
     return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))
 
 
@@ -77,16 +84,20 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return read_columns(read_text(file), str(file))
+        return read_columns(read_text(file), str(file), own)
     given = read_json(file)
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]
     if timelines and all(isinstance(one, dict) and "ranks" in one for one in timelines):
         return recording_of([Timeline.from_dict(one, str(file)) for one in timelines], str(file))
-    if isinstance(given, list):
+    if isinstance(given, list) and any(isinstance(one, dict) and "ph" in one for one in given):
         return read_chrome(given, {}, file.name, number, own)
-    raise ArgumentError(f"{file}: expected a timeline (ranks) or a trace in Chrome's format (traceEvents)")
+    if (found := read_lists(given, str(file), own)) is not None:
+        return found
+    raise ArgumentError(
+        f"{file}: expected a timeline (ranks), a trace in Chrome's format (traceEvents), or lists of rows or columns"
+    )
 
 
 def recording_of_run(run: RunRead) -> Recording:

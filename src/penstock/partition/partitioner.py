@@ -34,7 +34,7 @@ from penstock.partition.stages.whereabouts import not_on_the_last, origins
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Grain, find_units, refuse_compiled, refuse_lazy
+from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
 from penstock.partition.values.defaults import default_kwargs, other_way
 from penstock.partition.values.objects import input_path
 from penstock.partition.watch.unseen import UnwatchableError
@@ -95,7 +95,7 @@ class Partitioner:
             )
         self.model = as_module(model)
         self.stages = stages
-        self.cuts = None if cuts is None else tuple(cuts)
+        self.cuts = None if cuts is None else tuple(public_name(self.model, cut) for cut in cuts)
         self._chooses = cuts is None
         self._leaves, self._streams = tuple(leaves or ()), streams
         self._room = room

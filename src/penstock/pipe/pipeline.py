@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError
 from penstock.partition.units.chain import unwrapped
+from penstock.partition.units.units import public_name
 from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
+from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, deferred_norm, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -80,13 +82,18 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is not a scalar, the ranks do not make the same call, or
                 gradients are switched off (`torch.no_grad`): see `evaluate`.
             PipelineFailure: another rank failed.
+            VerificationError: with `verify=True`, in the first step: a value is not the unsplit model's.
         """
         self.session.refuse_closed()
         check_grad_enabled("pipe.step")
         _refuse_misspelt(self, kwargs)
         scale = checked_scale(loss_scale)
+        if (verify := self.session.first_step) is not None:
+            if not self.verified:
+                verify(self, args, kwargs, target)
+            self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
-        timed = recorder is not None and recorder.begin(number + 1)
+        timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
         result = self.session.steps.run_batch(
             number,
             args,
@@ -208,9 +215,15 @@ class Pipeline:
         return self.session.partition.code
 
     @property
+    def verified(self) -> bool:
+        """Whether this model, schedule and options have passed `penstock.verify`: in this process, or in the run that
+        `run=` continues."""
+        return self.session.fingerprint() in passed
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """Notes from the recording, what runs again in backward, what schedule, compile and offload cost, and a staged
-        transport."""
+        """Whether this is unverified; notes from the recording, what runs again in backward, what schedule, compile and
+        offload cost, and a staged transport."""
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
@@ -224,8 +237,10 @@ class Pipeline:
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
+            *(() if self.verified else (Unverified(self.session.fingerprint()),)),
             *partition.notes,
-            *self.session.options.loss_notes,
+            *options.cutting.notes,
+            *options.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
@@ -319,7 +334,7 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.first_names(), {unwrapped(name): state[name] for name in state}
+        names, state = self.session.first_names(), {public_name(self.model, name): state[name] for name in state}
         own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
         known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
         load_into(own, state, known, strict=strict)
@@ -362,7 +377,8 @@ class Pipeline:
         """Each stage's rank and first module; asks no other rank."""
         order, placement = self.schedule, self.schedule.placement
         sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
-        by = "" if self.session.engine.control.staging is None else ", staged transport"
+        by = ", verified" if self.verified else ", unverified"
+        by += "" if self.session.engine.control.staging is None else ", staged transport"
         lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{by}"]
         for stage, module in enumerate(("", *self.cuts)):
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])
@@ -376,6 +392,15 @@ class Pipeline:
             "belong to this process. To average the weights, use torch.optim.swa_utils.AveragedModel(pipe.model); to "
             f"copy the model, copy.deepcopy(pipe.model); to write it, {WRITE_ALL}"
         )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Leads from what other libraries offer to what takes its place."""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{nearest(name, ())}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__!r} object is not callable{nearest('__call__', ())}")
 
     def __enter__(self) -> Self:
         return self

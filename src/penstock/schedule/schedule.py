@@ -9,6 +9,7 @@ from operator import index
 from typing import SupportsIndex
 
 from penstock.errors import ArgumentError, ScheduleError
+from penstock.files import quoted
 from penstock.schedule.action import Action, Op, Overlap
 from penstock.schedule.drawn import Drawn
 from penstock.schedule.placement import Placement
@@ -114,7 +115,7 @@ class Schedule(Drawn):
         found = _HEADER.fullmatch(header)
         if found is None:
             raise ScheduleError(
-                f"{header!r}: expected a first line as in '1f1b: 8 microbatches, stages on ranks 0 1 2 3'"
+                f"{quoted(header)}: expected a first line as in '1f1b: 8 microbatches, stages on ranks 0 1 2 3'"
             )
         rows = []
         for rank, line in enumerate(lines):

@@ -98,6 +98,39 @@ def test_a_counter_by_which_the_forward_decides_later_is_refused_with_the_line(d
     assert (model.calls, model.named, model.turn, model.rate) == (0, {"n": 0}, [0], 1.0)
 
 
+class Timed(nn.Linear):
+    """A block that its model counts for, and that counts by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.turns, self.calls = 0, {"own": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["own"] += 1
+        return super().forward(x)
+
+
+class DecidesByABlock(Chain):
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.blocks[2] = least, Timed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        block: Any = self.blocks[2]
+        block.turns += 1
+        x = super().forward(x)
+        return x.detach() if self.least >= 0 and block.turns > self.least else x
+
+
+def test_a_counter_in_a_block_by_which_the_models_forward_decides_later_is_refused_with_the_line() -> None:
+    model = DecidesByABlock(10)
+    with pytest.raises(PartitionError, match=r"'blocks\.2\.turns', by which it decides at .*test_carried_over\.py:\d+"):
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)
+    assert model.blocks[2].turns == 0
+    model.least = -1
+    inspect(model, (torch.randn(4, WIDTH),), stages=2)
+
+
 class Follows(nn.Linear):
     """A block that decides by what its model counts."""
 

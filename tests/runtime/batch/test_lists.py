@@ -114,7 +114,7 @@ def test_what_may_be_a_size_is_asked_for() -> None:
     x, y, model = random(2, 5), random(2, 5), Resized()
     options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
     with pytest.raises(
-        ShapeError, match=r"\[1\] is a tuple of 2 numbers, and the batch has 2 rows.*batch_dims=.*split="
+        ShapeError, match=r"\[1\] is a tuple of 2 ints: is each one row of the batch\?.*batch_dims=.*split="
     ):
         pipeline(model, (x, (2, 3)), **options)
     with pipeline(model, (x, (2, 3)), **options, batch_dims={"args": (0, None)}) as pipe:
@@ -131,7 +131,7 @@ def test_dicts_of_tensors_with_the_rows_are_asked_for() -> None:
     x, y, boxes = random(4, 5), random(4, 5), [{"b": random(4, 2) * n} for n in (1, 2, 3, 4)]
     options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 2}
     model = Weighed(lambda meta: [one["b"].sum() for one in meta])
-    with pytest.raises(ShapeError, match=r"is a list of 4 dicts, and the batch has 4 rows: is each one row\?"):
+    with pytest.raises(ShapeError, match=r"is a list of 4 dicts: is each one row of the batch\?"):
         pipeline(model, (x, boxes), **options)
     report = verify(model, (x, boxes), target=y, **options, batch_dims={"args": (0, 0)})
     assert report.ok
@@ -208,13 +208,13 @@ class Rotary(nn.Module):
         (Scaled(), (random(8, 5),), r"8 rows in 4 microbatches; the first got args\[0\] \[2, 5\]\..*default argument"),
         (
             Rotary(),
-            (torch.ones(3, 7, dtype=torch.int64), torch.ones(3, 3, 7, dtype=torch.int64)),
-            r"3 rows in 3 microbatches; the first got args\[0\] \[1, 7\], args\[1\] \[1, 3, 7\]\..*batch_dims=",
+            (torch.ones(4, 7, dtype=torch.int64), torch.ones(4, 4, 7, dtype=torch.int64)),
+            r"4 rows in 4 microbatches; the first got args\[0\] \[1, 7\], args\[1\] \[1, 4, 7\]\..*batch_dims=",
         ),
         (
             nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten()),
-            ([random(3, 4, 4) for _ in range(8)],),
-            r"3 rows in 3 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split=",
+            ([random(4, 4, 4) for _ in range(8)],),
+            r"4 rows in 4 microbatches; the first got args\[0\]\[0\] \[1, 4, 4\].*list of pictures.*split=",
         ),
     ],
 )
@@ -235,3 +235,80 @@ def test_a_target_that_is_no_tensor_is_named() -> None:
         pipe.step(x, target=labels)
     assert "loss_fn got a ndarray as a microbatch's target" in caught.value.__notes__[0]
     assert "target=torch.as_tensor(target)" in caught.value.__notes__[0]
+
+
+def test_lists_of_plain_values_that_are_cut_are_noted() -> None:
+    """They may as well be constants that every microbatch needs."""
+    x, constants, model = random(ROWS, 5), [float(n) for n in COUNTS], Weighed(lambda meta: [sum(meta)] * ROWS)
+    model.forward = lambda x, meta: model.last(model.first(x) * sum(meta))  # type: ignore[method-assign]
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
+    note = r"kwargs\['meta'\], a list of 6 values, is cut; .* pass batch_dims= with None for it"
+    with pipeline(model, (x,), {"meta": constants}, **options) as pipe:
+        assert [found for found in pipe.notes if re.match(note, found)]
+    with pipeline(model, (x,), {"meta": constants}, **options, batch_dims={"meta": None}) as pipe:
+        assert not pipe.notes
+        loss = pipe.step(x, meta=constants, target=x).loss
+        torch.testing.assert_close(loss, squared_error(model(x, constants), x).detach())
+    with pipeline(model, (x,), {"meta": constants}, **options, batch_dims={"meta": 0}) as pipe:
+        assert not pipe.notes
+
+
+class Pictured(nn.Module):
+    """Takes pictures of any size, as torchvision's detection models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 2)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        output: Tensor = self.last(self.first(torch.stack([image.mean((1, 2)) for image in images])))
+        return output
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("alike", [False, True])
+def test_pictures_alone_are_asked_for(rows: int, alike: bool) -> None:
+    """Their channels look like a batch, and the model fails far from here."""
+    model, images, y = Pictured(), [random(3, 6, 7 if alike else 5 + n) for n in range(rows)], random(rows, 2)
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": min(rows, 2)}
+    with pytest.raises(ShapeError, match=rf"\[0\]\[0\] is a list of {rows} tensors like \[3, 6, \d\]: is each one row"):
+        pipeline(model, (images,), **options)
+    with pipeline(model, (images,), **options, batch_dims={"args": [0]}) as pipe:
+        for there in {rows, max(1, rows - 1)}:
+            loss = pipe.step(images[:there], target=y[:there]).loss
+            torch.testing.assert_close(loss, squared_error(model(images[:there]), y[:there]).detach())
+
+
+def test_features_that_look_like_pictures_are_cut_as_stated() -> None:
+    model, features, y = Pictured(), [random(3, 4, 3), random(3, 4, 3)], random(3, 2)
+    model.forward = lambda images: model.last(model.first(sum(images).mean(1)))  # type: ignore[method-assign]
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
+    with pytest.raises(ShapeError, match="a list with the dimension of each"):
+        pipeline(model, (features,), **options)
+    with pipeline(model, (features,), **options, batch_dims={"args": [[0, 0]]}) as pipe:
+        loss = pipe.step(features, target=y).loss
+        torch.testing.assert_close(loss, squared_error(model(features), y).detach())
+
+
+class Rotated(nn.Module):
+    """Takes positions [3, B, S], as Qwen2-VL does: rows that are left out broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        output: Tensor = self.last(self.first(x) * (1 + position_ids.float().sum(0))[..., None])
+        return output
+
+
+def test_positions_of_three_kinds_are_asked_for_in_a_batch_of_three() -> None:
+    x, ids, model = random(3, 4, 5), torch.arange(36).view(3, 3, 4) % 5, Rotated()
+    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 3}
+    with pytest.raises(
+        ShapeError, match=r"\['position_ids'\] \[3, 3, 4\] has the batch's 3 rows in dimension 0 or 1; pass"
+    ):
+        pipeline(model, (x,), {"position_ids": ids}, **options)
+    with pipeline(model, (x,), {"position_ids": ids}, **options, batch_dims={"position_ids": 1}) as pipe:
+        loss = pipe.step(x, position_ids=ids, target=x).loss
+        torch.testing.assert_close(loss, squared_error(model(x, ids), x).detach())

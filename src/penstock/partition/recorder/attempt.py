@@ -38,7 +38,7 @@ from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import Entry, carried_over, numbers, same
 from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.state.remembered import Remembered, draws_alone, strays
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening, StayWhole
 from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
@@ -98,7 +98,6 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            stack.enter_context(iterators_stopped(reach))
             new = partial(
                 Recorder, model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening
             )
@@ -117,7 +116,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
                 names_of_units = [u.name for u in units.values()]
-                changed = carried_over(reach, provenance, names_of_units)
+                changed = carried_over(reach, provenance, names_of_units, own := recorder.sideways.own)
                 if changed:
 
                     def again(unknown: Iterable[Entry] = ()) -> Recorder:
@@ -129,7 +128,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                             _run(other, mode, _inputs(other, mode, given), given.structure)
                         return other
 
-                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units), changed)
+                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units, own), changed)
                 if not watches and overwrites_unseen(recording):
                     raise Watch
                 return recording
@@ -358,7 +357,6 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
-        borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
         touched=frozenset(recorder.observer.provenance.touched),
         remembered=_remembered_by(recorder),
     )

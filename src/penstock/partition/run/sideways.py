@@ -44,6 +44,7 @@ class Sideways:
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
+        self.own: set[str] = set()  # places that units changed while they ran, and units that may have
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -70,23 +71,6 @@ class Sideways:
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
-    def check_function(self, cls: type, args: Any, kwargs: Any, apply: Callable[..., Any]) -> None:
-        """Raises PartitionError if an autograd function outside the units, which has just run, does something else once
-        it or others have changed what it reads."""
-        changed = [] if self._once else self._reach.changed()
-        if not changed:
-            return
-
-        def run(args: Any, kwargs: Any) -> None:
-            apply(*args, **kwargs)
-
-        first, now = (self._operators(run, args, kwargs, from_start=start) for start in (True, False))
-        if first != now:
-            raise PartitionError(
-                f"{cls.__qualname__}, an autograd function, behaves differently once the forward has changed "
-                f"{_names(changed)}, but its stage would not see that change. Pass what it needs as an argument"
-            )
-
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
 
@@ -103,6 +87,7 @@ class Sideways:
             return run(args, kwargs)[0]
         objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
         if any(map(hides_tensors, objects)):  # a second run could change them
+            self.own.add(unit.name)
             return run(args, kwargs)[0]
         changed = self._reach.changed()
         now = {id(place): place.copied() for place in changed}
@@ -111,6 +96,7 @@ class Sideways:
             result, on_fakes = run(args, kwargs)
         updates = result[2] & self.held_by(unit)
         written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
+        self.own |= {place.text for place in written}
         own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
         if not on_fakes:
             _refuse_numbers(unit, own)

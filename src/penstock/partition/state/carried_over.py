@@ -22,14 +22,16 @@ Entry = tuple[Holder, Any]
 IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 
 
-def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -> list[str]:
-    """The names of the places outside the units that the forward changed in a way that the next one may see.
+def carried_over(reach: Reach, provenance: Provenance, units: Collection[str], own: Collection[str]) -> list[str]:
+    """The names of the places that the forward changed outside the units, in a way that the next one may see.
+
+    Places of units count too (`self.block.it += 1`), except `own`, which they changed themselves.
 
     Restores places that hold only constants that every forward makes alike, such as a table of positions and the
     numbers beside it.
     """
     found = []
-    for place in _outside(reach, units):
+    for place in _outside(reach, units, own):
         changes = [(key, value) for key, value in place.changes() if key != "training"]
         constant = [key for key, value in changes if _is_constant(value, provenance)]
         if constant:
@@ -38,17 +40,20 @@ def carried_over(reach: Reach, provenance: Provenance, units: Collection[str]) -
     return found
 
 
-def numbers(reach: Reach, units: Collection[str]) -> dict[Entry, Any]:
-    """The numbers in places outside the units that the forward has changed."""
+def numbers(reach: Reach, units: Collection[str], own: Collection[str]) -> dict[Entry, Any]:
+    """The numbers in places that the forward has changed outside the units."""
     found: dict[Entry, Any] = {}
-    for place in _outside(reach, units):
+    for place in _outside(reach, units, own):
         entries = enumerate(place.entries) if isinstance(place.entries, list) else place.changes()
         found |= {(place, key): value for key, value in entries if type(value) in (int, float)}
     return found
 
 
-def _outside(reach: Reach, units: Collection[str]) -> list[Holder]:
-    return [place for place in reach.changed() if not any(is_below(place.text, unit) for unit in units)]
+def _outside(reach: Reach, units: Collection[str], own: Collection[str]) -> list[Holder]:
+    def is_within(place: Holder, names: Collection[str]) -> bool:
+        return any(is_below(place.text, name) for name in names)
+
+    return [place for place in reach.changed() if not (is_within(place, units) and is_within(place, own))]
 
 
 def same(one: fx.Graph, other: fx.Graph, constants: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:

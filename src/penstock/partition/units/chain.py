@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -62,13 +63,14 @@ def _accepts(layer: nn.Module, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+_WRAPPERS = "(?:_orig_mod|_checkpoint_wrapped_module)"
+_WRAPPED = re.compile(rf"(?:^|(?<=\+))(?:{_WRAPPERS}(?:\.|$))+|\.{_WRAPPERS}(?!\w)")
 """What `torch.compile` and torch's `checkpoint_wrapper` add to the names in a module."""
 
 
 def unwrapped(name: str) -> str:
     """The name of a module, parameter or buffer as if nothing around it were wrapped."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return _WRAPPED.sub("", name)
 
 
 def as_module(model: Any) -> nn.Module:

@@ -196,10 +196,17 @@ _SHOWN = 4
 """How many modules a message lists if no name is close."""
 
 
+def public_name(model: nn.Module, name: str) -> str:
+    """The name of a module or cut, as if nothing around it were wrapped; data parallelism says `module.` before all."""
+    parts = unwrapped(name).split("+")
+    return "+".join(part if hasattr(model, "module") else part.removeprefix("module.") for part in parts)
+
+
 def real_name(model: nn.Module, name: str) -> str:
     """The name in `named_modules()` of what has this name without the wrappers around it."""
     names = [known for known, _ in model.named_modules(remove_duplicate=False)]
-    return name if name in names else next((known for known in names if known and unwrapped(known) == name), name)
+    plain = public_name(model, name)
+    return name if name in names else next((known for known in names if known and unwrapped(known) == plain), plain)
 
 
 def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:

@@ -50,6 +50,7 @@ class Cutting:
         inputs: the batch's dimension in the leaves of (args, kwargs).
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
+        notes: which lists of plain values are cut.
     """
 
     inputs: Dims
@@ -57,6 +58,7 @@ class Cutting:
     output: Dims
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -77,13 +79,18 @@ class Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """
-        dims, stated = self.inputs, list(self.inputs.stated)
+        dims, stated, notes = self.inputs, list(self.inputs.stated), []
         flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
             if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
                 cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
                 stated.append((plain(path), 0 if cut else None))
-        return replace(self, inputs=replace(dims, stated=tuple(stated)))
+                if cut and not dims.states(path):
+                    name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
+                    notes.append(
+                        f"{name}, a list of {rows} values, is cut; to give all of them to each microbatch, {_ALL}"
+                    )
+        return replace(self, inputs=replace(dims, stated=tuple(stated)), notes=tuple(notes))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
@@ -227,6 +234,7 @@ class Cutting:
         return piece._replace(rows=rows)
 
 
+_ALL = "pass batch_dims= with None for it"
 _WHOLE = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 

@@ -96,13 +96,16 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, s
     Raises:
         ShapeError: there is nothing with rows, or two of them disagree.
     """
+    found = [*_rows(raw or flatten(tree), what, dims)]
     names: dict[int, str] = {}
-    for rows, name in _rows(raw or flatten(tree), what, dims):
+    for rows, name in found:
         names.setdefault(rows, name)
-    if len(names) == 1:
-        return next(iter(names))
+    if len(names) == 1 and found[0][0] != 3:
+        return found[0][0]
     flat = flatten(tree, is_leaf=lambda value, path: is_list(value, path, dims))
-    pairs = zip(flat.leaves, flat.paths, strict=True)
+    pairs = [*zip(flat.leaves, flat.paths, strict=True)]
+    if len(names) == 1 and not _refuse_unsure(pairs, len(found), what, dims):
+        return 3
     lengths = {_length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
     if len(lengths) == 1:
         return lengths.pop() or 0
@@ -115,6 +118,45 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, s
         f"batch_dims= (None: whole to each microbatch); where one has several rows for each of another, {ready} "
         "what no dimension describes (graphs, packed sequences), cut with a function: split="
     )
+
+
+def _are_pictures(value: Any) -> bool:
+    """Whether this is a list of pictures [3, H, W], as torchvision's detection models take it."""
+    return type(value) in (list, tuple) and all(
+        isinstance(one, Tensor) and one.ndim == 3 and one.is_floating_point() and one.shape[0] == 3 for one in value
+    )
+
+
+def _refuse_unsure(pairs: Sequence[tuple[Any, str]], tensors: int, what: str, dims: Dims) -> bool:
+    """Whether all of so many tensors, whose first dimension is 3, are pictures, of which `batch_dims` says that each is
+    a row. Raises ShapeError if it does not say so, nor in which dimension Qwen2-VL's positions [3, 3, S] have rows.
+    """
+    pictures = [pair for pair in pairs if _are_pictures(pair[0])]
+    if sum(len(leaf) for leaf, _ in pictures) == tensors:
+        for leaf, path in pictures:
+            _check_stated(leaf, path, f"{what}{path}", dims)
+        return True
+    others = [leaf.shape[:2] for leaf, _ in pairs if isinstance(leaf, Tensor)]
+    for leaf, path in pairs:
+        are_positions = isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and leaf.shape[:-1] == (3, 3)
+        if are_positions and leaf.shape[1:] in others and not dims.states(path):
+            raise ShapeError(
+                f"{what}{path} {[*leaf.shape]} has the batch's 3 rows in dimension 0 or 1; pass batch_dims= with the "
+                "dimension for it, 1 for positions of 3 kinds"
+            )
+    return False
+
+
+def _check_stated(value: Any, path: str, where: str, dims: Dims) -> None:
+    """Raises ShapeError for a list that may have an entry per row or not, if `batch_dims` does not say so."""
+    if not dims.states(path):
+        first = value[0]
+        kind = f"tensors like {[*first.shape]}" if isinstance(first, Tensor) else f"{type(first).__name__}s"
+        raise ShapeError(
+            f"{where} is a {type(value).__name__} of {len(value)} {kind}: is each one row of the batch? Pass "
+            "batch_dims= with 0 for it to cut it between them, or None to give it whole to each microbatch"
+            f"{', or a list with the dimension of each' * isinstance(first, Tensor)}; or cut with a function: split="
+        )
 
 
 def _ready_made(rows: int, sizes: Sequence[int], dim: int = 0) -> str:
@@ -169,7 +211,7 @@ def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
     """
     if not is_list(value, path, dims):
         return False
-    if len(value) != rows or rows == 1:
+    if len(value) != rows or (rows == 1 and not (dims.states(path) and _are_pictures(value))):
         if rows > 1 and dims.states(path) and not holds_tensors(value):
             raise ShapeError(f"{where} has {len(value)} entries; expected {rows}, one for each row, as the example has")
         return False
@@ -177,14 +219,12 @@ def is_column(value: Any, path: str, rows: int, where: str, dims: Dims) -> bool:
     found = {count for count, _ in _rows(inner, where, dims, path)}
     numbers = not found and rows <= 3 and dims.what == "input" and all(type(one) in (int, float) for one in value)
     dicts = found == {rows} and all(isinstance(one, dict) for one in value)
-    if (numbers or dicts) and not dims.states(path):
-        raise ShapeError(
-            f"{where} is a {type(value).__name__} of {rows} {'numbers' if numbers else 'dicts'}, and the batch has "
-            f"{rows} rows: is each one row? Pass batch_dims= with 0 for it to cut it between them, or None to give it "
-            "whole to each microbatch; or cut the batch with a function: split="
-        )
+    pictures = found == {rows} and _are_pictures(value)
+    if numbers or dicts or pictures:
+        _check_stated(value, path, where, dims)
     alike = len({leaf.dim() for leaf in value if isinstance(leaf, Tensor)}) < 2
-    return dicts or (found != {rows} and alike and not any(isinstance(leaf, Microbatches) for leaf in inner.leaves))
+    whole = found == {rows} or not alike or any(isinstance(leaf, Microbatches) for leaf in inner.leaves)
+    return dicts or pictures or not whole
 
 
 def cut(
