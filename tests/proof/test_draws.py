@@ -33,6 +33,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.drop = nn.ModuleList(Block() for _ in range(4)), nn.Dropout(0.3)
+        self.first = nn.Linear(WIDTH, WIDTH)
 
 
 class Noisy(Blocks):
@@ -59,6 +60,7 @@ class Drops(Blocks):
     """Layer drop, with a block's dropout shared by all of them, inside of branches and behind them."""
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for block in self.blocks:
             if random.random() < 0.5:
                 continue
@@ -68,6 +70,7 @@ class Drops(Blocks):
 
 class DropsNoise(Blocks):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         for block in self.blocks:
             if torch.rand([]) < 0.5:
                 x = x + block(x) + torch.randn_like(x) * 0.1
@@ -76,6 +79,7 @@ class DropsNoise(Blocks):
 
 class DecidesFirst(Blocks):
     def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
         drops = torch.rand(len(self.blocks))
         for index, block in enumerate(self.blocks):
             if drops[index] < 0.5:
