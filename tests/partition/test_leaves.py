@@ -8,7 +8,6 @@ import pytest
 import torch
 from chained import NoStreams, assert_same, run_chained, run_unsplit
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from penstock import inspect
 from penstock.errors import PartitionError
@@ -61,16 +60,6 @@ class Overwrites(nn.Module):
         return x.mul_(2) if x.sum() < 1e9 else x
 
 
-class Packs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=x.shape[1])[0]
-
-
 class Around(nn.Module):
     """Linear layers around something."""
 
@@ -86,7 +75,6 @@ CASES = {
     "expanded": (Expanded, torch.zeros(3, 1, WIDTH), ()),
     "buffer with a gradient": (lambda: Around(Weighs()), torch.randn(3, WIDTH), ()),
     "update in place": (lambda: Around(Overwrites()), torch.randn(3, WIDTH), ()),
-    "packed sequence": (lambda: Around(Packs()), torch.randn(3, 5, WIDTH), (torch.tensor([3, 5, 1]),)),
 }
 
 
