@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance, Stray
-from penstock.partition.state.reach import DICTS, Holder, Reach
+from penstock.partition.state.reach import Holder, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +77,6 @@ def _text(stray: Stray, reach: Reach) -> str:
 def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
     if isinstance(place.before, dict):
         return list(place.before.items())
-    if isinstance(place.entries, CellType):
-        return [(None, place.before)]
     return [(key, value) for key, value in enumerate(place.before)] if type(place.before) is list else []
 
 
@@ -109,7 +106,7 @@ def iterators_stopped(reach: Reach) -> Iterator[None]:
     found = [
         (place, key, value)
         for place in reach.places
-        if isinstance(place.entries, DICTS)
+        if isinstance(place.entries, dict)
         for key, value in place.before.items()
         if hasattr(type(value), "__next__") and type(value).__module__ in ("itertools", "builtins")
     ]
