@@ -96,11 +96,7 @@ class Touched:
         return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
 
 
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
+_MISSING = object()
 
 
 def _by_place(lengths: Iterable[int], keys: Iterable[Any], values: Iterable[Any]) -> dict[tuple[int, Any], Any]:
