@@ -80,25 +80,14 @@ class Left:
     Attributes:
         value: what it was changed to, with `Carried` and `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
+        is_carried: whether it contains outputs.
     """
 
     place: Holder
     key: Any
     value: Any
     units: frozenset[str] = frozenset()
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether it contains outputs."""
-        return _has_carried(self.value)
-
-
-def _has_carried(template: Any) -> bool:
-    if type(template) is dict:
-        template = list(template.values())
-    if type(template) in SEQUENCES:
-        return any(map(_has_carried, template))
-    return isinstance(template, Carried)
+    is_carried: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,7 +114,7 @@ class Behind:
             return Carried(index_of(tensor)) if id(tensor) in wanted else None
 
         template = template_of(self.value, self.text, carried, made_up=self.made_up)
-        return Left(self.place, self.key, template, self.units)
+        return Left(self.place, self.key, template, self.units, bool(self.small))
 
 
 def gather(

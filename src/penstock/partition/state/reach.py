@@ -285,14 +285,3 @@ def is_below(text: str, name: str) -> bool:
 def is_of_others(module: str) -> bool:
     """Whether objects of classes from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
-
-
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases, if they are the user's classes."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        if not is_of_others(base.__module__):
-            found += [slots] if isinstance(slots, str) else slots
-    hidden = ("__dict__", "__weakref__")
-    return tuple(name for name in found if name not in hidden and not (name.startswith("__")))
