@@ -169,7 +169,7 @@ class BoundSchedules:
         found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
         firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
         copies = cached.bound.schedule.placement.pipelines > 1
-        if copies and any(value.requires_grad for meta in firsts for value in meta.inputs):
+        if copies and any(value.meta.requires_grad for meta in firsts for value in meta.inputs):
             found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
         if cut is None or not found:
             return
