@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError, warn
 from penstock.launch.step_file import announcer
 from penstock.marks import computing
@@ -21,7 +19,6 @@ from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.aliases import refuse_aliases
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.batch.outline import Outline, SingleRowError
-from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import Feed
@@ -39,7 +36,7 @@ from penstock.runtime.step.bound_schedules import BoundSchedules, Cached, Call
 from penstock.runtime.step.one_at_a_time import one_at_a_time
 from penstock.runtime.step.outputs import Wanted, bring, code_of
 from penstock.runtime.step.rehearsal import try_loss
-from penstock.runtime.step.shared_loss import share_loss
+from penstock.runtime.step.shared_loss import LossParts, share_loss
 from penstock.runtime.step.shared_timeline import share_timeline
 from penstock.schedule import Schedule, first_microbatches
 from penstock.schedule.lowering import Sharded, lower_evaluation, lower_training
@@ -86,7 +83,7 @@ class Steps:
             self._offload = offload_by_stage(options.offload, order.placement.depth)
             self._sharded = _sharded(split, options)
         self._loss = saying_what_is_missing(options.loss)
-        self._parts: dict[bool, Sequence[str]] = {}
+        self._parts = LossParts(engine, shared=options.share_loss, of_function=options.loss is not None)
         self._padding_checked = bool(options.loss_notes)
         self._announce = announcer()
         engine.streams.first_microbatch = engine.world.replica * order.microbatches
@@ -153,7 +150,7 @@ class Steps:
                 moments = self._engine.run_step(bound, prepared.feed, number, timed=timeline)
                 result = self._result(prepared, call, moments, evaluates)
                 if training:
-                    self._backward_to_batch(cached, prepared.cut)
+                    self.bound_schedules.backward_to_batch(cached, prepared.cut)
             return result
 
     def _prepare(
@@ -365,41 +362,11 @@ class Steps:
         given = kwargs.get("labels") if labels else target
         return self._options.cutting.targets(given, divided, cached.sizes, None, labels=labels)
 
-    def _backward_to_batch(self, cached: Cached, cut: batches.CutBatch | None) -> None:
-        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
-        runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
-        found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
-        firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
-        if self._order.placement.pipelines > 1 and any(i.meta.requires_grad for meta in firsts for i in meta.inputs):
-            found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
-        if cut is None or not found:
-            return
-        every = enumerate(zip(cached.positions, self.bound_schedules.inputs(cached, cut), strict=True))
-        tensors = {(k, place): x for k, (places, xs) in every for place, x in zip(places, xs, strict=True)}
-        edges = [gradient_edge(tensors[key]) for key in found]
-        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
-
-    def _agree_on_parts(self, bound: BoundSchedule) -> None:
-        """Lets every rank know the parts of the loss by name, from the first loss in this mode on."""
-        found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
-        if self._options.share_loss and bound.training not in self._parts:
-            has_loss = any(loss is not None for loss in bound.head.losses)
-            given = [names for names in self._engine.control.gather(found if has_loss else None) if names is not None]
-            if given:
-                self._parts[bound.training] = [*dict.fromkeys(name for names in given for name in names)]
-        bound.head.names = self._parts.get(bound.training, found if not self._options.share_loss else ())
-        new = [name for name in found if name not in bound.head.names]
-        if new and self._options.loss is not None:
-            raise ArgumentError(
-                f"loss_fn returned {new[0]!r} besides its loss, which it did not in the first step, when all ranks "
-                "learned what there is; return the same parts every time (NaN for one that has no value)"
-            )
-
     def _result(self, prepared: _Prepared, call: Call, moments: Mapping[int, Any], evaluates: bool) -> StepResult:
         cached, feed, _ = prepared
         bound = cached.bound
         if call.training or evaluates:
-            self._agree_on_parts(bound)
+            self._parts.agree(bound)
         shared = share_loss(self._engine, bound, self._order.microbatches, wanted=self._options.share_loss)
         losses = tuple(loss for loss in bound.head.losses if loss is not None) if self.has_outputs else ()
         timeline = share_timeline(self._engine, bound.schedule, moments, wanted=call.timeline)

@@ -68,8 +68,6 @@ CHANGES: dict[str, Callable[[Holder], object]] = {
     "attribute of a class derived from dict": lambda holder: setattr(holder.registry, "total", 1),
     "item of a class derived from list": lambda holder: holder.bags[0].append(1),
     "item of a class": lambda holder: Holder.shared.append(1),
-    "attribute of a class": lambda holder: setattr(Holder, "shared", []),
-    "new attribute of a class": lambda holder: setattr(Holder, "other_of_class", 1),
 }
 
 

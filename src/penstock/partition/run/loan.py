@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from penstock.partition.state.containers import is_container, refill
-from penstock.partition.state.reach import is_of_others, slots_of
+from penstock.partition.state.reach import is_of_others
 
 
 class Snapshot:
@@ -68,7 +68,7 @@ def _is_plain(value: Any, depth: int = 4) -> bool:
         return True
     if depth == 0 or isinstance(value, (Tensor, nn.Module, type)) or is_of_others(type(value).__module__):
         return False
-    held = [*getattr(value, "__dict__", {}).values(), *(getattr(value, n, None) for n in slots_of(type(value)))]
+    held = getattr(value, "__dict__", {}).values()
     return bool(held) and all(_is_plain(item, depth - 1) for item in held)
 
 

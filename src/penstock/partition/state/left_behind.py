@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import INTERNAL, Holder, Reach, is_below, is_of_others, slots_of
+from penstock.partition.state.reach import INTERNAL, Holder, Reach, is_below
 from penstock.partition.units.units import Grain, Regroup, Unit
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
@@ -81,36 +80,27 @@ class Left:
     Attributes:
         value: what it was changed to, with `Carried` and `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
+        is_carried: whether it contains outputs.
     """
 
     place: Holder
     key: Any
     value: Any
     units: frozenset[str] = frozenset()
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether it contains outputs."""
-        return _has_carried(self.value)
-
-
-def _has_carried(template: Any) -> bool:
-    if type(template) is dict:
-        template = list(template.values())
-    if type(template) in SEQUENCES:
-        return any(map(_has_carried, template))
-    return isinstance(template, Carried)
+    is_carried: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Behind:
-    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry."""
+    """An entry of a place that the forward has changed, with its own tensors; `small` are those to carry. `made_up`: a
+    unit that ran on made-up inputs left it, so that its numbers are meaningless."""
 
     place: Holder
     key: Any
     value: Any
     units: frozenset[str]
     small: tuple[Tensor, ...] = ()
+    made_up: bool = False
 
     @property
     def text(self) -> str:
@@ -119,8 +109,12 @@ class Behind:
     def to_carry(self, index_of: Callable[[Tensor], int]) -> Left:
         """The same with its tensors replaced. `index_of` returns the index of the output that carries a tensor."""
         wanted = {id(t) for t in self.small}
-        template = template_of(self.value, self.text, lambda t: Carried(index_of(t)) if id(t) in wanted else None)
-        return Left(self.place, self.key, template, self.units)
+
+        def carried(tensor: Tensor) -> Carried | None:
+            return Carried(index_of(tensor)) if id(tensor) in wanted else None
+
+        template = template_of(self.value, self.text, carried, made_up=self.made_up)
+        return Left(self.place, self.key, template, self.units, bool(self.small))
 
 
 def gather(
@@ -150,16 +144,12 @@ def gather(
         for key, value in place.changes():
             made = {id(t): m for t in tensors_in(value) if id(t) not in held and (m := provenance.maker(t)) is not None}
             plain = type(value) in SCALARS
-            if not made and not plain and not holds_numbers(value):
-                continue
             text = place.name(key)
             owner = {name for name in names if not place.outside and is_below(place.text, name)}
-            if not {*owner, *(m.unit for m in made.values())}.isdisjoint(real):
-                place, key, value = _holder_of(reach, place, key, value)
-                value = Absent.at(text) if plain else without_numbers(value, text)
-            elif not made and not plain:
+            made_up = not {*owner, *(m.unit for m in made.values())}.isdisjoint(real)
+            if not (made or plain or made_up):
                 continue
-            elif not place.module:
+            if not (made_up or place.module):
                 owner = set()
             makers = {m.unit for m in made.values()} if made else owner
             wanted = [t for t in tensors_in(value) if id(t) in made and t.numel() <= SMALL and _nested(value, t)]
@@ -168,7 +158,7 @@ def gather(
             small = [t for t in wanted if has_node(t)]
             to_open |= {u for t in wanted if not has_node(t) and (u := made[id(t)].unit) in names - grain.shut}
             whole = makers and all(makers)
-            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
+            found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small), made_up))
     attributes = {id(place.entries): place for place in reach.places if place.module}
     there = {(id(entry.place), entry.key) for entry in found}
     for module, name in dict.fromkeys(gone):
@@ -179,50 +169,6 @@ def gather(
         texts = ", ".join(sorted(to_open)[:4])
         raise Regroup(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
     return found
-
-
-def holds_numbers(value: Any, depth: int = 4) -> bool:
-    """Whether a value contains a number, in containers, objects or arrays."""
-    if isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy":
-        return True
-    if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, nn.Module, type, ModuleType, FunctionType)):
-        return False
-    items: list[Any] = []
-    if isinstance(value, (*SEQUENCES, frozenset)):
-        items += value
-    elif isinstance(value, dict):
-        items += value.values()
-    elif is_of_others(type(value).__module__):
-        return False
-    items += getattr(value, "__dict__", {}).values()
-    items += [getattr(value, name, None) for name in slots_of(type(value))]
-    return any(holds_numbers(item, depth - 1) for item in items)
-
-
-def without_numbers(value: Any, text: str) -> Any:
-    """A value in which `Absent` replaces numbers, and parts that contain numbers and cannot be rebuilt."""
-    if not holds_numbers(value):
-        return value
-    if type(value) in SEQUENCES:
-        return type(value)(without_numbers(item, f"{text}[{i}]") for i, item in enumerate(value))
-    if type(value) is dict:
-        return {key: without_numbers(item, f"{text}[{key!r}]") for key, item in value.items()}
-    return Absent.at(text)
-
-
-def _holder_of(reach: Reach, place: Holder, key: Any, value: Any) -> tuple[Holder, Any, Any]:
-    """Where a value can be replaced; for an array, the place that holds it."""
-    if type(place.entries).__module__ != "numpy":
-        return place, key, value
-    for holder in reach.places:
-        if isinstance(holder.entries, dict):
-            for name, held in holder.entries.items():
-                if held is place.entries:
-                    return holder, name, held
-    raise PartitionError(
-        f"the forward writes numbers, found from the values of its inputs, into the array {place.text}, which the loss "
-        "could read: keep the array in an attribute of a module, or return a tensor"
-    )
 
 
 def _nested(value: Any, tensor: Tensor) -> bool:
@@ -258,14 +204,15 @@ def filled(template: Any, outputs: Sequence[Tensor]) -> Any:
     return template
 
 
-def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None]) -> Any:
-    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`."""
+def template_of(value: Any, text: str, replace: Callable[[Tensor], Carried | None], *, made_up: bool = False) -> Any:
+    """A value with its tensors replaced: by what `replace` returns, otherwise by `Absent`; so is, if it is `made_up`,
+    what is a number or may contain one."""
     if isinstance(value, Tensor):
         return replace(value) or Absent.at(text)
-    if type(value) in CONSTANTS or isinstance(value, nn.Module):
-        return value
     if type(value) in SEQUENCES:
-        return type(value)(template_of(v, f"{text}[{i}]", replace) for i, v in enumerate(value))
+        return type(value)(template_of(v, f"{text}[{i}]", replace, made_up=made_up) for i, v in enumerate(value))
     if type(value) is dict:
-        return {k: template_of(v, f"{text}[{k!r}]", replace) for k, v in value.items()}
-    return Absent.at(text) if any(True for _ in tensors_in(value)) else value
+        return {k: template_of(v, f"{text}[{k!r}]", replace, made_up=made_up) for k, v in value.items()}
+    if value is None or isinstance(value, nn.Module) or (type(value) in CONSTANTS and not made_up):
+        return value
+    return Absent.at(text) if made_up or any(True for _ in tensors_in(value)) else value

@@ -1,5 +1,7 @@
 """What a forward can reach besides tensors that are passed on: attributes, shared objects, closures, globals.
 
+Not followed, as no published model needs it: attributes of classes, slots, arrays, and variables around functions.
+
 A snapshot is restored after a recording, so that no fake tensor stays behind. Whatever changed in between is a way for
 blocks to talk behind the model's back.
 """
@@ -12,29 +14,24 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.partition.state.cached_functions import CachedFunctions
-from penstock.partition.state.class_data import ClassData, SlotData
-from penstock.partition.state.closure_cells import EMPTY, contents
+from penstock.partition.state.closure_cells import contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.identities import Identities
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 from penstock.partition.values.objects import CONSTANTS
 
-DICTS = (dict, ClassData)
 LARGEST = 1000
 """Containers with more entries count as tables, not as places where a forward leaves something."""
 
 PART = 16
 """How many places are checked together; if one has changed, each is checked separately."""
-
-LARGEST_ARRAY = 2**16
-"""Arrays with more bytes count as tables too."""
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
 """Modules of the standard library whose objects exist to hold what users put there."""
@@ -45,11 +42,11 @@ INTERNAL = OF_TORCH - {"training"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holder:
-    """Something with entries: attributes of a module, an object or a class, globals, a container, a closure's cell.
+    """Something with entries: attributes of a module or an object, globals, or a container.
 
     Attributes:
         text: where a user finds it.
-        entries: a dict, list, deque, set or cell; for attributes and globals, the dict that they are in.
+        entries: a dict, list, deque or set; for attributes and globals, the dict that they are in.
         before: a copy of the entries.
         attributes: whether the entries are attributes (of a module, if `module` is set) or globals.
         outside: whether it was found among globals, so that `text` is not a path from the model.
@@ -69,15 +66,9 @@ class Holder:
     def differs(self, before: Any) -> bool:
         """Whether an entry is a different object from the one in a copy."""
         now = self.entries
-        if isinstance(now, CellType):
-            return contents(now) is not before
-        if is_array(now):
-            return bool(now.tobytes() != before.tobytes())
-        if isinstance(now, ClassData):
-            return now.differs(before)
         if len(now) != len(before):
             return True
-        if isinstance(now, DICTS):
+        if isinstance(now, dict):
             same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
             return not same
         if isinstance(now, set):
@@ -86,7 +77,7 @@ class Holder:
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
         """The key and the new value of each entry that is new or a different object from before."""
-        if isinstance(self.entries, DICTS):
+        if isinstance(self.entries, dict):
             for key, value in self.entries.items():
                 hidden = self.module and key in INTERNAL
                 if not hidden and (key not in self.before or self.before[key] is not value):
@@ -97,11 +88,7 @@ class Holder:
     def put(self, entries: Any) -> None:
         """Replaces all entries."""
         now = self.entries
-        if isinstance(now, CellType):
-            now.cell_contents = entries
-        elif is_array(now):
-            now[...] = entries
-        elif isinstance(now, DICTS):  # never empty in between: globals may be in use by other threads
+        if isinstance(now, dict):  # never empty in between: globals may be in use by other threads
             for key in [key for key in now if key not in entries]:
                 del now[key]
             for key, value in entries.items():
@@ -119,7 +106,7 @@ class Holder:
 
     def copied(self) -> Any:
         """The entries as they are now."""
-        return contents(self.entries) if isinstance(self.entries, CellType) else self.entries.copy()
+        return self.entries.copy()
 
     def name(self, key: Any) -> str:
         if key is None:
@@ -177,13 +164,11 @@ class Reach:
 
     def restore(self) -> None:
         for place in self.changed():
-            if place.before is not EMPTY:
-                place.put(place.before)
+            place.put(place.before)
         self.cached.forget()
 
     def _add(self, text: str, entries: Any, **kind: bool) -> None:
-        before = contents(entries) if isinstance(entries, CellType) else entries.copy()
-        self.places.append(Holder(text, entries, before, outside=self._outside, **kind))
+        self.places.append(Holder(text, entries, entries.copy(), outside=self._outside, **kind))
 
     def _add_module(self, name: str, module: nn.Module, depth: int) -> None:
         attributes = vars(module)
@@ -200,9 +185,9 @@ class Reach:
             return
         self._seen.add(id(kind))
         before, self._outside = self._outside, True
-        self._add(kind.__qualname__, held := ClassData(kind), attributes=True)
-        for key, item in held.items():
-            self._visit(item, f"{kind.__qualname__}.{key}", 2)
+        for key, item in vars(kind).items():
+            if is_container(item) and not key.startswith("__"):
+                self._visit(item, f"{kind.__qualname__}.{key}", 2)
         self._outside = before
 
     def _visit(self, value: Any, text: str, depth: int) -> None:
@@ -228,8 +213,6 @@ class Reach:
         elif isinstance(value, tuple) or is_container(value):
             self._visit_container(value, text, depth)
             self._visit_attributes(value, text, depth)
-        elif is_array(value):
-            self._add(text, value)
         else:
             self._visit_attributes(value, text, depth)
 
@@ -249,11 +232,6 @@ class Reach:
             self._add(text, attributes, attributes=True)
             for key, item in list(attributes.items()):
                 self._visit(item, f"{text}.{key}", depth - 1)
-        names = () if is_of_others(type(value).__module__) else slots_of(type(value))
-        if names:
-            self._add(text, slots := SlotData(value, names), attributes=True)
-            for key, item in slots.items():
-                self._visit(item, f"{text}.{key}", depth - 1)
 
     def _visit_function(self, function: FunctionType, depth: int) -> None:
         function = getattr(function, "__wrapped__", function)
@@ -262,9 +240,7 @@ class Reach:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                text = f"{name}, a variable around {function.__qualname__}"
-                self._add(text, cell)
-                self._visit(contents(cell), text, depth - 1)
+                self._visit(contents(cell), f"{name}, a variable around {function.__qualname__}", depth - 1)
         self._visit_defaults(function, depth)
         known = function.__globals__
         module = str(known.get("__name__", ""))
@@ -306,23 +282,6 @@ def is_below(text: str, name: str) -> bool:
     return text == name or text.startswith((f"{name}.", f"{name}["))
 
 
-def is_array(value: Any) -> bool:
-    """Whether a value is a numpy array small enough to compare."""
-    kind = type(value)
-    return kind.__module__ == "numpy" and kind.__name__ == "ndarray" and value.nbytes <= LARGEST_ARRAY
-
-
 def is_of_others(module: str) -> bool:
     """Whether objects of classes from this Python module hold nothing that the user put there."""
     return not module or (is_library(module) and package_of(module) not in PLAIN_OBJECTS)
-
-
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The slots of a class and its bases, if they are the user's classes."""
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        if not is_of_others(base.__module__):
-            found += [slots] if isinstance(slots, str) else slots
-    hidden = ("__dict__", "__weakref__")
-    return tuple(name for name in found if name not in hidden and not (name.startswith("__")))

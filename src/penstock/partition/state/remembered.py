@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -77,8 +76,6 @@ def _text(stray: Stray, reach: Reach) -> str:
 def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
     if isinstance(place.before, dict):
         return list(place.before.items())
-    if isinstance(place.entries, CellType):
-        return [(None, place.before)]
     return [(key, value) for key, value in enumerate(place.before)] if type(place.before) is list else []
 
 

@@ -57,7 +57,6 @@ class Streams:
         self.seeds_foreign = False
         """Whether Python's and numpy's generators are set like torch's: only if a bound model draws from them. For a
         loss function of the user's own, which may draw from anything, they always are."""
-        self.seedings = 0
         """How often the generators were set."""
         self._keys: dict[str, int] = {}
         self._calls: dict[str, int] = {}
@@ -150,7 +149,6 @@ class Streams:
         return call
 
     def _seed(self, seed: int, *, foreign: bool = False) -> None:
-        self.seedings += 1
         for generator in self._generators:
             generator.manual_seed(seed)
         if foreign or self.seeds_foreign:

@@ -17,11 +17,10 @@ from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
 from penstock.runtime.features.compiled import Compiled, OwnGradients
-from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.context import MakeFeature, StageContext, check_forward_order
 from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
 from penstock.runtime.features.finite import FiniteStage
 from penstock.runtime.features.forward_attributes import ForwardAttributes
-from penstock.runtime.features.forward_order import check_forward_order
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PartitionError
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.features.feature import Feature
 from penstock.runtime.front_end import Partition, Stage
@@ -143,6 +144,25 @@ class StageContext:
         """Whether these actions come in ascending order of microbatch, as on one device."""
         numbers = self.microbatches(*ops)
         return numbers == sorted(numbers)
+
+
+def check_forward_order(stage: StageContext) -> None:
+    """Raises PartitionError if a user's own schedule runs forwards out of order on a stage that keeps something from
+    one to the next, as batch norm does. `model/copies.py` checks schedules with two copies of a stage.
+
+    The statistics of deferred batch norms are merged in order at the end of the step.
+    """
+    if stage.copies or stage.in_order(Op.F):
+        return
+    one, norms = stage.stage, stage.binding.norms
+    deferred = {id(buffer) for buffer in norms.buffers()} if norms else set()
+    updated = [repr(name) for name in one.meta.updated if id(one.buffers.get(name)) not in deferred]
+    for carried in (*updated, *(each.text for each in one.remembered)):
+        raise PartitionError(
+            f"the forward of stage {stage.index} carries {carried} over from one microbatch to the next, but this "
+            f"schedule runs its forwards in the order {', '.join(map(str, stage.microbatches(Op.F)))}; take one that "
+            "runs them in order of microbatch (1f1b, gpipe), or defer batch norm (deferred_batch_norm=True)"
+        )
 
 
 MakeFeature = Callable[[StageContext], Feature | None]

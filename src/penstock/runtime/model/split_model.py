@@ -149,34 +149,19 @@ class SplitModel:
 
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wraps a step: changes that it makes to the model's attributes need no new recording. One that raises leaves
-        the model as it was: gradients, tensors that forwards update, attributes. In several processes, where the run
-        then ends, nothing is copied, and only gradients that were None are so again.
+        """Wraps a step: changes that it makes to the model's attributes need no new recording. See `Touched.restoring`.
 
         Args:
             signature: what `signature` returned before the step.
         """
-        local = self._engine.world.is_local
-        gradients = [(parameter, parameter.grad) for _, parameter in self.held_parameters()]
-        kept = {grad for _, grad in gradients if grad is not None}
         of_loss = {tensor for tensor in (self._of_loss or {}).values() if not isinstance(tensor, nn.Parameter)}
         uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
-        changing = {*bound.updated, *uncertain, *of_loss, *kept} if local and bound.training else ()
-        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
-        try:
+        updated = {*bound.updated, *uncertain, *of_loss} if bound.training else None
+        parameters = [parameter for _, parameter in self.held_parameters()]
+        with self._touched.restoring(parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
             self._partitioner.settle(signature[-1])
-        except BaseException as error:
-            self._touched.restore(attributes=local)
-            if kept and not local:
-                error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
-            for parameter, grad in gradients:
-                if local or grad is None:
-                    parameter.grad = grad
-            for tensor, copy in copies:
-                tensor.copy_(copy)
-            raise
         self._touched.settle()
 
     def modules(self) -> list[nn.Module]:

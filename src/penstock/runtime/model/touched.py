@@ -6,11 +6,12 @@ Blocks run their own Python in every step. After a change, features learn again 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from itertools import chain, count, islice, repeat
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 _PARTS = ("_buffers", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _NUMBERS = (int, float)
@@ -52,12 +53,40 @@ class Touched:
             self._seen |= new
         return self.changes
 
-    def restore(self, *, attributes: bool) -> None:
-        """Called when a step has raised. `attributes`: whether to restore what `look` has found."""
-        self.changes += 1
+    @contextmanager
+    def restoring(
+        self, parameters: Iterable[nn.Parameter], updated: Set[Tensor] | None, *, local: bool
+    ) -> Iterator[None]:
+        """Wraps a step. One that raises leaves the model as it was: gradients, tensors that forwards update,
+        attributes. In several processes, where the run then ends, only gradients that were None are so again.
+
+        Args:
+            updated: what the step may update besides gradients; None in an evaluation, which updates nothing.
+            local: whether one process drives all ranks.
+        """
+        gradients = [(parameter, parameter.grad) for parameter in parameters]
+        kept = {grad for _, grad in gradients if grad is not None}
+        changing = updated | kept if local and updated is not None else ()
+        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in changing]
+        try:
+            yield
+        except BaseException as error:
+            self.changes += 1
+            if local:
+                self._restore_attributes()
+            elif kept:
+                error.add_note("penstock: gradients from before this step may hold part of it; call zero_grad()")
+            for parameter, grad in gradients:
+                if local or grad is None:
+                    parameter.grad = grad
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+            raise
+
+    def _restore_attributes(self) -> None:
         lengths, *found = self._latest
         items = zip(*found, strict=True)
-        for held, length in zip(self._held, lengths, strict=True) if attributes else ():
+        for held, length in zip(self._held, lengths, strict=True):
             before = dict(islice(items, length))
             held.clear()
             held.update(before)
@@ -67,11 +96,7 @@ class Touched:
         return [*map(len, held)], [*chain.from_iterable(held)], [*chain.from_iterable(map(dict.values, held))]
 
 
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
+_MISSING = object()
 
 
 def _by_place(lengths: Iterable[int], keys: Iterable[Any], values: Iterable[Any]) -> dict[tuple[int, Any], Any]:

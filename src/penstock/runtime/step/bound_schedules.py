@@ -9,17 +9,19 @@ waits for another in vain.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from penstock.compat import gradient_edge
 from penstock.errors import ArgumentError, ShapeError, warn
 from penstock.partition.state.remembered import refuse_samples
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.runtime.batch.outline import Outline
+from penstock.runtime.exact import rules as exact
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.execute.program import model_inputs
 from penstock.runtime.front_end import Partition
@@ -160,6 +162,21 @@ class BoundSchedules:
                 f"{list(cached.sizes)} on rank {self._announcer}; give both the same batch"
             )
         return [partition.take(piece) for partition, piece in zip(cached.bound.partitions, cut.pieces, strict=True)]
+
+    def backward_to_batch(self, cached: Cached, cut: CutBatch | None) -> None:
+        """Gives the batch's tensors the gradients of their microbatches, in one backward to where these were cut."""
+        runners = [runner for program in cached.bound.programs for runner in program.runners.values()]
+        found = dict(ChainMap(*(runner.batch_gradients for runner in runners)))
+        firsts = (partition.stages[0].meta for partition in cached.bound.partitions)
+        copies = cached.bound.schedule.placement.pipelines > 1
+        if copies and any(value.meta.requires_grad for meta in firsts for value in meta.inputs):
+            found = dict(ChainMap(*self._engine.control.gather_line(found)))  # each first stage has some microbatches'
+        if cut is None or not found:
+            return
+        every = enumerate(zip(cached.positions, self.inputs(cached, cut), strict=True))
+        tensors = {(k, place): x for k, (places, xs) in every for place, x in zip(places, xs, strict=True)}
+        edges = [gradient_edge(tensors[key]) for key in found]
+        exact.backward(edges, [gradient.to(tensors[key].device) for key, gradient in found.items()])
 
     def _find(self, cut: CutBatch, mode: Hashable) -> Cached | None:
         for cached in reversed(self._cached.values()):

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from penstock.errors import ArgumentError
 from penstock.runtime.execute.control import Arriving
 from penstock.runtime.execute.engine import BoundSchedule, Engine
 from penstock.runtime.processes.groups import Groups
@@ -103,6 +104,36 @@ class SharedLoss:
                     total = totals[place % len(totals)]
                     totals[place % len(totals)] = term if total is None else total + term
         return totals
+
+
+class LossParts:
+    """The names of the parts that a loss function returns besides its loss, which every rank learns from the first loss
+    in training and in evaluation.
+
+    Args:
+        shared: whether every rank is to have the loss.
+        of_function: whether the user's function computes the loss, and not the model.
+    """
+
+    def __init__(self, engine: Engine, *, shared: bool, of_function: bool) -> None:
+        self._engine, self._shared, self._of_function = engine, shared, of_function
+        self._names: dict[bool, Sequence[str]] = {}
+
+    def agree(self, bound: BoundSchedule) -> None:
+        """Names the parts of a step's loss. Raises ArgumentError for one that the first step had not."""
+        found = [*dict.fromkeys(name for parts in bound.head.parts for name in parts)]
+        if self._shared and bound.training not in self._names:
+            has_loss = any(loss is not None for loss in bound.head.losses)
+            given = [names for names in self._engine.control.gather(found if has_loss else None) if names is not None]
+            if given:
+                self._names[bound.training] = [*dict.fromkeys(name for names in given for name in names)]
+        bound.head.names = self._names.get(bound.training, () if self._shared else found)
+        new = [name for name in found if name not in bound.head.names]
+        if new and self._of_function:
+            raise ArgumentError(
+                f"loss_fn returned {new[0]!r} besides its loss, which it did not in the first step, when all ranks "
+                "learned what there is; return the same parts every time (NaN for one that has no value)"
+            )
 
 
 def share_loss(engine: Engine, bound: BoundSchedule, microbatches: int, *, wanted: bool) -> SharedLoss:
