@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import socket
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,21 +24,25 @@ from penstock.cli._cost_files import read_costs, read_links
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain import explain, read_run, run_of
 from penstock.fabric.results import results
-from penstock.fabric.samples import RUN, Run
+from penstock.fabric.samples import RUN, SAMPLES, Run
+from penstock.hardware.specs import device
+from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
+from penstock.network.topology import Topology
 from penstock.plan import Choice, Plan, read_plan
 from penstock.runs import RunRead
 from penstock.runs import read_run as read_folder
 from penstock.runs.about import FORMAT, VERSION, About
 from penstock.runs.health import health
-from penstock.runs.records import RankState
-from penstock.schedule import Schedule, generate
-from penstock.schedule.csv import read_csv, write_csv
+from penstock.runs.records import RankState, StepRecord
+from penstock.schedule import Schedule, check, generate
+from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 from scaffolding.run_folders import ABOUT
 
 SCHEDULE = generate("1f1b", 2, 3)
+STEP = StepRecord(1, 0.5, 0.1, 8, 0.1)
 TIMELINE = simulate(SCHEDULE, StageCost(1.0, 1.0, 1.0))
 
 
@@ -153,6 +159,108 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(
         said = str(error)
     assert "\n" not in said
     assert len(said) < 1000
+
+
+RECORD = made_run(3).record
+
+
+def read_samples(file: Path) -> None:
+    write(file.parent / RUN, json.dumps(RECORD))
+    file.replace(file.parent / SAMPLES)
+    Run.read(file.parent)
+
+
+COLUMNS = "op,microbatch,start_us,duration_us,pp_rank\n" + "".join(
+    f"{s.action.op.value},{s.action.microbatch},{s.start_seconds},1,{s.rank}\n" for s in TIMELINE
+)
+DEVICE = '[mine]\ntflops = {float32 = 10.0}\nmemory_gb = 16\nbandwidth_gbps = 500\nlink = {name = "x", gbps = 50.0}\n'
+EVENT = '[[event]]\nat = "2s"\nhost = 1\nlink = "10mbit"\nfor = "3s"\n'
+TEXTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
+    "schedule": ("s.csv", str(to_csv(SCHEDULE)), lambda file: check(read_csv(file))),
+    "columns": ("c.csv", COLUMNS, lambda file: explain(run_of(read_run([file])))),
+    "samples": ("x.csv", "trial,transfer,rank,start_ns,end_ns\n0,0,0,1,2\n0,0,1,1,2\n", read_samples),
+    "device": ("d.toml", DEVICE, device),
+    "scenario": ("s.toml", EVENT, lambda file: read_scenario(file, Topology(parse_link("1gbit")), 2)),
+    "steps": ("steps.jsonl", STEP.to_line() * 2, lambda file: RunRead(file.parent, ABOUT).steps()),
+}
+NUMBERS = ["-1", "9" * 9, "9" * 5000, "nan", "1e999", "0F999999999"]
+PIECES = ["", *NUMBERS, "\x1b[31m", "\udcff", "\0", '"', "[" * 5000, "x" * 500, "\n"]
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "30")), suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_damaged_text_is_read_or_refused_in_one_line(
+    kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    name, text, read = TEXTS[kind]
+    parts = re.split(r"([,\n= ]|\d+)", text)
+    for _ in range(data.draw(st.integers(0, 2))):
+        parts[data.draw(st.integers(0, len(parts) - 1))] = data.draw(st.sampled_from(PIECES))
+    file = tmp_path_factory.mktemp("fuzz") / name
+    file.write_bytes("".join(parts).encode(errors="surrogateescape"))
+    said = ""
+    try:
+        read(file)
+    except PenstockError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ts", 10**400), ("name", "ProfilerStep#" + "9" * 5000), ("pid", [[]]), ("dur", 10**400)]
+)
+def test_a_trace_with_numbers_beyond_reason_is_refused_in_one_line(name: str, value: Any, tmp_path: Path) -> None:
+    events = [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0, "tid": 0, name: value}]
+    with pytest.raises(ArgumentError, match=r"^[^\n]{1,600}$"):
+        explain(run_of(read_run([write(tmp_path / "t.json", json.dumps(events))])))
+
+
+def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
+    billion = read_csv(write(tmp_path / "s.csv", "0F999999999,0B999999999"))
+    assert len(check(billion)) == 10_000, "of a billion that are missing"
+    processes = [{"ph": "X", "name": "0B0", "ts": 1, "dur": 1, "pid": pid, "tid": 0} for pid in range(10_001)]
+    with pytest.raises(ArgumentError, match="10,001 processes; expected at most 10,000"):
+        run_of(read_run([write(tmp_path / "processes.json", json.dumps(processes))]))
+    transfer = RECORD["workload"]["transfers"][0]
+    workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(100)]}
+    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 65_536, "workload": workload}))
+    with pytest.raises(ArgumentError, match="100 transfers of 65,536 hosts are too many"):
+        Run.read(tmp_path)
+
+
+def test_names_of_many_parts_in_toml_are_refused(tmp_path: Path) -> None:
+    for text in (f"{'a.' * 1000}a = 1", f"[{' a . ' * 1000}a]", f"x = {{ {'a.' * 1000}a = 1 }}"):
+        with pytest.raises(ArgumentError, match="a name has too many parts"):
+            device(write(tmp_path / "d.toml", text))
+    with pytest.raises(ArgumentError, match="is not TOML"):
+        device(write(tmp_path / "d.toml", "a =" + "[" * 200_000))
+    assert files.read_toml(write(tmp_path / "d.toml", f"# {'.' * 100}\na = [{'1.5, ' * 100}]"))["a"] == [1.5] * 100
+
+
+def test_what_is_wrong_a_million_times_is_named_once(tmp_path: Path) -> None:
+    timeline = {"ranks": [{"actions": [1] * 100_000}]}
+    profile_of_keys = {**profile(), **{f"k{number}": 1 for number in range(100_000)}}
+    tracemalloc.start()
+    with pytest.raises(ArgumentError, match=r"ranks\[0\].actions\[0\]=1: expected a valid string"):
+        Timeline.from_dict(timeline)
+    with pytest.raises(ArgumentError, match=r"it has 100,0\d\d entries; expected at most 1,000"):
+        Profile.from_dict(profile_of_keys)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(tmp_path: Path) -> None:
+    run = RunRead(tmp_path, ABOUT)
+    line = STEP.to_line()
+    write(tmp_path / "steps.jsonl", line + "[" * 100_000 + "\n" + line.replace("}", " " * 1000 + "}"))
+    assert run.steps() == [STEP]
+    (tmp_path / "steps.jsonl").unlink()
+    (tmp_path / "steps.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
+        run.steps()
 
 
 @pytest.mark.parametrize("kind", READERS)

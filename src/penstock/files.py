@@ -15,6 +15,7 @@ import os
 import re
 import reprlib
 import stat
+import tomllib
 import zlib
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -28,13 +29,16 @@ from penstock.words import printable
 T = TypeVar("T")
 FilePath = str | os.PathLike[str]
 
-MAX_BYTES = 512 << 20
+MAX_BYTES = 128 << 20
 """Of a file, once unpacked."""
+MAX_TEXT_BYTES = 64 << 20
+"""Of a file of text: Python takes up to four bytes a character, and lines and cells besides."""
 MAX_VALUES = 4_000_000
 """Of a file of JSON or CSV: lists, objects and their entries, which take about 100 bytes each in memory."""
 MAX_QUOTED = 80
 """Characters that an error quotes of a value."""
 
+_MAX_ENTRIES = 1000
 _CHUNK_BYTES = 1 << 20
 _GZIP = 31  # zlib's window size for gzip's format
 _KINDS = {
@@ -46,15 +50,17 @@ _KINDS = {
 }
 _NEW = re.compile(r"\.\d+-\d+\.new\.")
 _MAX_NAME = 255
+_AROUND_NAMES = re.compile(r"[=,\n]|#.*")
 _numbers = itertools.count()
 
 
-def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> bytes:
+def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = None, start: int = 0) -> bytes:
     """Read a regular file, and unpack it if it is packed by gzip.
 
     Args:
         what: names the file in messages, such as "plan 'plan.json'"; None: its path.
         max_bytes: once unpacked; None: `MAX_BYTES`.
+        start: the place in the file to begin at.
 
     Raises:
         ArgumentError: there is no such file, it cannot be read or unpacked, or it has more than `max_bytes`.
@@ -65,6 +71,7 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
         with open(path, "rb", opener=_open_at_once) as file:
             if kind := _kind(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(f"{what} is {kind}; expected a regular file")
+            file.seek(start)
             data = bytearray()
             unpack = None
             while chunk := file.read(_CHUNK_BYTES):
@@ -86,9 +93,10 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
 
 
 def read_text(path: FilePath, what: str | None = None, max_bytes: int | None = None) -> str:
-    """Read a file of UTF-8 text. Raises ArgumentError as `read_bytes` does, and for other encodings."""
+    """Read a file of UTF-8 text, by default of up to `MAX_TEXT_BYTES`. Raises ArgumentError as `read_bytes` does, and
+    for other encodings."""
     try:
-        return read_bytes(path, what, max_bytes).decode("utf-8-sig")
+        return read_bytes(path, what, MAX_TEXT_BYTES if max_bytes is None else max_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{what or os.fspath(path)} is not UTF-8 text: {error}") from None
 
@@ -97,6 +105,18 @@ def read_json(path: FilePath, what: str | None = None) -> Any:
     """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
     what = os.fspath(path) if what is None else what
     return parse_json(read_bytes(path, what), what)
+
+
+def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
+    """Read a file of TOML. Raises ArgumentError if it cannot be read, is not TOML, or has more than 1 MiB."""
+    what = os.fspath(path) if what is None else what
+    text = read_text(path, what, 1 << 20)
+    if any(name.count(".") > 50 for name in _AROUND_NAMES.split(text)):  # tomllib takes the square of their number
+        raise ArgumentError(f"{what}: a name has too many parts")
+    try:
+        return tomllib.loads(text)
+    except (RecursionError, ValueError) as error:  # a number of too many digits is a ValueError
+        raise ArgumentError(f"{what} is not TOML: {quoted(str(error))}") from None
 
 
 def parse_json(data: str | bytes, what: str) -> Any:
@@ -119,8 +139,9 @@ def parse_json(data: str | bytes, what: str) -> Any:
 
 def check_number_of_values(data: str | bytes, what: str) -> None:
     """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
-    marks: Any = "[{,;\t\n" if isinstance(data, str) else [b"[", b"{", b",", b";", b"\t", b"\n"]
-    if sum(map(data.count, marks)) > 2 * MAX_VALUES:  # files with indentation have a line for each value, too
+    marks: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
+    lines, *values = map(data.count, marks)
+    if max(lines, sum(values)) > MAX_VALUES:  # files with indentation have a line for each value, too
         raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
 
 
@@ -141,10 +162,9 @@ def validate(kind: type[T], given: Any, what: str) -> T:
         ArgumentError: names the first value that is wrong, and what was expected in its place.
     """
     from pydantic import ValidationError
-    from pydantic_core import to_json
 
     try:
-        return _adapter(kind).validate_json(to_json(given))  # type: ignore[no-any-return, arg-type]
+        return _validator(kind).validate_python(given)  # type: ignore[no-any-return, arg-type]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
@@ -162,10 +182,37 @@ def _in_words(error: Any, where: str) -> str:
 
 
 @cache
-def _adapter(kind: Any) -> Any:
+def _validator(kind: Any) -> Any:
     from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
 
-    return TypeAdapter(kind, config=None if is_dataclass(kind) else STRICT)
+    config = None if is_dataclass(kind) else STRICT
+    return SchemaValidator(_for_json(TypeAdapter(kind, config=config).core_schema), config)
+
+
+def _for_json(schema: Any) -> Any:
+    """The schema, in which lists may become tuples, and objects dataclasses. A container ends at its first wrong value:
+    millions of errors would fill the memory."""
+    from pydantic_core import core_schema
+
+    if isinstance(schema, list):
+        return [_for_json(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed: Any = {key: _for_json(one) for key, one in schema.items()}
+    if schema.get("type") == "dataclass":
+        ref = changed.pop("ref", None)
+        return core_schema.no_info_before_validator_function(_of_few_entries, changed | {"strict": False}, ref=ref)
+    if schema.get("type") in ("list", "tuple", "dict", "set", "frozenset"):
+        return changed | {"strict": False, "fail_fast": True}
+    return changed
+
+
+def _of_few_entries(given: Any) -> Any:
+    """What a dataclass will be made of; each entry that is unknown is an error of its own."""
+    if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
+        raise ValueError(f"it has {len(given):,} entries; expected at most {_MAX_ENTRIES:,}")
+    return given
 
 
 @contextlib.contextmanager

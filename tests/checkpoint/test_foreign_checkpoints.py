@@ -7,6 +7,7 @@ import fractions
 import io
 import os
 import pickle
+import pickletools
 import random
 import shutil
 from collections.abc import Callable
@@ -189,12 +190,27 @@ def test_plain_values_come_back() -> None:
         "scheduler": torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([torch.ones(1)]), [1]).state_dict(),
         "path": Path("a/b"),
     }
-    assert str(unpickle(io.BytesIO(pickle.dumps(values)))) == str(values)
+    assert str(unpickle(pickle.dumps(values))) == str(values)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"cbuiltins\nlist\n(cbuiltins\nrange\n(J\x00\xca\x9a;tRtR.",  # list(range(10**9))
+        b"cbuiltins\nbytearray\n(J\x00\xca\x9a;tR.",
+        b"Nr\xff\xff\xff\x7f.",  # whose table of values would take 32 GB
+        b"Np2000000000\n.",
+    ],
+)
+def test_a_few_bytes_do_not_fill_the_memory(data: bytes) -> None:
+    pickletools.dis(data, io.StringIO())
+    with pytest.raises(pickle.UnpicklingError, match=r"too long|numbers a value"):
+        unpickle(data)
 
 
 def test_a_class_can_be_allowed() -> None:
     data = pickle.dumps(fractions.Fraction(1, 3))
     with pytest.raises(pickle.UnpicklingError, match=r"fractions\.Fraction"):
-        unpickle(io.BytesIO(data))
+        unpickle(data)
     with torch.serialization.safe_globals([fractions.Fraction]):
-        assert unpickle(io.BytesIO(data)) == fractions.Fraction(1, 3)
+        assert unpickle(data) == fractions.Fraction(1, 3)

@@ -106,6 +106,9 @@ class Ends(nn.Module):
         self.end(0)
         return self.head(self.body(x))
 
+class EndsAsText(Exception):
+    def __str__(self): sys.exit(0)
+
 def exits(): sys.exit(0)
 def interrupts(): raise KeyboardInterrupt
 def leaves(): os._exit(0)
@@ -114,6 +117,8 @@ def becomes_another(): os.execv("/bin/true", ["true"])
 def exits_in_forward(): return Ends(sys.exit), (torch.randn(12, 5),), torch.randint(4, (12,)), loss_of
 def leaves_in_forward(): return Ends(lambda _: os._exit(0)), *good()[1:]
 def exits_in_loss(): return *good()[:3], lambda *_: sys.exit()
+def exits_while_its_error_is_described(): raise EndsAsText
+def raises_much(): raise ValueError("\\x1b[31m" + "y" * 10_000)
 def exits_the_second_time(): return good() if next(calls) == 1 else sys.exit(0)
 
 def raises_on_rank_1():
@@ -327,6 +332,8 @@ BAD = [
     ("cases.py:exits_in_forward", "the model or the loss of cases.py:exits_in_forward raised SystemExit: 0 (cases.py:"),
     ("cases.py:exits_in_loss", "raised SystemExit (cases.py:"),
     ("cases.py:exits_the_second_time", "raised SystemExit: 0 (cases.py:"),
+    ("cases.py:exits_while_its_error_is_described", "ended the command before it had a result (SystemExit)"),
+    ("cases.py:raises_much", "TARGET 'cases.py:raises_much' raised ValueError: \N{REPLACEMENT CHARACTER}[31myyyyy"),
     ("exits.py:good", "TARGET 'exits.py:good' raised SystemExit: 0 (exits.py:"),
     ("cases.py:failing_loss", "raised ZeroDivisionError: no such loss (cases.py:"),
 ]

@@ -69,103 +69,14 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
-class Towers(nn.Module):
-    """Two towers, one after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = (nn.ModuleList(nn.Linear(9, 9) for _ in range(2)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = x, x
-        for layer in self.left:
-            left = torch.tanh(layer(left))
-        for layer in self.right:
-            right = torch.tanh(layer(right))
-        return left + right
-
-
-def towers(rank: int) -> tuple[list[list[str]], float, dict[str, Tensor]]:
-    """The names on each stage, the loss, and the gradients here. Each rank would find another tower slow."""
-    slow = "left" if rank == 0 else "right"
-
-    def measured(recording: Recording, model: nn.Module, *_: Any) -> Profile:
-        of = identity(model)
-        names = [f"{side}.{index}" for side in ("left", "right") for index in range(2)]
-        units = tuple(UnitCost(name, 3.0 if name.startswith(slow) else 1.0, 0.0, 0.0) for name in names)
-        return Profile(units, "cpu", of.dtype, of.parameters)
-
-    x, _ = batch(4)
-    with patch.multiple(decision, LEAST_WORK=0, measure=measured):
-        with penstock.pipeline(Towers(), (x,), microbatches=2, loss=F.mse_loss) as pipe:
-            loss = float(pipe.step(x, target=torch.zeros(4, 9)).loss)
-            grads = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-            return [sorted(stage.parameters) for stage in pipe.session.partition.stages], loss, grads
-
-
-def overlap(rank: int) -> str:
-    """What is said of a head that has a parameter of its own in the memory of the embedding."""
+def overlap(rank: int, turned: bool) -> str:
+    """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose."""
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
-    layers[2].weight = nn.Parameter(layers[0].weight.data)
+    weight = layers[0].weight.data
+    layers[2].weight.data = weight.t() if turned else weight
     x, _ = batch(4)
     try:
         with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss):
             return ""
     except penstock.ArgumentError as error:
         return str(error)
-
-
-class Head(nn.Module):
-    """Multiplies by a weight that it holds as a plain attribute or as a buffer."""
-
-    held: Tensor
-
-    def __init__(self, weight: Tensor, *, is_buffer: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(9, 9)
-        if is_buffer:
-            self.register_buffer("held", weight)
-        else:
-            self.held = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) @ self.held
-
-
-class Outside(nn.Sequential):
-    """Its own forward multiplies by such an attribute."""
-
-    weight: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y @ self.weight
-
-
-def borrower(kind: str, rank: int = 0) -> str:
-    """What is said of a model whose end uses its beginning's memory in another tensor."""
-    torch.manual_seed(0)
-    first = nn.Linear(9, 9)
-    layers: nn.Sequential
-    if kind == "outside":
-        layers = Outside(first, nn.Linear(9, 9), nn.Linear(9, 9))
-        layers.weight = first.weight.detach()
-    elif kind == "norms":
-        both = torch.zeros(2, 9)
-        layers = nn.Sequential(first, nn.BatchNorm1d(9), nn.Linear(9, 9), nn.BatchNorm1d(9))
-        layers[1].running_mean, layers[3].running_mean = both[0], both.view(-1)[0:9]
-    else:
-        weight = first.weight.data.t() if kind == "attribute" else first.weight.detach()
-        layers = nn.Sequential(first, nn.Linear(9, 9), Head(weight, is_buffer=kind == "buffer"))
-    x, _ = batch(4)
-    try:
-        with penstock.pipeline(layers, (x,), ranks=None if rank else 2, microbatches=2, loss=F.mse_loss):
-            return ""
-    except penstock.ArgumentError as error:
-        return str(error)
-
-
-def borrow(rank: int, kind: str) -> str:
-    """The same in a process for each rank."""
-    return borrower(kind, rank + 1)

@@ -85,7 +85,7 @@ def test_a_file_describes_another(tmp_path: Path) -> None:
         (MINE.replace("memory_gb = 24", "memory_gb = 24\nwatts = 3"), "mine: 'watts' is unknown; expected name, "),
         (MINE.replace("bandwidth_gbps = 20", 'bandwidth_gbps = "20"'), "mine: a value has the wrong type"),
         (MINE + MINE.replace("mine", "two"), "expected one device, with a table for it, not 2"),
-        ("[mine", "cannot be read as a description of devices"),
+        ("[mine", "mine.toml is not TOML: "),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -310,6 +310,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.
+    "verify": lambda: refused(ArgumentError, "verify='yes': expected True, False or None", verify="yes"),
     "run": lambda: refused(ArgumentError, "run=3: expected a folder to record the run in", run=3),
 }
 """For each option of `pipeline`, what shows that it is used."""
@@ -655,7 +656,7 @@ def test_printed_it_shows_its_stages() -> None:
     x, _ = batch()
     with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, cuts=["2"]) as pipe:
         first, *stages = str(pipe).splitlines()
-    assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches"
+    assert first == "Pipeline of Sequential: 1f1b, 2 ranks, 2 microbatches, unverified"
     assert stages == ["  stage 0 on rank 0: from the start", "  stage 1 on rank 1: from 2"]
     with pipeline(mlp(), (x,), ranks=2, microbatches=2, loss_fn=squared_error, schedule="chimera", cuts=["2"]) as pipe:
         assert "stage 1 on rank 1 and rank 0: from 2" in str(pipe)

@@ -36,7 +36,6 @@ class ReadyStage:
     buffers: ClassVar[Mapping[str, Tensor]] = {}
     frame = None
     may_update = reads = remembered = checkpointed = norms_as_functions = ()
-    borrowed: ClassVar[Mapping[int, str]] = {}
     draws_outside_modules = False
     depends_on_values = True
 

@@ -147,7 +147,7 @@ def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
 
 def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "MOST_BYTES", 100)
-    with pytest.raises(ArgumentError, match="too large for the studio"):
+    with pytest.raises(ArgumentError, match="has more than 0 MiB, the limit"):
         Library(folder).path("trace.json")
 
 
@@ -199,7 +199,7 @@ def test_a_packed_bomb_is_refused(studio: TestClient, folder: Path, monkeypatch:
     monkeypatch.setattr(library, "MOST_BYTES", 4 << 20)
     for name in ("bomb.json.gz", "bomb.json"):  # readers unpack what is packed, whatever it is called
         (folder / name).write_bytes(gzip.compress(b"[" + b" " * (8 << 20) + b"]"))
-        assert "too large" in studio.get("/api/open", params={"name": name}).json()["error"]
+        assert "unpacks to more than 4 MiB" in studio.get("/api/open", params={"name": name}).json()["error"]
 
 
 DAMAGES = {

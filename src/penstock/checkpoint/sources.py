@@ -93,6 +93,8 @@ def _opened(path: Path) -> Any:
     require("safetensors", "safetensors", for_what=f"reading {path}")
     from safetensors import SafetensorError, safe_open
 
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"{path} is not a safetensors file: expected a regular file")
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

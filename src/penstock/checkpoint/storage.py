@@ -26,6 +26,8 @@ from penstock.checkpoint.contents import REST, Rest
 from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import unpickle
 from penstock.errors import ArgumentError
+from penstock.files import read_bytes
+from penstock.words import line_of
 
 
 def hush() -> None:
@@ -116,10 +118,10 @@ class Reader:
         if not self._weights_only:
             return pickle.loads(data)
         try:
-            return unpickle(io.BytesIO(data))
+            return unpickle(data)
         except Exception as error:
             raise ArgumentError(
-                f"{self.path}: {key!r} is no plain value ({error}); allow its class with "
+                f"{self.path}: {key!r} is no plain value ({line_of(str(error), 160)}); allow its class with "
                 "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
 
@@ -142,10 +144,9 @@ class _OnceRead(FileSystemReader):
         if self._metadata is None:
             file = Path(self.path) / METADATA
             try:
-                with file.open("rb") as opened:
-                    self._metadata = unpickle(opened)
+                self._metadata = unpickle(read_bytes(file, max_bytes=1 << 30))
                 _check(Path(self.path), self._metadata)
-            except OSError:
+            except ArgumentError:
                 raise
             except Exception as error:  # random bytes raise anything
                 raise ArgumentError(_damaged(file, error)) from error
@@ -195,7 +196,7 @@ def _check(path: Path, metadata: Metadata) -> None:
 
 
 def _damaged(file: Path, error: Exception) -> str:
-    text = " ".join(str(error).split())[:160]
+    text = line_of(str(error), 160)
     return (
         f"{file} is damaged, or no file of a checkpoint ({type(error).__name__}: {text}); take another checkpoint, or "
         "copy the whole folder again"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, BinaryIO
+import pickletools
+from functools import partial
+from typing import Any
 
 import torch
+
+from penstock.files import MAX_VALUES, quoted
 
 _METADATA = (
     "Metadata TensorStorageMetadata TensorProperties _MEM_FORMAT_ENCODING ChunkStorageMetadata BytesStorageMetadata "
     "MetadataIndex StorageMeta"
 )
 _KNOWN = {
-    "builtins": "bytearray complex dict frozenset int float list range set slice str tuple",
+    "builtins": "complex dict frozenset int float list set slice str tuple",
     "collections": "Counter OrderedDict defaultdict deque",
     "numpy": "dtype ndarray",
     "numpy._core.multiarray": "scalar _reconstruct",
@@ -30,18 +34,23 @@ _KNOWN = {
 and arrays, and what `torch.distributed.checkpoint` writes into its metadata."""
 
 
-def unpickle(file: BinaryIO) -> Any:
+def unpickle(data: bytes) -> Any:
     """What `pickle` wrote. Any class may be allowed by `torch.serialization.add_safe_globals`, as for `torch.load`.
 
     Raises `pickle.UnpicklingError` for anything else, and whatever `pickle` raises if the data are damaged.
     """
-    return _Unpickler(file).load()
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):  # the length of a table
+            raise pickle.UnpicklingError(f"it numbers a value {argument}")
+    return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # of a tensor, where torch would unpickle anything
             return _storage
+        if module == "builtins" and name in ("bytearray", "range"):
+            return partial(_bounded, super().find_class(module, name))
         if name in _KNOWN.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -51,6 +60,13 @@ class _Unpickler(pickle.Unpickler):
             if (path or f"{found.__module__}.{found.__qualname__}") == f"{module}.{name}":
                 return found
         raise pickle.UnpicklingError(f"it calls {module}.{name}, which could run any code")
+
+
+def _bounded(kind: Any, *args: Any) -> Any:
+    """A bytearray or a range, neither of which may be much longer than its pickle."""
+    if any(isinstance(one, int) and abs(one) > MAX_VALUES for one in args):
+        raise pickle.UnpicklingError(f"{kind.__name__}{quoted(args)} is too long")
+    return kind(*args)
 
 
 def _storage(data: bytes) -> Any:

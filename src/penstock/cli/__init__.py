@@ -21,6 +21,7 @@ from penstock.cli._child import calls_a_target, in_child
 from penstock.errors import ArgumentError, PartitionError, PenstockError, VerificationError
 from penstock.launch.endings import stopped_by
 from penstock.second_names import of_peer
+from penstock.words import printable
 
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
@@ -70,6 +71,10 @@ class _Verbs(Commands):
             text, status = bad_value(error), 2
             if text is None:
                 raise
+        except SystemExit as error:
+            if error.code:
+                raise
+            text, status = "code of the user's ended the command before it had a result (SystemExit)", 2
         except KeyboardInterrupt as stopped:
             number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
             text, status = stopped_by(number), 128 + number
@@ -89,7 +94,7 @@ class _Verbs(Commands):
                 raise
             text, status = f"{ctx.invoked_subcommand} has no option {name}; {remedy}", 2
         _flush()
-        print(f"penstock: {'error: ' if status <= 2 else ''}{text}", file=sys.stderr)
+        print(f"penstock: {'error: ' if status <= 2 else ''}{printable(text)}", file=sys.stderr)
         raise typer.Exit(status)
 
 

@@ -33,7 +33,7 @@ _MEMORY = ("activation", "parameters", "gradients", "optimizer", "unsharded")
 
 
 def _json(path: Path, option: str, expected: str) -> Any:
-    text = read_text(path, f"{option} {path}")
+    text = read_text(path, f"{option} {path}", 16 << 20)
     check_number_of_values(text, f"{option} {path}")
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, f"{option} {path}"))

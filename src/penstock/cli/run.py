@@ -14,7 +14,7 @@ import typer
 from penstock.cli._network import NetworkOptions
 from penstock.cli._spread import spread
 from penstock.errors import ArgumentError, FabricError
-from penstock.launch.processes import check, launch
+from penstock.launch.processes import VERIFY, check, launch
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
@@ -49,6 +49,9 @@ def run(
     module: Annotated[
         bool, typer.Option("--module", "-m", help="Treat SCRIPT as a module's name, as in python -m.")
     ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Verify each pipeline in its first step; stop if a value differs.")
+    ] = False,
     nnodes: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a training script once for each rank, on this machine. Arguments after the script are passed on to it.
@@ -66,6 +69,8 @@ def run(
     command = ["-m", *command] if module else command
     ranks = _ranks(ranks, plan)
     check(command, ranks, threads)
+    if verify:
+        os.environ[VERIFY] = "1"
     if hosts is None:
         if asked.given():
             raise ArgumentError(

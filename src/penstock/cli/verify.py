@@ -126,7 +126,7 @@ def prove(case: Case) -> dict[str, Any]:
         ArgumentError: the model or its loss raised an error.
     """
 
-    from penstock.proof.verify import verify as compare
+    from penstock.proof.proved import verify as compare
     from penstock.runtime.batch.cutting import Microbatch
 
     with loaded(case.target, "the model or the loss") as given:

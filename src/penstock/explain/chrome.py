@@ -21,6 +21,8 @@ from penstock.schedule import Action, Op
 
 _STEP = re.compile(r"(?:ProfilerStep#|iter_[0-9]+_)([0-9]+)")
 """Marks of torch's profiler, and of sail-sg's zero bubble, behind the rank."""
+_MAX_OPEN = 50
+"""Events of a thread that have begun and not ended, among which the one that ends is looked for: the last."""
 _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
 _SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
@@ -60,12 +62,13 @@ def read_chrome(
     numbered = any("microbatch" in one.named.numbers for one in ranges)
     ranges = [one for one in ranges if one.on_device == on_device and numbered == ("microbatch" in one.named.numbers)]
     processes = sorted({one.process for one in ranges}, key=lambda pid: (isinstance(pid, str), pid))
+    places = {process: place for place, process in enumerate(processes)}
     marks = _steps(complete)
     made = []
     ops = {one.named.op for one in ranges}
     b_is_i = Op.W in ops and Op.I not in ops  # the letters of the papers on zero bubbles
     for one in sorted(ranges, key=lambda one: one.start):
-        place, numbers = processes.index(one.process), one.named.numbers
+        place, numbers = places[one.process], one.named.numbers
         rank = place if len(processes) > 1 else _rank(header, file, number)
         op = Op.I if b_is_i and one.named.op is Op.B else one.named.op
         action = Action(numbers.get("stage", rank), op, numbers.get("microbatch", 0))
@@ -132,7 +135,8 @@ def _complete(events: Sequence[Any]) -> list[Mapping[str, Any]]:
                 ends.append(event)
         for end in ends:  # only now: what is shorter than the clock's tick ends when it begins
             if open_ones := begun[_id(end, "pid"), _id(end, "tid")]:
-                first = open_ones.pop(_begin_of(end, open_ones))
+                deepest = open_ones[-_MAX_OPEN:]
+                first = open_ones.pop(_begin_of(end, deepest) - len(deepest))
                 found.append({**first, "dur": end["ts"] - first["ts"]})
     return sorted(found, key=_at)
 

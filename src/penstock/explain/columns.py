@@ -13,8 +13,9 @@ from typing import Any
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import field_named, numbers_of, read_name
-from penstock.files import check_number_of_values, quoted
+from penstock.files import MAX_QUOTED, check_number_of_values, quoted
 from penstock.schedule import Action, Op
+from penstock.words import line_of
 
 _OP = ("op", "name", "type", "event", "action")
 _TIME = re.compile(
@@ -67,7 +68,8 @@ def read_rows(rows: Iterable[Any], file: str, own: re.Pattern[str] | None = None
         try:
             events.append(_row(row, own))
         except (AttributeError, KeyError, StopIteration, ValueError, TypeError, ScheduleError) as error:
-            raise ArgumentError(f"{file}, line {line}: {quoted(row)} is not an event: {error}") from None
+            reason = line_of(str(error), MAX_QUOTED)
+            raise ArgumentError(f"{file}, line {line}: {quoted(row)} is not an event: {reason}") from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)
     return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)

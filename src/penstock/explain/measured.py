@@ -20,6 +20,7 @@ from penstock.schedule.timeline import Timeline, refuse_far_numbers
 from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
+_MAX_PROCESSES = 10_000
 _MOST_TRIED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
 _MOST_NAMED = 8
@@ -125,6 +126,8 @@ def run_of(recording: Recording) -> Run:
     """
     _refuse_without_backward(recording)
     refuse_far_numbers(event.action for event in recording.events if event.action is not None)
+    if (sources := len({event.source for event in recording.events})) > _MAX_PROCESSES:
+        raise ArgumentError(f"{sources:,} processes; expected at most {_MAX_PROCESSES:,}")
     events = _placed(recording.events)
     groups: defaultdict[int, defaultdict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     every: defaultdict[int, list[Event]] = defaultdict(list)

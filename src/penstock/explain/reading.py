@@ -15,7 +15,7 @@ from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
 from penstock.explain.numbering import numbered
-from penstock.files import parse_json, quoted, read_text
+from penstock.files import quoted, read_json, read_text, reported_as_damage
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -45,7 +45,10 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     if len(paths) == 1 and is_run(paths[0]):
         return recording_of_run(read_folder(paths[0]))
     files = [file for path in paths for file in _files(Path(path))]
-    found = [_read(file, number, own) for number, file in enumerate(files)]
+    found = []
+    for number, file in enumerate(files):
+        with reported_as_damage(str(file)):
+            found.append(_read(file, number, own))
     events = numbered([event for one in found for event in one.events])
     unread = sum((Counter(one.unread) for one in found), Counter())
     others = unread + Counter(event.name for event in events if event.action is None)
@@ -80,10 +83,9 @@ def _in_order(file: Path) -> list[tuple[int, int | str]]:
 
 
 def _read(file: Path, number: int, own: re.Pattern[str] | None) -> Recording:
-    text = read_text(file)
     if file.name.removesuffix(".gz").endswith(".csv"):
-        return read_columns(text, str(file), own)
-    given = parse_json(text, str(file))
+        return read_columns(read_text(file), str(file), own)
+    given = read_json(file)
     if isinstance(given, dict) and "traceEvents" in given:
         return read_chrome(given["traceEvents"], given, file.name, number, own)
     timelines = given if isinstance(given, list) else [given]

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
 from penstock.fabric.workload import Workload
-from penstock.files import STRICT, quoted, read_json, read_text, validate
+from penstock.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
+from penstock.words import line_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
@@ -123,6 +124,8 @@ class Run:
         if not 2 <= record["hosts"] <= MAX_HOSTS:
             raise ArgumentError(f"{folder / RUN}: hosts={quoted(record['hosts'])}: expected 2 to {MAX_HOSTS}")
         transfers, hosts = Workload.from_dict(record["workload"], str(folder / RUN)).transfers, record["hosts"]
+        if hosts * len(transfers) > MAX_VALUES:
+            raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
         taking = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
         whole = len(table) // int(taking.sum()) if taking.any() else 0
         start = np.full((whole, len(transfers), hosts), -1, np.int64)
@@ -171,10 +174,13 @@ def _fault(table: NDArray[np.int64], taking: NDArray[np.bool_]) -> str | None:
 
 def _table(path: Path, head: tuple[str, ...]) -> NDArray[np.int64]:
     """Reads the rows below the header, without an incomplete last line; none if the file was never started."""
-    text = read_text(path) if path.exists() else ""
-    first, _, rows = text[: text.rfind("\n") + 1].partition("\n")  # drop a line that was cut off
+    data = read_bytes(path) if path.exists() else b""
+    if data.count(b"\n") > MAX_VALUES:
+        raise ArgumentError(f"{path} has more than {MAX_VALUES:,} lines, the limit for such a file")
+    file = io.BytesIO(data[: data.rfind(b"\n") + 1])  # without a line that was cut off
+    first = file.readline().rstrip().decode(errors="replace")
     if first and tuple(first.split(",")) != head:
-        raise ValueError(f"{path.name} begins with {first[:80]!r}; expected {','.join(head)}")
-    if not rows:
+        raise ValueError(f"{path.name} begins with {line_of(first, MAX_QUOTED)!r}; expected {','.join(head)}")
+    if file.tell() == len(file.getbuffer()):
         return np.empty((0, len(head)), np.int64)
-    return np.loadtxt(io.StringIO(rows), np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))
+    return np.loadtxt(file, np.int64, delimiter=",", ndmin=2, usecols=range(len(head)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
+from penstock.files import MAX_QUOTED, quoted, read_toml, reported_as_damage
+from penstock.words import line_of
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""
@@ -79,7 +80,7 @@ class Device:
         figures |= {cable.name: cable.bytes_per_second for cable in (self.link, self.network) if cable is not None}
         for what, value in figures.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                raise ArgumentError(f"device {self.key!r}: {what}: {value!r}; expected a number above 0")
+                raise ArgumentError(f"device {self.key!r}: {what}: {quoted(value)}; expected a number above 0")
 
     def peak(self, dtype: str) -> float:
         """Operations a second of matrix products in this dtype; "tf32" is float32 on a device that has none.
@@ -136,20 +137,18 @@ def reported_as(name: str) -> Device | None:
 
 
 def _read(path: Path) -> dict[str, Device]:
-    try:
-        tables = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError(f"{path}: cannot be read as a description of devices: {error}") from error
-    return {key: _device(key, table, path) for key, table in tables.items()}
+    with reported_as_damage(str(path)):
+        tables = read_toml(path).items()
+        return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 
 
 _KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")
 
 
-def _device(key: str, table: Any, path: Path) -> Device:
+def _device(key: str, table: Any, where: str) -> Device:
     try:
         if unknown := [name for name in table if name not in _KEYS]:
-            raise ArgumentError(f"{path}: {key}: {unknown[0]!r} is unknown; expected {', '.join(_KEYS)}")
+            raise ArgumentError(f"{where}: {quoted(unknown[0])} is unknown; expected {', '.join(_KEYS)}")
         return Device(
             key,
             str(table.get("name", key)),
@@ -165,7 +164,7 @@ def _device(key: str, table: Any, path: Path) -> Device:
         )
     except (KeyError, TypeError, AttributeError) as error:
         missing = f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type ({error})"
-        raise ArgumentError(f"{path}: {key}: {missing}; see penstock/hardware/devices.toml") from error
+        raise ArgumentError(f"{where}: {missing}; see penstock/hardware/devices.toml") from error
 
 
 def _cable(table: Any, latency_seconds: float) -> Cable | None:

@@ -23,6 +23,9 @@ from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
 
+VERIFY = "PENSTOCK_VERIFY"
+"""Of the environment: set if pipelines are to be verified in their first step."""
+
 LAUNCH_SECONDS = 8.0
 """What agents have to end after a signal, or once one has failed, before everything is killed."""
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}

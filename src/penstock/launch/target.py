@@ -20,9 +20,10 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
-from penstock.words import a
+from penstock.words import a, line_of
 
 _FORM = "give module:function or file.py:function"
+_MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
 
 SEED = 0
@@ -117,7 +118,7 @@ def user_code(name: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """An exception on one line: its type, its message, and where it was raised."""
-    message = " ".join(str(error).split())
+    message = line_of(str(error), _MAX_MESSAGE)
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ArgumentError
-from penstock.files import read_text
+from penstock.files import quoted, read_text
 from penstock.network import quantities as q
 
 FRAME_BYTES = 1514
@@ -134,7 +134,7 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         try:
             at, size = float(row[0]), int(row[1])
         except (ValueError, IndexError):
-            raise ValueError(f"{path}, row {number}: {','.join(row)!r} is not `seconds,bytes`") from None
+            raise ValueError(f"{path}, row {number}: {quoted(','.join(row))} is not `seconds,bytes`") from None
         if not (last <= at < math.inf) or size < 1:
             raise ValueError(f"{path}, row {number}: times must ascend from 0, and sizes be above 0")
         last = at

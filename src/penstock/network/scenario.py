@@ -19,20 +19,21 @@ background = ["300mbit to 1"]
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_text
+from penstock.files import read_toml
 from penstock.network import quantities as q
 from penstock.network.background import parse_background
 from penstock.network.link import Link
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
+from penstock.words import line_of
 
+_MAX_MESSAGE = 300
 KEYS = ("at", "host", "link", "gone", "background", "for")
 
 
@@ -76,13 +77,12 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
     Raises:
         ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
     """
-    try:
-        given = tomllib.loads(read_text(path, f"--scenario {path}"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ArgumentError(f"--scenario {path} is not TOML: {error}") from None
+    given = read_toml(path, f"--scenario {path}")
     events = given.pop("event", None)
     if given:
-        raise ArgumentError(f"--scenario {path}: {', '.join(given)} is unknown: give only [[event]] tables")
+        raise ArgumentError(
+            f"--scenario {path}: {line_of(', '.join(given), _MAX_MESSAGE)} is unknown: give only [[event]] tables"
+        )
     if not isinstance(events, list) or not events:
         raise ArgumentError(f'--scenario {path} has no events: give [[event]] tables, with at = "step 50", for example')
     found = []
@@ -90,7 +90,8 @@ def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ..
         try:
             found.append(_event(event, topology, hosts))
         except (ArgumentError, ValueError) as error:
-            raise ArgumentError(f"--scenario {path}, event {number}: {error}") from None
+            line = line_of(str(error).partition("\n")[0], _MAX_MESSAGE)
+            raise ArgumentError(f"--scenario {path}, event {number}: {line}") from None
     return tuple(found)
 
 

@@ -129,6 +129,8 @@ class Partitioner:
         for variant in variants:
             if variant.holds(given.leaves):
                 return variant
+        if len(variants) == VARIANTS and any(isinstance(guard.expected, torch.Size) for guard in variants[-1].guards):
+            del variants[0]  # a shape that depends on values is like the shape of an input
         if len(variants) == VARIANTS:
             guard = variants[-1].guards[-1]
             raise PartitionError(
@@ -149,7 +151,12 @@ class Partitioner:
                 self._weighable.setdefault(key, recording)
             elif not self._sees_saved:
                 self._learn(given, signature[1], partition)
-        self._partitions.setdefault(key, []).append(partition)
+        variants = self._partitions.setdefault(key, [])
+        for place, variant in enumerate(variants):
+            if (both := partition.joined(variant)) is not None:
+                partition = variants.pop(place) and both
+                break
+        variants.append(partition)
         # The key contains ids, which no other object may reuse.
         plain = [leaf for leaf in given.leaves if not isinstance(leaf, Tensor)]
         self._keep_alive[key] = [*plain, *(slots.get(name) for slots, name in self._slots)]

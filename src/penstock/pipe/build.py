@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.launch.processes import VERIFY
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import check_numbers, check_plain, checked_inputs, device_of_run
@@ -97,6 +99,7 @@ def pipeline(
     pg_options: Any = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     run: RunFolder | str | os.PathLike[str] | None = None,
+    verify: bool | None = None,
 ) -> Pipeline:
     """Splits a model into stages and prepares them for training.
 
@@ -190,6 +193,9 @@ def pipeline(
         run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
             memory, and what each rank does just now; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
             says how often, and how many steps there will be.
+        verify: verify the first step before it is taken, unless this model, schedule and options have passed
+            `penstock.verify`: it raises VerificationError if a value differs from the unsplit model's. Each process
+            keeps a copy of the whole model until then. None: as `penstock run --verify` says.
 
     Raises:
         ArgumentError: an argument is wrong; the text names it and says what to do.
@@ -247,7 +253,13 @@ def pipeline(
     world = join(followed.ranks(ranks), mesh, kind, followed.members)
     followed.check(world, model, kind)
     order = order_of(schedule, world.ranks, microbatches, chunks)
+    if verify not in (True, False, None):
+        raise ArgumentError(f"verify={verify!r}: expected True, False or None")
+    asked = bool(os.environ.get(VERIFY)) if verify is None else verify
+    proof = import_module("penstock.proof.proved") if asked else None  # above this floor: loaded by name
+    first_step = None if proof is None else proof.first_step(model, loss_fn, mesh)
     pipe = build(model, example, world, order, options, plan=followed.plan)
+    pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)
     for note in options.loss_notes:
         warn(note)

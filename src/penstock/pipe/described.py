@@ -20,6 +20,7 @@ from penstock.partition.units.chain import unwrapped
 from penstock.pipe.forecast import activation_bytes, memory_after_actions, predicted, to_file
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.session import Session
+from penstock.pipe.verified import passed
 from penstock.plan import Plan
 from penstock.runs.about import About
 from penstock.runs.folder import PREDICTED, PREDICTED_MEMORY
@@ -56,6 +57,8 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
             earlier = earlier_run(path)
             about = describe(session, asked, run_id)
             before = _before(session, about, plan)
+    mark = engine.control.give_all("" if earlier is None else earlier.verified)
+    passed.update({mark} & {session.fingerprint()})
     recorder = Recorder(asked, run_id, about, earlier, before, engine.world, engine.control.watchdog, engine.devices)
     recorder.end_with(session)
     session.before_close(recorder.close)

@@ -25,6 +25,7 @@ from penstock.pipe.described import modules_of
 from penstock.pipe.footprint import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
+from penstock.pipe.verified import Unverified
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, MergeFunction, SplitFunction
 from penstock.runtime.features.per_stage import OffloadChoice, RecomputeChoice
@@ -293,8 +294,8 @@ def _described(
         stages=tuple(_stage(partition, index, parameters, asked) for index in range(len(partition.stages))),
         crossings=_crossings(partition),
         ties=_ties(partition),
-        branches=tuple(f"{guard.source_line} reads {guard.expected!r}" for guard in partition.guards),
-        notes=pipe.notes,
+        branches=tuple(f"{g.source_line} reads {g.expected!r}" for g in partition.guards if g.expected is not None),
+        notes=tuple(note for note in pipe.notes if not isinstance(note, Unverified)),
     )
 
 

@@ -19,6 +19,7 @@ from penstock.pipe.clipping import clip
 from penstock.pipe.groups import OptionsOf, parameter_groups
 from penstock.pipe.result import StepResult
 from penstock.pipe.session import Session
+from penstock.pipe.verified import Unverified, passed
 from penstock.runtime.execute.assembly import RECOMPUTE
 from penstock.runtime.features import compiled, deferred_norm, recompute, trips
 from penstock.runtime.features.per_stage import offload_by_stage, recompute_by_stage
@@ -81,13 +82,18 @@ class Pipeline:
             ArgumentError: a target is missing, the loss is not a scalar, the ranks do not make the same call, or
                 gradients are switched off (`torch.no_grad`): see `evaluate`.
             PipelineFailure: another rank failed.
+            VerificationError: with `verify=True`, in the first step: a value is not the unsplit model's.
         """
         self.session.refuse_closed()
         check_grad_enabled("pipe.step")
         _refuse_misspelt(self, kwargs)
         scale = checked_scale(loss_scale)
+        if (verify := self.session.first_step) is not None:
+            if not self.verified:
+                verify(self, args, kwargs, target)
+            self.session.first_step = None  # and the copy of the model with it
         number, recorder = self.session.step_count, self.session.recorder
-        timed = recorder is not None and recorder.begin(number + 1)
+        timed = recorder is not None and recorder.begin(number + 1, self.session.fingerprint)
         result = self.session.steps.run_batch(
             number,
             args,
@@ -209,9 +215,15 @@ class Pipeline:
         return self.session.partition.code
 
     @property
+    def verified(self) -> bool:
+        """Whether this model, schedule and options have passed `penstock.verify`: in this process, or in the run that
+        `run=` continues."""
+        return self.session.fingerprint() in passed
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """Notes from the recording, what runs again in backward, what schedule, compile and offload cost, and a staged
-        transport."""
+        """Whether this is unverified; notes from the recording, what runs again in backward, what schedule, compile and
+        offload cost, and a staged transport."""
         inexact = [violation for violation in check(self.schedule) if not violation.fatal]
         order_notes = [summary(inexact, 1)] if inexact else []
         partition = self.session.partition
@@ -225,6 +237,7 @@ class Pipeline:
         moved = trips.notes(offload_by_stage(options.offload, order.placement.depth), order, on_host)
         adding = weight_gradients.notes(self.session.engine.devices, self.schedule)
         return (
+            *(() if self.verified else (Unverified(self.session.fingerprint()),)),
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,
@@ -364,7 +377,8 @@ class Pipeline:
         """Each stage's rank and first module; asks no other rank."""
         order, placement = self.schedule, self.schedule.placement
         sizes = f"{counted(order.ranks, 'rank')}, {counted(order.microbatches, 'microbatch')}"
-        by = "" if self.session.engine.control.staging is None else ", staged transport"
+        by = ", verified" if self.verified else ", unverified"
+        by += "" if self.session.engine.control.staging is None else ", staged transport"
         lines = [f"Pipeline of {type(self.model).__name__}: {order.name}, {sizes}{by}"]
         for stage, module in enumerate(("", *self.cuts)):
             ranks = " and ".join(f"rank {rank}" for rank in placement.rank_of[stage :: placement.depth])

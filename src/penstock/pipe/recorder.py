@@ -13,8 +13,8 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -26,6 +26,7 @@ from penstock.errors import warn
 from penstock.launch.endings import record_in
 from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
+from penstock.pipe.verified import passed
 from penstock.runs.about import About
 from penstock.runs.folder import MEMORY, TIMELINES, write_whole
 from penstock.runs.option import RunFolder
@@ -97,13 +98,15 @@ class Recorder:
         """Ends the thread when `owner` is no longer there, or the program ends, unless `close` has."""
         weakref.finalize(owner, self._end_unclosed)
 
-    def begin(self, step: int) -> bool:
+    def begin(self, step: int, fingerprint: Callable[[], str]) -> bool:
         """Called before each training step, with its number, counted from 1.
 
         Returns whether its timeline is to be recorded, alike on all ranks.
         """
         if not self._started:
             self._started = True
+            if self._about is not None and (mark := fingerprint()) in passed:
+                self._about = replace(self._about, verified=mark)
             self._start(step)
         self._present.step, self._present.failure = step, None
         self._began_seconds = time.perf_counter()

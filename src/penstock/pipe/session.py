@@ -16,6 +16,7 @@ from penstock.partition.units.chain import unwrapped
 from penstock.pipe.options import Options
 from penstock.pipe.recorder import Recorder
 from penstock.pipe.steps import Steps
+from penstock.pipe.verified import fingerprint_of
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.cutting import Microbatch
 from penstock.runtime.exact.streams import Streams
@@ -34,6 +35,7 @@ class Session:
         step_count: steps so far; keys the random streams, so that it belongs to what a checkpoint restores.
         companions: what other modules keep while the pipeline lives, by its type.
         recorder: writes the run's folder; None if it has none.
+        first_step: verifies the first step before it is taken; None if that is done, or was not asked.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Session:
         self.step_count = 0
         self.companions: dict[type, Any] = {}
         self.recorder: Recorder | None = None
+        self.first_step: Callable[..., None] | None = None
         self._closed = False
         self._before_close: list[Callable[[], None]] = []
         with engine.control.agreed():
@@ -64,6 +67,10 @@ class Session:
     def partition(self) -> Partition:
         """What the model was recorded as and cut into, for the first microbatch."""
         return self.split.partitions(training=True)[0]
+
+    def fingerprint(self) -> str:
+        """Identifies the model, schedule and options."""
+        return fingerprint_of(self.split, self.engine, self.order, self.options)
 
     @property
     def compile(self) -> Compile:

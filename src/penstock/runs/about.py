@@ -43,6 +43,7 @@ class About:
         activation_bytes: for each stage, what one microbatch keeps there from forward to backward; empty if not known.
         memory_limit: the bytes that a rank may need, if the run was given that.
         total_steps: how many steps the run will have, if it was said.
+        verified: the fingerprint of model, schedule and options, if they had passed `verify` when it began; else empty.
     """
 
     __pydantic_config__ = STRICT
@@ -70,6 +71,7 @@ class About:
     activation_bytes: tuple[int, ...]
     memory_limit: float | None
     total_steps: int | None
+    verified: str = ""
 
     @property
     def stages(self) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_json, validate
+from penstock.files import read_bytes, read_json, validate
 from penstock.runs.about import FORMAT, About
 from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord
@@ -71,18 +72,12 @@ class RunRead:
         `joined` makes one list of what several calls give. A place beyond the end, as after another run began in the
         folder, is an empty answer with place 0.
         """
-        try:
-            with (self.path / STEPS).open("rb") as file:
-                if file.seek(0, os.SEEK_END) < place:
-                    return [], 0
-                file.seek(place)
-                text = file.read()
-        except FileNotFoundError:
+        file = self.path / STEPS
+        if not file.exists() or file.stat().st_size < place:
             return [], 0
-        except OSError as error:
-            raise ArgumentError(f"{self.path / STEPS} cannot be read: {error.strerror}") from error
+        text = read_bytes(file, start=place)
         whole = text[: text.rfind(b"\n") + 1]
-        found = [StepRecord.from_line(line) for line in whole.splitlines()]
+        found = map(StepRecord.from_line, io.BytesIO(whole))
         return [one for one in found if one is not None], place + len(whole)
 
     def timeline_steps(self) -> list[int]:

@@ -11,6 +11,8 @@ from penstock.errors import ArgumentError
 from penstock.files import STRICT, validate
 from penstock.words import printable
 
+_MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -42,6 +44,8 @@ class StepRecord:
     @classmethod
     def from_line(cls, line: str | bytes) -> StepRecord | None:
         """What `to_line` wrote; None for anything else, such as half a line after a crash."""
+        if len(line) > _MAX_LINE:
+            return None
         try:
             read = json.loads(line)
             loss = None if read["loss"] is None else float(read["loss"])

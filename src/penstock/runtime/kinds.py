@@ -84,7 +84,7 @@ def any_use(stages: Sequence[Stage]) -> Stage:
     return replace(first, **changes) if changes else first
 
 
-_MAPPINGS = ("parameters", "buffers", "borrowed")
+_MAPPINGS = ("parameters", "buffers")
 _TUPLES = ("may_update", "reads", "remembered")
 
 

@@ -20,6 +20,8 @@ from penstock.schedule.schedule import Schedule
 # The checks run on the columns of rows, which hold codes; an `Action` is made only for what is reported.
 _F, _REDUCE = Op.F.code, Op.REDUCE_GRAD.code
 _ADDS_WEIGHT_GRADIENTS = (Op.B.code, Op.W.code)
+_MAX_MISSING = 10_000
+"""Missing actions that are named: a single wrong number may say that there are a billion microbatches."""
 _SENDS = frozenset(op.code for op in Op if op.is_send)
 _SHARDING = {Op.UNSHARD: Op.RESHARD, Op.RESHARD: Op.UNSHARD}
 
@@ -71,7 +73,7 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
         *_places(schedule),
         *_repeated(dependencies),
         *_sharding(schedule),
-        *_missing(schedule, dependencies),
+        *itertools.islice(_missing(schedule, dependencies), _MAX_MISSING),
         *_row_order(dependencies, unbuffered),
         *_unmatched(dependencies),
         *_message_order(schedule, dependencies),

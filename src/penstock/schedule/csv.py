@@ -37,6 +37,7 @@ _EXPECTED = (
     f"{_WITHOUT.replace('|', ', ')}; numbers of up to nine digits"
 )
 _SHOWN_CHARACTERS = 60
+_MAX_RANKS = 65_536
 
 
 def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, format: Format = "compute_only") -> None:
@@ -126,8 +127,7 @@ def from_csv(text: str, name: str = "csv", *, drop: Collection[Op] = ()) -> Sche
     computing = [op.value for op in drop if op.is_compute]
     if computing:
         raise ArgumentError(f"drop={computing}: without its computations it is another schedule; drop other ops only")
-    table = _table(text)
-    rows = [_items(rank, cells) for rank, cells in enumerate(table)]
+    table, rows = _table(text)
     rank_of = _owners(table, rows)
     microbatches = 1 + max(a.microbatch or 0 for _, a in _actions(rows) if a.op.is_compute)
     kept = ([item for item in row.values() if isinstance(item, Overlap) or item.op not in drop] for row in rows)
@@ -145,19 +145,23 @@ def _error(row: int, column: int, text: str | bytes, reason: str) -> ScheduleErr
     return ScheduleError(f"row {row + 1}, column {column + 1}, {text[:_SHOWN_CHARACTERS]!r}: {reason}")
 
 
-def _table(text: str) -> list[list[str]]:
+def _table(text: str) -> tuple[list[list[str]], list[_Items]]:
     files.check_number_of_values(text, "the text")
     text = text.removeprefix("\ufeff")  # the byte order mark that spreadsheets write
     reader = csv.reader(io.StringIO(text, newline=""))
     table: list[list[str]] = []
+    rows: list[_Items] = []
     try:
-        for cells in reader:
+        for rank, cells in enumerate(reader):
+            if rank == _MAX_RANKS:
+                raise _error(rank, 0, "", f"more than {_MAX_RANKS:,} ranks, the limit")
             table.append(cells)
+            rows.append(_items(rank, cells))
     except csv.Error as error:
         raise _error(len(table), 0, text.splitlines()[len(table)], f"this is not CSV: {error}") from None
     if not table:
         raise _error(0, 0, "", "the file is empty; expected a line for each rank, a cell for each action")
-    return table
+    return table, rows
 
 
 def _items(rank: int, cells: list[str]) -> _Items:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +12,7 @@ from typing import TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.files import read_json, reported_as_damage
+from penstock.files import read_bytes, read_json, reported_as_damage
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
@@ -26,7 +24,6 @@ MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _MOST_ABOUT = 2 << 20
 """Of the file that says what a run is: of each run, whenever the list is asked for."""
-_PIECE = 1 << 20
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
 
@@ -147,8 +144,8 @@ class Library:
             self._check_folder(path, name, parts)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
-        elif path.stat().st_size > MOST_BYTES or _unpacks_beyond(path):
-            raise _too_large(name)
+        else:
+            read_bytes(path, repr(name[:80]), MOST_BYTES)  # as its reader will, but with the studio's limit
         return path
 
     def _check_folder(self, folder: Path, name: str, parts: Sequence[str] | None) -> None:
@@ -180,18 +177,6 @@ class Library:
     @property
     def _real_root(self) -> Path:
         return self.root.resolve()
-
-
-def _unpacks_beyond(path: Path) -> bool:
-    """Whether a file is packed, and has more in it than may be opened. If it is damaged, its reader says so."""
-    left = MOST_BYTES
-    try:
-        with gzip.open(path) as file:
-            while left >= 0 and (read := len(file.read(_PIECE))):
-                left -= read
-    except (OSError, EOFError, zlib.error):
-        return False
-    return left < 0
 
 
 def _too_large(name: str) -> ArgumentError:

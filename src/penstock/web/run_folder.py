@@ -209,6 +209,7 @@ def _facts(run: RunRead) -> list[tuple[str, str]]:
         ("stages on ranks", about.placement),
         ("versions", f"penstock {about.penstock}, torch {about.torch}"),
         ("host", about.host),
+        ("compared with one device", "verified" if about.verified else "unverified"),
     ]
     if about.resumed:
         found.append(("resumed", "; ".join(map(moment, about.resumed))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -207,21 +206,6 @@ def test_a_number_found_from_made_up_values_is_not_given_to_the_loss() -> None:
         penstock.pipeline(made, (X,), loss=loss, ranks=2, microbatches=2) as pipe,
     ):
         pipe.step(X, target=TARGET)
-
-
-def takes_next(self: Any, h: Any) -> Any:
-    return h * next(self.state)
-
-
-@pytest.mark.parametrize(
-    "state", [lambda: itertools.count(1), lambda: iter([1.0] * 99), lambda: (n for n in range(99))]
-)
-def test_an_iterator_that_a_forward_advances_is_refused_and_stays(state: Any) -> None:
-    made = model(takes_next, state)
-    first = next(made[0].state)
-    with pytest.raises(PartitionError, match=r"takes the next item of '0.state'"):
-        inspect(made, (X,), stages=2)
-    assert next(made[0].state) in (first, first + 1)
 
 
 def sums_in_place(self: Any, h: Any) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline, verify
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.representatives import representatives
 
 PLACES = [("gpipe", 2), ("1f1b", 4)]
@@ -117,15 +118,26 @@ def test_batch_norm_in_a_checkpoint_around_blocks(schedule: str, ranks: int) -> 
 
 
 @ORDERS
-def test_checkpoints_that_are_switched_off_are_noticed(schedule: str, ranks: int) -> None:
+def test_checkpoints_that_are_switched_off_and_on_are_followed(schedule: str, ranks: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(4)))
+    plain = copy.deepcopy(model)
     with pipeline(model, (X,), loss=F.mse_loss, ranks=ranks, schedule=schedule, microbatches=4) as pipe:
-        pipe.step(X, target=TARGET)
-        for block in model[1:]:
-            block.checkpoints = False
-        with pytest.raises(PartitionError, match=r"has run a BatchNorm1d .* 0 times, .* expected 1, .* a new pipeline"):
+        for on in (True, False, True):
+            for block in (*model[1:], *plain[1:]):
+                block.checkpoints = on
             pipe.step(X, target=TARGET)
+            step_by_hand(plain, (X,), TARGET, F.mse_loss, 4)
+            assert_same_gradients(model, plain)
+            assert all(map(torch.equal, model.buffers(), plain.buffers()))
+
+
+def test_another_librarys_checkpoint_around_a_norm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of DeepSpeed, say: a forward cannot know that backward runs it again."""
+    monkeypatch.setattr("penstock.runtime.features.checkpointed_norm._in_checkpoint", lambda: False)
+    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(2)))
+    with pytest.raises(PartitionError, match=r"updates buffer '2.norm.running_mean', as its forward does"):
+        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
 
 
 def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
@@ -136,7 +148,7 @@ def test_batch_norm_that_runs_again_leaves_no_hooks_behind() -> None:
 
 def test_a_norm_called_twice_in_what_runs_again_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), RunsAgain(times=2), RunsAgain(times=2))
-    with pytest.raises(PartitionError, match=r"BatchNorm1d that updates .* is called 2 times .* recompute='always'"):
+    with pytest.raises(PartitionError, match=r"BatchNorm1d that updates .* called several times .* recompute='always'"):
         verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="gpipe", microbatches=4)
 
 

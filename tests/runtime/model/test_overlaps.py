@@ -1,4 +1,4 @@
-"""Parameters and buffers of several processes in one memory."""
+"""Parameters of several processes in one memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from penstock.runtime.model.overlaps import refuse_overlaps
 
 
 def stage(index: int, name: str, tensor: Tensor) -> Any:
-    meta = SimpleNamespace(index=index, updated=())
-    return SimpleNamespace(parameters={name: nn.Parameter(tensor)}, buffers={}, borrowed={}, may_update=(), meta=meta)
+    return SimpleNamespace(parameters={name: nn.Parameter(tensor)}, meta=SimpleNamespace(index=index))
 
 
 def refuse(one: Tensor, other: Tensor) -> None:

@@ -29,7 +29,7 @@ from penstock.partition.recorder.backward_hooks import refuse_backward_hooks
 from penstock.partition.recorder.functions import autograd_functions
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recorder.validation import without_validation
-from penstock.partition.recording.guards import is_integer
+from penstock.partition.recording.guards import is_readable
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.recording import Constant, Recording
 from penstock.partition.run.known_values import Restart
@@ -38,7 +38,7 @@ from penstock.partition.source import raising_line
 from penstock.partition.state.carried_over import Entry, carried_over, numbers, same
 from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import Remembered, draws_alone, iterators_stopped, strays
+from penstock.partition.state.remembered import Remembered, draws_alone, strays
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening, StayWhole
 from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
@@ -98,7 +98,6 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            stack.enter_context(iterators_stopped(reach))
             new = partial(
                 Recorder, model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening
             )
@@ -165,7 +164,7 @@ def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
     inputs = list(given.leaves)
     for index, leaf in enumerate(given.leaves):
         if isinstance(leaf, Tensor):
-            inputs[index] = leaf.clone() if is_integer(leaf) else None
+            inputs[index] = leaf.clone() if is_readable(leaf) else None
             if inputs[index] is None or not recorder.known.assume(inputs[index], index):
                 inputs[index] = (fake_like if leaf.is_leaf else fake_value)(leaf, mode, leaf.device)
             recorder.add_input(_input_name(recorder.model, given.paths[index]), inputs[index], index)
@@ -241,7 +240,9 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
         why = f"{raising_line(error)} in {_module(recorder)} cannot run on fake tensors: {error}"
         raise Obstacle(why, recorder.scope) from error
     except RuntimeError as error:
-        if "subclasses" in str(error) or "fake tensor" in str(error).lower():  # .numpy(), .data_ptr()
+        if any(
+            word in str(error).lower() for word in ("subclasses", "fake tensor", "allocated")
+        ):  # .numpy(), .data_ptr()
             raise _depends_on_values(recorder, error) from error
         raise
 
@@ -328,7 +329,13 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
     flat = flatten(result)
     outputs: dict[fx.Node, int] = {}
     leaves, entered = tuple(_result_leaves(recorder, flat, outputs)), _calls(recorder)
-    recorder.returned.settle(recorder.facts)
+    if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.read), None)) is not None:
+        why = (
+            f"the forward branches on a buffer and updates it at {writer.source_line}, which a recording cannot follow"
+        )
+        raise Obstacle(why, writer.scope)
+    read = recorder.returned.settle(recorder.facts, recorder.sized)
+    free = {number for node, number in recorder.sized.items() if node not in read}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.to_carry(lambda t: outputs.setdefault(recorder.node_of(t), len(outputs))) for entry in left]
     tensors += [t for entry in left for t in entry.small]
@@ -351,14 +358,13 @@ def _finish(recorder: Recorder, loan: Loan, result: Any, left: Sequence[Behind],
         calls={name: entered.get(name, ()) for name in sorted(recorder.drawing)},
         entered=entered,
         device=recorder.entry.device,
-        guards=tuple(recorder.guards),
+        guards=tuple(replace(guard, is_free=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
         grain=replace(grain, carried=grain.carried | texts, taken=frozenset(recorder.taken)),
         left=tuple(carried),
         asks=tuple(recorder.chance.asks),
         is_foreign=recorder.chance.is_foreign,
         needed=frozenset(needed),
-        borrowed={unit: frozenset(found) for unit, found in recorder.observer.provenance.borrowed.items()},
         touched=frozenset(recorder.observer.provenance.touched),
         remembered=_remembered_by(recorder),
     )

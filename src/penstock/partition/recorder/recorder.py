@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
-from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.marks import cut
 from penstock.partition import source
@@ -25,7 +27,7 @@ from penstock.partition.obstacle import Obstacle
 from penstock.partition.recorder.writer import Writer
 from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact
-from penstock.partition.recording.guards import Guard, make_guard
+from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.returned import Returned
 from penstock.partition.run.known_values import KnownValues
@@ -41,7 +43,7 @@ from penstock.partition.values.objects import holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
 from penstock.partition.watch.seeds import Seeds
-from penstock.trees import flatten
+from penstock.trees import flatten, leaf_tensors
 from penstock.words import in_ranges
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -84,6 +86,10 @@ class Recorder(Writer, TorchFunctionMode):
         self.chance = Chance(self, choices)
         self.notes: list[str] = []
         self.guards: list[Guard] = []
+        self.sized: dict[fx.Node, int] = {}  # values whose shapes depend on those of inputs -> their guards
+        self.blanks: dict[fx.Node, list[fx.Node]] = {}  # see `make_guard`
+        self._with_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
+        self.read: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
         self.real: set[str] = set()  # units that ran for real, on made-up inputs
         self.taken = set(taken)  # names of attributes that are read after the calls of such units
@@ -134,8 +140,11 @@ class Recorder(Writer, TorchFunctionMode):
             by_chance = self.chance.held and holds_drawn((args, kwargs))
             plain = stand_ins((args, kwargs)) if by_chance else (args, kwargs)
             with self._running(args, kwargs) as call:
-                result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
-            if not isinstance(result, Tensor):
+                try:
+                    result, drew, writes, reads_inputs = self.known.run(function, *plain, is_unknown=by_chance)
+                except DATA_DEPENDENT as error:
+                    return self._read_held(calls.target_of(function, args, kwargs), error)
+            if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
@@ -146,11 +155,48 @@ class Recorder(Writer, TorchFunctionMode):
                 if stale:
                     raise PartitionError(stale)
                 self._write(target, "call", result, bool(drew), writes)
-            elif reads_inputs:
-                target = calls.Target(*target[:2], *self._arguments(*target[2:]))
-                line, device = source.current_line(), self.entry.device
-                self.guards.append(make_guard(target, result, self.facts, self.inputs, line, device))
+            if reads_inputs:
+                self._guard(target, result, args, kwargs)
             return result
+
+    def _guard(self, target: calls.Target, result: Any, args: Any, kwargs: Any) -> None:
+        """Writes guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
+        make = partial(make_guard, facts=self.facts, inputs=self.inputs, device=self.entry.device, blanks=self.blanks)
+        if not holds_tensors(result):
+            target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+            self.guards.append(make(target, result, source_line=source.current_line()))
+            return
+        for tensor in self.known.unknown(args, kwargs):
+            node, other = self.node_of(tensor), self._with_rows.get(tensor.shape[:1])
+            if node not in self.sized:
+                self.blanks[node] = [other] if other and self.facts[other].index < self.facts[node].index else []
+        for tensor in leaf_tensors(result):
+            node = self._with_rows[tensor.shape[:1]] = self.node_of(tensor)
+            self.sized[node] = len(self.guards)
+            target = calls.Target("call_function", getattr, (node, "shape"), {})
+            self.guards.append(make(target, tensor.shape, source_line=source.current_line()))
+
+    def _read_held(self, target: calls.Target, error: Exception) -> Any:
+        """What a call reads from buffers and constants alone, such as whether a mask is causal (`nn.TransformerEncoder`
+        asks). Raises `error` for anything else."""
+        target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+        needed = ancestors(target, self.facts, {})
+        facts = [self.facts[node] for node in needed]
+        if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
+            raise error
+        held = {**self.constants, **{name: self.loan.originals[id(fake)] for name, fake in self.loan.fakes.items()}}
+        held = {str(node.target): held[str(node.target)] for node in needed if node.op == "get_attr"}
+        device = self.entry.device
+        guard = make_guard(target, None, self.facts, {}, source.current_line(), device, {}, held)
+        self.observer.take()
+        with unset_fake_temporarily(), self.observer.not_counting(), suppress(RuntimeError):  # on the meta device
+            guard = replace(guard, expected=guard.module.forward(device))
+        self.observer.take(keep=False)
+        if type(result := guard.expected) not in (bool, int, float):
+            raise error
+        self.guards.append(guard)
+        self.read |= {storage for fact in facts if fact.kind in ("buffer", "constant") for storage in fact.storages}
+        return result
 
     def _take_gradient(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""
@@ -251,7 +297,6 @@ class Recorder(Writer, TorchFunctionMode):
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
             self.sideways.check_call(call)
-            self.sideways.check_function(cls, args, kwargs, original)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
 
@@ -304,7 +349,7 @@ class Recorder(Writer, TorchFunctionMode):
             return (result, may_draw(unit.module, drew), writes), False
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
-        if self.real:
+        if self.real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
             where = source.current_line(), self.scope
             self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]

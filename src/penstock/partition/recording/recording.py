@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +74,6 @@ class Recording:
         touched: canonical names of the parameters and buffers that any operator took.
         asks: where the forward asked for the outcome of something random.
         is_foreign: whether it draws from Python's or numpy's generators.
-        borrowed: for each unit, the memory of the model's own parameters and buffers that it takes through other
-            tensors.
         remembered: what units carry over from call to call; see `Remembered`.
     """
 
@@ -102,7 +100,6 @@ class Recording:
     touched: frozenset[str] = frozenset()
     asks: tuple[Ask, ...] = ()
     is_foreign: bool = False
-    borrowed: Mapping[str, frozenset[int]] = field(default_factory=dict)
     remembered: tuple[Remembered, ...] = ()
 
     @property

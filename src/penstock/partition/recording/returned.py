@@ -11,7 +11,7 @@ import array
 import datetime
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Number
 from typing import Any
 
@@ -96,9 +96,12 @@ class Returned:
         if ran_for_real or _holds_values(pattern):
             fact.returned = pattern
 
-    def settle(self, facts: Mapping[fx.Node, Fact]) -> None:
-        """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls."""
-        readers = _readers(self.shapes_read) if self._ran_for_real else {}
+    def settle(self, facts: Mapping[fx.Node, Fact], sized: Collection[fx.Node]) -> Collection[fx.Node]:
+        """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
+
+        Returns the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.
+        """
+        readers = _readers(self.shapes_read, sized)
         nodes = {id(fact): node for node, fact in facts.items()}
         for fact in self._ran_for_real:
             reader = readers.get(nodes[id(fact)])
@@ -106,6 +109,7 @@ class Returned:
                 fact.read_at = reader
             elif fact.returned is not None:
                 fact.returned = _without_shapes(fact.returned)
+        return readers
 
 
 def _holds_values(pattern: Pattern) -> bool:
@@ -121,7 +125,7 @@ def _without_shapes(pattern: Pattern) -> Pattern:
     return ("tensor", None) if pattern[0] == "tensor" else pattern
 
 
-def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, str]]:
+def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
     """For each node whose shape was read, and for all that it is computed from, the first line to read it, and its
     module.
     """
@@ -132,7 +136,7 @@ def _readers(reads: list[tuple[fx.Node, str, str]]) -> dict[fx.Node, tuple[str, 
             node = stack.pop()
             if node not in found:
                 found[node] = line, scope
-                stack += node.all_input_nodes
+                stack += [] if node in sized else node.all_input_nodes
     return found
 
 

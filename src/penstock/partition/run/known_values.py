@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compat import FakeTensorMode, quiet, storage_of, unset_fake_temporarily
+from penstock.partition.run.loan import fake_value
 from penstock.partition.state.provenance import Call
+from penstock.partition.values.memory import extent, same_bits
 from penstock.partition.values.objects import holds_tensors
 from penstock.partition.watch.observer import Observer
-from penstock.trees import flatten, map_tensors
+from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 
 
 class Restart(BaseException):
@@ -92,12 +94,44 @@ class KnownValues:
         if decided is not None:
             self._keep(decided, from_inputs=False)
             return CallResult(decided, [], frozenset())
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:  # a result without a fake: its shape follows from values
+            return self._sized(function, args, kwargs, error)
         drew, writes = self._observer.take()
         self.refuse_writes(writes)
         if function is torch.rand:
             self._uniform[id(result)] = result
         return CallResult(result, drew, writes)
+
+    def unknown(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors among these arguments whose values are unknown."""
+        return [tensor for tensor in leaf_tensors((args, kwargs)) if id(tensor) not in self._real]
+
+    def _sized(self, function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> CallResult:
+        """Makes a call whose result's shape known values decide, as in `h[mask]` and `pack_padded_sequence`: for real,
+        with two sets of made-up numbers for the unknown ones. Raises `error` if anything but numbers differs.
+        """
+        given, tried = leaf_tensors((args, kwargs)), []
+        if len(unknown := self.unknown(args, kwargs)) == len(given) or not all(map(Tensor.is_floating_point, unknown)):
+            raise error
+        with unset_fake_temporarily():
+            for scale in (0, 1):
+                with self._observer.not_counting():
+                    numbers = {id(tensor): _made_up(tensor, scale) for tensor in unknown}
+                made = map_tensors(lambda t, numbers=numbers: numbers.get(id(t), t), (args, kwargs))
+                self._observer.take(keep=False)
+                result = flatten(function(*made[0], **made[1]))
+                drew, writes = self._observer.take()
+                tried.append([t.to("meta") if t.is_floating_point() else t for t in leaf_tensors(result.leaves)])
+                if drew or writes & {*map(storage_of, leaf_tensors(made))} or len(tried[-1]) < len(result.leaves):
+                    raise error
+            if not all(map(same_bits, *tried)):
+                raise error
+        from_inputs = any(storage_of(tensor) in self._from_inputs for tensor in given)
+        leaves = [fake_value(t, self._mode, t.device) if t.is_floating_point() else t for t in result.leaves]
+        self._keep([t for t in leaves if not t.is_floating_point()], from_inputs)
+        return CallResult(unflatten(leaves, result.structure), [], frozenset(), from_inputs)
 
     def are_known(self, args: Any, kwargs: Any) -> bool:
         """Whether the values of all tensors among these arguments are known."""
@@ -145,7 +179,7 @@ class KnownValues:
             with self._observer.provenance.calling(trial), quiet():
                 function(*fake_args, **fake_kwargs)
         except Exception:
-            if holds_tensors(result) or not _is_plain(result):
+            if not (holds_tensors(result) or _is_plain(result)):
                 raise
             return True
         finally:
@@ -160,6 +194,11 @@ class KnownValues:
                 self._origins.setdefault(storage_of(leaf), self._calls)
                 if from_inputs:
                     self._from_inputs.add(storage_of(leaf))
+
+
+def _made_up(tensor: Tensor, scale: int) -> Tensor:
+    memory = torch.arange(extent(tensor.size(), tensor.stride()), device=tensor.device).mul(scale).to(tensor.dtype)
+    return memory.as_strided(tensor.size(), tensor.stride()).requires_grad_(tensor.requires_grad)
 
 
 def _is_plain(value: Any) -> bool:

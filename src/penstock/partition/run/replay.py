@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.compat import FakeTensor, quiet
+from penstock.compat import FakeTensor, quiet, unset_fake_temporarily
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Reach, in_context
 from penstock.partition.units.units import LeavesTraces
@@ -86,8 +86,11 @@ def operators(
 
 def _copy(tensor: Tensor) -> Tensor:
     """A copy with the same strides, which determine what `contiguous`, `view` and the like do."""
+    if not isinstance(tensor, FakeTensor):  # its values are known
+        with unset_fake_temporarily():
+            return tensor.clone()
     copy = tensor.clone()
-    if copy.stride() == tensor.stride() or not isinstance(tensor, FakeTensor):
+    if copy.stride() == tensor.stride():
         return copy
     memory = tensor.new_empty(extent(tensor.size(), tensor.stride())).requires_grad_(tensor.requires_grad)
     return (memory.clone() if tensor.requires_grad else memory).as_strided(tensor.size(), tensor.stride())

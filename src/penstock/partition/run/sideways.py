@@ -71,23 +71,6 @@ class Sideways:
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
-    def check_function(self, cls: type, args: Any, kwargs: Any, apply: Callable[..., Any]) -> None:
-        """Raises PartitionError if an autograd function outside the units, which has just run, does something else once
-        it or others have changed what it reads."""
-        changed = [] if self._once else self._reach.changed()
-        if not changed:
-            return
-
-        def run(args: Any, kwargs: Any) -> None:
-            apply(*args, **kwargs)
-
-        first, now = (self._operators(run, args, kwargs, from_start=start) for start in (True, False))
-        if first != now:
-            raise PartitionError(
-                f"{cls.__qualname__}, an autograd function, behaves differently once the forward has changed "
-                f"{_names(changed)}, but its stage would not see that change. Pass what it needs as an argument"
-            )
-
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -100,6 +100,15 @@ class Partition:
     def holds(self, leaves: Sequence[Any]) -> bool:
         """Whether the forward reads the same from these leaves of (args, kwargs) as it did when recorded."""
         return all(guard.holds(leaves) for guard in self.guards)
+
+    def joined(self, other: Partition) -> Partition | None:
+        """One partition for both if they differ only in shapes, inside stages, that no code reads."""
+        pairs = zip(self.guards, other.guards, strict=False)
+        guards = tuple(g if g.expected == theirs.expected else replace(g, expected=None) for g, theirs in pairs)
+        if guards == self.guards or any(guard.expected is None and not guard.is_free for guard in guards):
+            return None
+        alike = [s.meta for s in self.stages] == [s.meta for s in other.stages] and self.code == other.code
+        return replace(self, guards=guards) if alike else None
 
     def arrange(self, leaves: Sequence[Any]) -> list[Tensor]:
         """The tensors that stage 0 receives, from leaves of (args, kwargs) that are known to be as recorded."""

@@ -332,18 +332,6 @@ class CutRecording:
         later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
         return later[-1] if later else None
 
-    def borrowed(self, nodes: Iterable[fx.Node]) -> dict[int, str]:
-        """The memory of the model's own parameters that these calls take through other tensors, and which call does."""
-        found: dict[int, str] = {}
-        outside = self.recording.borrowed.get("", frozenset())
-        for node in nodes:
-            fact = self.facts[node]
-            for unit in fact.units:
-                found.update(dict.fromkeys(self.recording.borrowed.get(unit, ()), f"block {unit!r}"))
-            if fact.kind == "constant":
-                found.update(dict.fromkeys(fact.storages & outside, "the model's own forward"))
-        return found
-
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value through which memory came to a stage, traced back through the views made there."""
         fact = self.facts[node]

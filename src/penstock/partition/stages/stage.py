@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
@@ -60,8 +60,6 @@ class Stage:
         may_update: the buffers that the forward may update for some values, besides those in `meta`.
         reads: the buffers that any operator of the forward takes.
         device: where it was recorded; calls that make tensors make them there. See `retarget`.
-        borrowed: the memory of the model's parameters and buffers that blocks here take through other tensors (detached
-            views), and the name of one such block.
         remembered: what its forward carries over from one microbatch to the next; see `Remembered`.
         frame: called with the stage's forward and its arguments; None if nothing needs to happen around it.
     """
@@ -76,7 +74,6 @@ class Stage:
     may_update: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     remembered: tuple[Remembered, ...] = ()
-    borrowed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def draws_outside_modules(self) -> bool:
@@ -196,7 +193,6 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
         may_update=may_update,
         reads=tuple(public[n] for n in names if n in recording.touched and public[n] in buffers),
         remembered=remembered,
-        borrowed=split.borrowed(plan.run),
     )
 
 

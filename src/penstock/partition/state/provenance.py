@@ -103,7 +103,6 @@ class Provenance:
         numbers: the numbers of everything made, so that none is used twice.
         foreign: what was read besides arguments, once for each call and memory.
         own: the memory of the real parameters and buffers, for which those in `held` stand in.
-        borrowed: for each unit (empty: calls outside all units), the part of `own` that it takes via other tensors.
         strays: other tensors that existed before the forward.
         looked_at: the memory whose contents were taken before anything overwrote them.
     """
@@ -112,7 +111,6 @@ class Provenance:
     themselves: Collection[int] = ()
     touched: set[str] = field(default_factory=set)
     own: frozenset[int] = frozenset()
-    borrowed: dict[str, set[int]] = field(default_factory=dict)
     strays: dict[int, Stray] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
@@ -196,11 +194,8 @@ class Provenance:
             if name is not None:
                 self.touched.add(name)
             made = self._made.get(root)
-            if made is None and name is None:
-                if root not in self.own:
-                    self._meet(root, tensor)
-                else:
-                    self.borrowed.setdefault(self.place[0], set()).add(root)
+            if made is None and name is None and root not in self.own:
+                self._meet(root, tensor)
             if call is None or root in call.given:
                 continue
             if (made is None and name is None) or (made is not None and made.call is call):

@@ -7,8 +7,7 @@ fails if two copies of a stage each see part of the batch, or if a forward is re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance, Stray
-from penstock.partition.state.reach import DICTS, Holder, Reach
+from penstock.partition.state.reach import Holder, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,45 +80,6 @@ def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
     if isinstance(place.entries, CellType):
         return [(None, place.before)]
     return [(key, value) for key, value in enumerate(place.before)] if type(place.before) is list else []
-
-
-class _Stopped:
-    """Stands in for an iterator, and raises when the forward takes something from it."""
-
-    def __init__(self, iterator: Any, text: str) -> None:
-        self._iterator, self._text = iterator, text
-
-    def __iter__(self) -> _Stopped:
-        return self
-
-    def __next__(self) -> Any:
-        raise PartitionError(
-            f"the forward takes the next item of {self._text!r}, a {type(self._iterator).__name__}: a recording would "
-            "take one as well, and stages would not take them in the order of plain training. Pass the items as "
-            "inputs, or count with a number of your own"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-
-@contextmanager
-def iterators_stopped(reach: Reach) -> Iterator[None]:
-    """A context in which iterators within reach raise PartitionError instead of advancing."""
-    found = [
-        (place, key, value)
-        for place in reach.places
-        if isinstance(place.entries, DICTS)
-        for key, value in place.before.items()
-        if hasattr(type(value), "__next__") and type(value).__module__ in ("itertools", "builtins")
-    ]
-    for place, key, value in found:
-        place.entries[key] = place.before[key] = _Stopped(value, place.name(key))
-    try:
-        yield
-    finally:
-        for place, key, value in found:
-            place.entries[key] = place.before[key] = value
 
 
 def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:

@@ -11,9 +11,6 @@ from torch import Tensor
 from penstock.compat import storage_of
 from penstock.stages import TensorMeta
 
-ANYWHERE = range(2**63)
-"""The bytes of a storage of unknown layout."""
-
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """The number of elements from a tensor's first to its last, including gaps. Strides are not negative."""
@@ -26,14 +23,6 @@ def meta_bytes(meta: TensorMeta) -> int:
     """The size of a value."""
     dtype: torch.dtype = getattr(torch, meta.dtype)
     return prod(meta.shape) * dtype.itemsize
-
-
-def bytes_of(tensor: Tensor) -> range:
-    """The range of bytes of its storage that a tensor spans."""
-    if tensor.layout != torch.strided:
-        return ANYWHERE
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return range(first, first + extent(tensor.size(), tensor.stride()) * tensor.itemsize)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -121,12 +121,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def not_counting(self) -> Iterator[None]:
         """A context in which operators do not count as the model's."""
-        work, provenance = self.work, self.provenance
-        borrowed = {unit: set(found) for unit, found in provenance.borrowed.items()}
+        work = self.work
         try:
             yield
         finally:
-            self.work, provenance.borrowed = work, borrowed
+            self.work = work
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """Notes that what was seen of a real tensor that a unit ran on also holds for the fake one."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ArgumentError, PartitionError, PenstockError
-from penstock.partition.recording.guards import is_integer
+from penstock.partition.recording.guards import is_readable
 from penstock.partition.values.objects import input_path
 from penstock.runtime.batch.microbatches import CutBatch
 from penstock.trees import Flat, flatten, map_tensors, unflatten
@@ -130,7 +130,7 @@ def _plain(flat: Flat) -> Iterator[tuple[Any, str]]:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    return tensor.cpu() if is_integer(tensor) else _like(tensor, torch.device("meta"))
+    return tensor.cpu() if is_readable(tensor) else _like(tensor, torch.device("meta"))
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:

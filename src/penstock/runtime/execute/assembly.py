@@ -15,6 +15,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features.backward_draws import BackwardDraws
 from penstock.runtime.features.backward_updates import BackwardUpdates
+from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
 from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import HOOKS, Feature, Features, Forward, overrides_a_hook
@@ -24,7 +25,6 @@ from penstock.runtime.features.forward_order import check_forward_order
 from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
-from penstock.runtime.features.repeated_updates import RepeatedUpdates
 from penstock.runtime.features.sharding import Framed, Reduced
 from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.alike import weight_uses
@@ -68,7 +68,7 @@ FEATURES: tuple[MakeFeature, ...] = (
     Reduced.of,
     _deferred_norms,
     ForwardAttributes.of,
-    RepeatedUpdates.of,  # corrects buffers within a backward, in which nothing else may update them
+    CheckpointedNorms.of,  # exchanges buffers within a backward, in which nothing else may update them
     BackwardUpdates.of,
     BackwardDraws.of,
 )

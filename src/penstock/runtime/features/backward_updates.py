@@ -303,7 +303,6 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         found: the names of what is read, in order.
-        ignored: memory that may be read at present.
     """
 
     supports_higher_order_operators = True
@@ -312,7 +311,6 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self.found: dict[str, None] = {}
-        self.ignored: set[int] = set()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -334,4 +332,4 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _counts(self, memory: int) -> bool:
-        return memory in self._names and memory not in self.ignored and self._names[memory] not in self.found
+        return memory in self._names and self._names[memory] not in self.found

@@ -1,0 +1,175 @@
+"""Shapes that follow from the values of inputs: masks that pick rows of activations, packed sequences."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from penstock import Microbatches, PartitionError, pipeline
+from penstock.partition import partitioner
+from scaffolding.by_hand import assert_same_gradients, step_by_hand
+
+ROWS, LENGTH, WIDTH = 8, 6, 4
+
+
+def blocks(count: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(count))
+
+
+class Picks(nn.Module):
+    """`act(self, h, lengths, mask)` is what its own forward does in the middle."""
+
+    def __init__(self, act: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.act, self.embedding, self.before, self.after = act, nn.Embedding(9, WIDTH), blocks(3), blocks(2)
+        self.register_buffer("picked", torch.arange(LENGTH) > 1)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for block in self.before:
+            h = block(h)
+        h = self.act(self, h, lengths, torch.arange(LENGTH) < lengths[:, None])
+        for block in self.after:
+            h = block(h)
+        return h.sum()
+
+
+class Recurs(nn.Module):
+    def __init__(self, total: int | None, kind: type[nn.RNNBase] = nn.LSTM) -> None:
+        super().__init__()
+        self.embedding, self.before, self.total = nn.Embedding(9, WIDTH), blocks(3), total
+        self.rnn, self.head = kind(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        h = self.embedding(ids)
+        for block in self.before:
+            h = block(h)
+        packed = pack_padded_sequence(h, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        h, lengths = pad_packed_sequence(self.rnn(packed)[0], batch_first=True, total_length=self.total)
+        return (self.head(h).squeeze(-1).sum(1) / lengths).sum()
+
+
+def spread(model: Any, h: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    rows = h[mask].tanh()
+    spread = torch.zeros_like(h)
+    spread[mask] = rows
+    return spread
+
+
+ACTS: dict[str, Callable[..., Tensor]] = {
+    "rows": lambda model, h, lengths, mask: h[mask],
+    "size": lambda model, h, lengths, mask: h * (h[mask].numel() / 10),
+    "integers": lambda model, h, lengths, mask: h[mask.long().bool()] * mask.sum().item(),
+    "and back": spread,
+    "masked_select": lambda model, h, lengths, mask: h.masked_select(mask[..., None]).view(-1, WIDTH),
+    "nonzero": lambda model, h, lengths, mask: h.flatten(0, 1)[mask.flatten().nonzero().squeeze(-1)],
+    "again": lambda model, h, lengths, mask: h[mask][(torch.arange(LENGTH).expand_as(mask) % 2 == 0)[mask]],
+    "repeated": lambda model, h, lengths, mask: h[:, 0].repeat_interleave(lengths, 0),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: lambda act=act: Picks(act) for name, act in ACTS.items()},
+    "packed": lambda: Recurs(None),
+    "packed, gru, padded to a length": lambda: Recurs(LENGTH, nn.GRU),
+}
+
+
+def plain(output: Tensor, _: Any) -> Tensor:
+    return output
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(9, (count, ROWS, LENGTH), generator=random)
+    return list(zip(ids, torch.randint(1, LENGTH + 1, (count, ROWS), generator=random), strict=True))
+
+
+def assert_trains_as_plain_torch(model: nn.Module, steps: int, **options: Any) -> None:
+    reference, given = copy.deepcopy(model), batches(steps)
+    with pipeline(model, given[0], loss_fn=plain, ranks=2, microbatches=4, **options) as pipe:
+        for batch in given:
+            model.zero_grad()
+            reference.zero_grad()
+            expected = step_by_hand(reference, batch, torch.zeros(ROWS), plain, 4)
+            assert torch.equal(pipe.step(*batch, target=torch.zeros(ROWS)).loss, expected.total)
+            assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_shapes_that_follow_from_inputs_are_followed(case: str) -> None:
+    torch.manual_seed(0)
+    assert_trains_as_plain_torch(MODELS[case](), 2, balance="layers")
+
+
+@pytest.mark.parametrize("case", ["rows", "packed"])
+def test_a_value_of_such_a_shape_crosses_a_cut(case: str) -> None:
+    torch.manual_seed(0)
+    assert_trains_as_plain_torch(MODELS[case](), 2, cuts=["rnn" if case == "packed" else "after.0"])
+
+
+@pytest.mark.parametrize(("case", "cut", "most"), [("rows", "before.1", 2), ("packed", "before.1", 2 * LENGTH)])
+def test_shapes_that_nothing_reads_are_recorded_twice(
+    case: str, cut: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = list[Any](), partitioner.record
+    monkeypatch.setattr(partitioner, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
+    torch.manual_seed(0)
+    assert_trains_as_plain_torch(MODELS[case](), 8, cuts=[cut])
+    assert len(recorded) <= most
+
+
+UNKNOWN: dict[str, Callable[..., Tensor]] = {
+    "activations": lambda model, h, lengths, mask: h[h.sum(-1) > 0],
+    "a buffer": lambda model, h, lengths, mask: h[:, model.picked],
+    "activations, packed": lambda model, h, lengths, mask: pack_padded_sequence(h, h[:, :, 0].sum(1), True, False)[0],
+    "activations, padded": lambda model, h, lengths, mask: pad_packed_sequence(
+        PackedSequence(h.flatten(0, 1), h[0, :, 0].argsort())
+    )[0],
+    "both": lambda model, h, lengths, mask: h[mask & (h.sum(-1) > 0)],
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_shapes_that_follow_from_anything_else_are_refused_with_the_line(case: str) -> None:
+    with pytest.raises(PartitionError, match=rf"depends on the values of a tensor at {__file__}:\d+: "):
+        pipeline(Picks(UNKNOWN[case]), batches(1)[0], loss_fn=plain, ranks=2, microbatches=4)
+
+
+@pytest.mark.long  # "size", "repeated" and "again" show its rules
+def test_qwen2_vl_trains() -> None:
+    """Its forward picks rows by its mask, and repeats the sizes of pictures."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "vocab_size": 64, "rope_parameters": rope, "pad_token_id": 2}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4}
+    special = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **special))
+    ids = torch.randint(3, 60, (2, 12))
+    ids[:, 2:8] = torch.tensor([62, 60, 60, 60, 60, 63])
+    mask = (torch.arange(12) < torch.tensor([[12], [10]])).long()
+    batch = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == 60).long()}
+    batch |= {"pixel_values": torch.randn(2 * 16, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    cut = {name: Microbatches(value.chunk(2)) for name, value in batch.items()}
+    reference, target = copy.deepcopy(model), Microbatches(ids.chunk(2))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "balance": "layers"}
+    with pipeline(model, (), cut, loss_fn=lambda output, _: output.logits.square().mean(), **options) as pipe:
+        pipe.step(**cut, target=target)
+    for number in range(2):
+        given = {name: value.chunk(2)[number] for name, value in batch.items()}
+        (reference(**given).logits.square().mean() / 2).backward()
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:.*kinds of batches")
+def test_the_oldest_recording_goes_for_a_new_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partitioner, "VARIANTS", 2)
+    torch.manual_seed(0)
+    assert_trains_as_plain_torch(MODELS["size"](), 2, balance="layers")
