@@ -247,7 +247,7 @@ def _usual_input() -> int | None:
 
 @contextlib.contextmanager
 def memory(name: str) -> Iterator[str]:
-    """The path of an empty file that is gone with this process: on Linux, in memory, which no full disk keeps from it."""
+    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full."""
     if sys.platform != "linux":
         with tempfile.NamedTemporaryFile(prefix=f"penstock-{name}-") as file:
             yield file.name
