@@ -17,10 +17,7 @@ SILENT_SECONDS = 5.0
 
 
 def health(
-    state: RankState,
-    now: float | None = None,
-    host: str | None = None,
-    is_there: Callable[[int], bool] = lives,
+    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = lives
 ) -> Health:
     """How a rank is.
 
