@@ -178,7 +178,17 @@ def _in_words(error: Any, where: str) -> str:
         return f"{where} is unknown to this version"
     if error["type"] == "value_error":  # raised by the class itself, which names its own fields
         return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
-    return f"{where or 'the whole'}={quoted(error['input'])}: {error['msg'].replace('Input should be', 'expected')}"
+    expected = _OF_JSON.get(error["type"], error["msg"].removeprefix("Input should be "))
+    return f"{where or 'the whole'}={quoted(error['input'])}: expected {expected}"
+
+
+_OF_JSON = {
+    "tuple_type": "a valid array",
+    "list_type": "a valid array",
+    "dict_type": "an object",
+    "dataclass_type": "an object",
+}
+"""pydantic's words are Python's."""
 
 
 @cache

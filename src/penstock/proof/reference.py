@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ArgumentError
 from penstock.gradients import gradient_dtype
 from penstock.marks import NOW, computing
 from penstock.partition.values.objects import input_path
@@ -20,6 +19,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.proof.another_order import reordered_in
 from penstock.proof.comparison import WholeBatch, noise
+from penstock.proof.draws import OwnDraws
 from penstock.proof.term_sizes import TermSizes, measuring_roundings
 from penstock.proof.twins import Made
 from penstock.proof.whole_batch import Whole
@@ -85,11 +85,7 @@ class Reference:
 def reference(
     made: Made, pipe: Pipeline, batch: Microbatch, reduction: Reduction, options: Mapping[str, Any], whole_batch: bool
 ) -> Reference:
-    """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams.
-
-    If the model draws outside the modules that are called, its own forward cannot be told which stream to use: then the
-    reference is the recorded model on one rank.
-    """
+    """Runs the unsplit model's own forward, microbatch by microbatch, with the pipeline's random streams."""
     replicas, loss = pipe.world.data_parallel, saying_what_is_missing(checked_loss(made.loss))
     given = batch if replicas == 1 else dict(pipe.gather((pipe.world.replica, batch)))[0]
     mine = pipe.session.split_batch(batch.args, dict(batch.kwargs), batch.target, _uncut_device(batch))
@@ -180,7 +176,8 @@ def _step(
 ) -> Expected:
     forget_gradients(alone, inputs)
     with sizes.measuring() as terms, measuring_roundings(fused) as rounded:
-        outputs, total = _run_reference(alone, loss, reduction, replicas, sizes)
+        outputs, total = _run_unsplit(alone, loss, reduction, replicas, sizes)
+    alone.step_count += 1
     return Expected(
         [[tensor.detach() for tensor in leaf_tensors(output)] for output in outputs],
         total,
@@ -192,21 +189,8 @@ def _step(
     )
 
 
-def _run_reference(
-    alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
-) -> tuple[list[Any], Tensor]:
-    """Outputs and loss of one step."""
-    if alone.session.draws_in_glue:
-        if replicas > 1 and any(stage.updated for stage in alone.stages):
-            raise ArgumentError(
-                "this model updates buffers, and draws random numbers outside of any module that is called; "
-                "there is no reference for it with replicas: verify it on a mesh without"
-            )
-        result = alone.step(outputs=True)
-        return list(result.outputs), result.loss
-    run = _run_unsplit(alone, loss, reduction, replicas, sizes)
-    alone.step_count += 1
-    return run
+def _nothing(*, again: bool = False) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _kept(gradient: Tensor | None) -> Tensor | None:
@@ -227,7 +211,8 @@ def _run_unsplit(
     alone: Pipeline, loss: Loss | None, reduction: Reduction, replicas: int, sizes: TermSizes
 ) -> tuple[list[Any], Tensor]:
     """Outputs and loss of one step; afterwards buffers are as the first replica leaves them."""
-    pieces = alone.session.split_batch((), {})
+    pieces, session = alone.session.split_batch((), {}), alone.session
+    partitions = session.split.partitions(training=True) if session.draws_in_glue else ()
     weighted = weights(reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
     outputs: list[Any] = []
     losses: list[Tensor] = []
@@ -239,7 +224,8 @@ def _run_unsplit(
             streams.begin(k, {})
             first_replica = k * replicas < len(pieces)  # whose buffers count
             NOW.stage, NOW.microbatch = 0, k % (len(pieces) // replicas)
-            with nullcontext() if norms is None or not first_replica else norms.forward(k, runs_again=False):
+            own = OwnDraws(alone.model, streams, partitions[k]).drawing if partitions else _nothing
+            with own(), norms.forward(k, runs_again=False) if norms and first_replica else nullcontext():
                 output = alone.model(*args, **{**kwargs, **alone.session.default_kwargs(args, kwargs)})
             streams.begin_loss(k)
             value = checked_value(own_loss(output) if loss is None else loss(output, target), output, loss)
@@ -247,7 +233,7 @@ def _run_unsplit(
             root = root_of(value, weighted[k], leaf_tensors(output))
             sizes.watch(root)
             if root.requires_grad:
-                with exact_rules.outside_autocast(value.device.type):
+                with own(again=True), exact_rules.outside_autocast(value.device.type):
                     root.backward(torch.full_like(value, weighted[k]))  # type: ignore[no-untyped-call]
             elif any(map(needs_backward, alone.stages)):
                 raise no_gradient()

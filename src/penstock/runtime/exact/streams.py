@@ -122,11 +122,16 @@ class Streams:
         if self._base is None:
             return
         # Checkpointing restores the generator's state: its seed tells which of a module's calls runs again.
-        place = name, self._generators[0].initial_seed()
+        place = name, self.generator_seed
         seed = self._drawn.get(place) if self._again else None
         if seed is None:
             seed = self._drawn[place] = mix(self._base, self._key(name), self._count(name))
         self._seed(seed)
+
+    @property
+    def generator_seed(self) -> int:
+        """The seed that torch's generator was last set to."""
+        return self._generators[0].initial_seed()
 
     def pass_by(self, calls: Mapping[str, int]) -> None:
         """Counts calls that a branch left out, so later calls of the same modules draw what they otherwise would."""
