@@ -1,62 +1,48 @@
-"""One job owns a folder: a second one is refused, and one that has ended is recognized, here and elsewhere."""
+"""One job owns a folder: a second one is refused, and one that has ended is recognized."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
+import signal
 import socket
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from penstock import ArgumentError, owner
 
+REFUSED = rf"^run: process \d+ on {socket.gethostname()}, started at 20[^;]*; .*: pass another one, or, if that job has"
+
 
 class Holder:
     """What closes."""
 
 
-def planted(folder: Path, made: owner.Owner) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / owner.NAME).write_text(json.dumps(asdict(made)))
-    return folder / owner.NAME
-
-
-def owned(folder: Path) -> bool:
-    """Whether this process owns a folder, by what is in it."""
-    return owner._read(folder / owner.NAME)[0] == owner.this_process()
-
-
-def of(pid: int, started: str | None = None) -> owner.Owner:
-    """A process of this machine; by default the one that has that number now."""
-    me = owner.this_process()
-    return replace(me, process=replace(me.process, pid=pid, started=started or owner._stat(pid)[1]))
-
-
-def here(act: Callable[[float], None], sleep: Callable[[float], None] = time.sleep) -> Callable[[float], None]:
-    """What sleeps in other threads, as heartbeats do, and acts in this one."""
-
-    def sleeps_or_acts(seconds: float) -> None:
-        (act if threading.current_thread() is threading.main_thread() else sleep)(seconds)
-
-    return sleeps_or_acts
-
-
-ELSEWHERE = owner.Owner(owner.Process("another boot", 1, "2"), "box", "2026-01-01 00:00:00+00:00")
+def elsewhere(folder: Path) -> str:
+    """What another process is told that claims a folder; empty: it owned that until it ended."""
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        holder = Holder()
+        try:
+            owner.claim(folder, holder, "run")
+        except ArgumentError as error:
+            os.write(says, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(says)
+    with open(hears) as heard:
+        os.waitpid(child, 0)
+        return heard.read()
 
 
 def test_a_folder_is_owned_until_all_holders_have_gone(tmp_path: Path) -> None:
     folder, first, second = tmp_path / "runs" / "gpt", Holder(), Holder()
     for holder in (first, second, first):
         owner.claim(folder, holder, "run")
-    assert owned(folder)
+    assert elsewhere(folder)
     owner.release(id(second))
-    assert owned(folder)
+    assert elsewhere(folder)
     del holder, first
     assert not folder.exists(), "it was made for the claim, and nothing was written there"
     owner.claim(folder, second, "run")
@@ -67,106 +53,70 @@ def test_a_folder_is_owned_until_all_holders_have_gone(tmp_path: Path) -> None:
 
 def test_another_name_of_the_folder_leads_to_the_same_owner(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
-    planted(tmp_path, of(os.getppid()))
-    with pytest.raises(ArgumentError, match=rf"^run: process {os.getppid()} on {socket.gethostname()}, started at 20"):
-        owner.claim(tmp_path / "link", Holder(), "run")
-
-
-def test_one_that_runs_is_named_and_the_way_out_with_it(tmp_path: Path) -> None:
-    file = planted(tmp_path, of(os.getppid()))
-    with pytest.raises(ArgumentError, match=rf"pass another one, or, if that job has ended, remove {file}$"):
-        owner.claim(tmp_path, Holder(), "run")
-    file.unlink()
     holder = Holder()
-    owner.claim(tmp_path, holder, "run")
-    assert owned(tmp_path)
+    owner.claim(tmp_path / "link", holder, "run")
+    assert elsewhere(tmp_path).startswith(f"run: process {os.getpid()} on {socket.gethostname()}, started at 20")
 
 
-def test_on_this_machine_a_process_is_known_by_number_and_start(tmp_path: Path) -> None:
+def test_the_way_out_that_is_named_is_one(tmp_path: Path) -> None:
+    """After it, the one that owned the folder is refused."""
+    hears, says = os.pipe()
     child = os.fork()
     if not child:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # a zombie now
-    ended = of(child)
-    planted(tmp_path / "zombie", ended)
-    planted(tmp_path / "reused", of(os.getppid(), "1"))
-    holder = Holder()
-    for name in ("zombie", "reused"):
-        owner.claim(tmp_path / name, holder, "run")
-        assert owned(tmp_path / name)
-        assert os.listdir(tmp_path / name) == [owner.NAME]
-    os.waitpid(child, 0)
-    planted(tmp_path / "gone", ended)
-    owner.claim(tmp_path / "gone", holder, "run")
-    assert owned(tmp_path / "gone")
-
-
-@pytest.mark.parametrize("text", [json.dumps(asdict(ELSEWHERE)), "", "[" * 50_000, '{"pid": "x"}'])
-def test_elsewhere_the_heartbeat_decides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    """As it does where the file is damaged."""
-    file, looks, now, holder = tmp_path / owner.NAME, 0, time.monotonic(), Holder()
-    file.write_text(text)
-
-    def beats(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        os.utime(file, ns=(0, looks if looks > 20 else 0))
-
-    def passes(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    os.utime(file, ns=(0, 0))
-    monkeypatch.setattr(owner.time, "monotonic", lambda: now)
-    monkeypatch.setattr(owner.time, "sleep", here(beats))
-    with pytest.raises(ArgumentError, match="pass another one"):
+        holder = Holder()
         owner.claim(tmp_path, holder, "run")
-    assert looks == 21
-    assert capsys.readouterr().err.startswith("penstock: run: waiting up to 30 s for a heartbeat of ")
-    monkeypatch.setattr(owner.time, "sleep", here(passes))
-    before = now
+        os.write(says, b"o")
+        signal.pause()
+    os.read(hears, 1)
+    try:
+        os.kill(child, signal.SIGSTOP)
+        holder = Holder()
+        file = tmp_path / owner.NAME
+        with pytest.raises(ArgumentError, match=REFUSED) as refused:
+            owner.claim(tmp_path, holder, "run")
+        assert str(refused.value).endswith(f" ended, remove {file}")
+        file.unlink()
+        owner.claim(tmp_path, holder, "run")
+        file.unlink()
+        assert not elsewhere(tmp_path)
+        owner.claim(tmp_path, holder, "run")
+        assert elsewhere(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(hears)
+        os.close(says)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 50_000, '"process 1 on box, started at 2026-01-01"', "\x1b[31m"])
+def test_what_an_ended_owner_left_keeps_nobody_out(tmp_path: Path, text: str) -> None:
+    file, holder = tmp_path / owner.NAME, Holder()
+    file.write_text(text)
     owner.claim(tmp_path, holder, "run")
-    assert owned(tmp_path)
-    assert 30 < now - before < 31
+    assert file.read_text().startswith(f'"process {os.getpid()} on ')
+    file.write_text(text)
+    assert (told := elsewhere(tmp_path)).isprintable()
+    assert len(told) < 400 + len(str(file))
 
 
-def test_its_own_heartbeat_is_of_its_own_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_gives_up_nothing_and_keeps_nothing(tmp_path: Path) -> None:
     holder = Holder()
     owner.claim(tmp_path, holder, "run")
-    file = tmp_path / owner.NAME
-    assert any(thread.name == "penstock-owner" for thread in threading.enumerate())
-
-    def ends(seconds: float) -> None:
-        raise TimeoutError
-
-    def beat() -> None:
-        with monkeypatch.context() as patch, contextlib.suppress(TimeoutError):
-            patch.setattr(owner.time, "sleep", here(ends))
-            owner._keep_beating(file, owner._claims[file])
-
-    os.utime(file, (0, 0))
-    beat()
-    assert time.time() - file.stat().st_mtime < 60
-    file.unlink()  # another machine took it for dead
-    planted(tmp_path, ELSEWHERE)
-    os.utime(file, (0, 0))
-    beat()
-    assert file.stat().st_mtime == 0
-    owner.release(id(holder))
-    assert file.exists()
-
-
-def test_a_fork_gives_up_nothing(tmp_path: Path) -> None:
-    holder = Holder()
-    owner.claim(tmp_path, holder, "run")
+    ends, waits = os.pipe()
     child = os.fork()
     if not child:
         owner.release(id(holder))
+        os.close(waits)
+        os.read(ends, 1)
         os._exit(0)
-    os.waitpid(child, 0)
-    assert owned(tmp_path)
+    try:
+        assert elsewhere(tmp_path)
+        owner.release(id(holder))
+        assert not elsewhere(tmp_path), "the fork still lives, as workers of a DataLoader may"
+    finally:
+        os.close(ends)
+        os.close(waits)
+        os.waitpid(child, 0)
 
 
 def comes(folder: Path, start: int, says: int, end: int) -> None:
@@ -184,15 +134,12 @@ def comes(folder: Path, start: int, says: int, end: int) -> None:
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_of_many_that_come_at_once_one_becomes_the_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: bool
-) -> None:
-    monkeypatch.setattr(owner, "_LOOK_SECONDS", 0.01)
-    owner._read(planted(tmp_path, ELSEWHERE))  # imports what the processes need
+def test_of_many_that_come_at_once_one_becomes_the_owner(tmp_path: Path, stale: bool) -> None:
     for number in range(3):
         folder = tmp_path / str(number)
         if stale:
-            planted(folder, of(os.getppid(), "1"))
+            assert not elsewhere(folder)
+            assert os.listdir(folder) == [owner.NAME]
         pipes = [os.pipe() for _ in range(3)]
         (start, starts), (hears, says), (end, ends) = pipes
         children = []
@@ -210,14 +157,21 @@ def test_of_many_that_come_at_once_one_becomes_the_owner(
         for descriptor in (one for pipe in pipes for one in pipe):
             os.close(descriptor)
         assert sorted(said.decode()) == ["-"] * 5 + ["o"]
-        assert not (folder / ".owner.lock").exists()
 
 
-def test_a_claim_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
+def test_a_full_disk_or_one_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(owner.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        owner.claim(tmp_path, Holder(), "run")
+    def without(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    holder = Holder()
+    monkeypatch.setattr(owner.os, "pwrite", full)
+    owner.claim(tmp_path, holder, "run")
+    assert elsewhere(tmp_path).startswith("run: another process writes there; ")
+    owner.release(id(holder))
     assert not os.listdir(tmp_path)
+    monkeypatch.setattr(owner.fcntl, "flock", without)
+    owner.claim(tmp_path, holder, "run")
+    assert not elsewhere(tmp_path)

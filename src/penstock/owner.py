@@ -1,106 +1,45 @@
-"""The owner of a folder that only one job may write: a file in the folder names its process, for as long as it writes.
+"""The owner of a folder that only one job may write: the process that holds a lock on a file in it.
 
-The file is created with O_EXCL, which is atomic over NFS too. On the owner's machine, its process number and start time
-show whether it still runs. On other machines its heartbeat does: the file's time, which changes every few seconds. No
-clocks are compared. An owner that was suspended for longer may have lost its folder; its next `claim` is refused.
+The kernel releases the lock when the process ends, however it does, as an NFS server does for its clients. A file
+system without locks (Lustre mounted without `flock`) keeps no second job out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import weakref
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import BinaryIO, Literal
 
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, read_json, validate
-from penstock.words import printable
+from penstock.process import Process
+from penstock.words import line_of
 
 NAME = ".owner.json"
-BEAT_SECONDS = 5.0
-STALE_SECONDS = 30.0
-"""Without a heartbeat, an owner on another machine has ended after this time."""
-_LOOK_SECONDS = 0.5
-
-
-ProcessState = Literal["running", "stopped", "gone", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """A process that others on the same machine can look up: machine, id, and start time, since ids are reused."""
-
-    __pydantic_config__ = STRICT
-    machine: str
-    pid: int
-    started: str
-
-    def __post_init__(self) -> None:  # another process may have sent it
-        if not (isinstance(self.machine, str) and type(self.pid) is int and isinstance(self.started, str)):
-            raise TypeError(f"not a process: {self!r}")
-
-    @classmethod
-    def here(cls) -> Process:
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-        except OSError:
-            return cls(socket.gethostname(), os.getpid(), "")
-        return cls(" ".join([boot, *spaces]), os.getpid(), _stat(os.getpid())[1])
-
-    def state(self) -> ProcessState:
-        """What the kernel says about the process; `unknown` from another machine or without /proc."""
-        if not self.started or self.machine != Process.here().machine:
-            return "unknown"
-        try:
-            letter, started = _stat(self.pid)
-        except OSError:
-            return "gone"
-        if started != self.started or letter in "ZX":
-            return "gone"
-        return "stopped" if letter == "T" else "running"
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """State and start time. The name before them is in parentheses and may contain anything."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], fields[19]
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The process that owns a folder; its host and start, for messages."""
-
-    __pydantic_config__ = STRICT
-    process: Process
-    host: str = field(compare=False)
-    started: str = field(compare=False)
-
-    def __str__(self) -> str:
-        return f"process {self.process.pid} on {printable(self.host)}, started at {printable(self.started)}"
-
-    def state(self) -> ProcessState:
-        """That of its process, which may be in another network of this machine."""
-        here = Process.here().machine
-        is_here = self.process.machine.split()[:2] == here.split()[:2]
-        return (replace(self.process, machine=here) if is_here else self.process).state()
+_MAX_CHARACTERS = 200
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A folder that this process owns: its open file, whose time is the heartbeat, and for whom it owns it."""
+    """A folder that this process owns: the descriptor of its locked file, and for whom it owns it."""
 
-    file: BinaryIO
+    descriptor: int
     made_folder: bool
     holders: set[int] = field(default_factory=set)
+
+    def is_of(self, file: Path) -> bool:
+        """Whether the file at this path is the locked one: users may remove it."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), file.stat())
+        except OSError:
+            return False
 
 
 _claims: dict[Path, _Claim] = {}
@@ -109,8 +48,6 @@ _lock = threading.RLock()
 
 def claim(folder: Path, holder: object, what: str) -> None:
     """Make this process the owner of a folder, until every holder has been released or is gone, or the process ends.
-
-    Waits up to `STALE_SECONDS` for a heartbeat if a process on another machine is the owner.
 
     Args:
         folder: is created if missing.
@@ -124,11 +61,9 @@ def claim(folder: Path, holder: object, what: str) -> None:
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = Path(os.path.realpath(folder), NAME)
-    is_new = _take(file, what)
     with _lock:
-        if is_new or file not in _claims:
-            _claims[file] = held = _Claim(file.open("ab"), made)
-            threading.Thread(target=_keep_beating, args=(file, held), name="penstock-owner", daemon=True).start()
+        if file not in _claims or not _claims[file].is_of(file):
+            _claims[file] = _take(file, made, what)
         if id(holder) not in _claims[file].holders:
             _claims[file].holders.add(id(holder))
             weakref.finalize(holder, release, id(holder))
@@ -142,97 +77,54 @@ def release(holder: int) -> None:
             if not held.holders:
                 del _claims[file]
                 with contextlib.suppress(OSError):
-                    held.file.close()
-                    if _read(file)[0] == this_process():  # a forked process does not own what its parent does
+                    if held.is_of(file):
                         file.unlink()
-                        if held.made_folder:
-                            file.parent.rmdir()  # if nothing was written there
+                    if held.made_folder:
+                        file.parent.rmdir()  # if nothing was written there
+                os.close(held.descriptor)
 
 
-def this_process() -> Owner:
+def _take(file: Path, made_folder: bool, what: str) -> _Claim:
+    while True:
+        held = _Claim(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), made_folder)
+        with contextlib.ExitStack() as failed:
+            failed.callback(os.close, held.descriptor)
+            _lock_file(held.descriptor, file, what)
+            if held.is_of(file):  # else another process has just given it up
+                with contextlib.suppress(OSError):  # a full disk: the text is for messages alone
+                    os.ftruncate(held.descriptor, 0)
+                    os.pwrite(held.descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
+                failed.pop_all()
+                return held
+
+
+def _lock_file(descriptor: int, file: Path, what: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace")
+        owner = line_of(text, _MAX_CHARACTERS).strip('"') or "another process"
+        raise ArgumentError(
+            f"{what}: {owner} writes there; expected a folder of this job's own: pass another one, or, if that job has "
+            f"ended, remove {file}"
+        ) from None
+    except OSError:  # this file system has no locks
+        pass
+
+
+def _this_process() -> str:
     process, now = Process.here(), time.time()
     if process.started:
         now -= time.clock_gettime(time.CLOCK_BOOTTIME) - int(process.started) / os.sysconf("SC_CLK_TCK")
-    return Owner(process, socket.gethostname(), datetime.fromtimestamp(now, UTC).isoformat(" ", "seconds"))
+    start = datetime.fromtimestamp(now, UTC).isoformat(" ", "seconds")
+    return f"process {process.pid} on {socket.gethostname()}, started at {start}"
 
 
-def _take(file: Path, what: str) -> bool:
-    """Create the file; False if this process is the owner already."""
-    me, first, until, is_told = this_process(), None, 0.0, False
-    while not _create(file, me):
-        try:
-            owner, _ = found = _read(file)
-        except FileNotFoundError:
-            continue  # given up meanwhile
-        if owner == me:
-            return False
-        state = owner.state() if owner else "unknown"
-        has_ended, runs = state == "gone", state in ("running", "stopped")
-        if state == "unknown":
-            if first is None:
-                first, until = found, time.monotonic() + STALE_SECONDS
-            elif not is_told:  # the first time, it may just be being written
-                is_told = True
-                said = f"waiting up to {STALE_SECONDS:.0f} s for a heartbeat of {owner or 'the process that owns it'}"
-                print(f"penstock: {what}: {said}", file=sys.stderr, flush=True)
-            has_ended, runs = time.monotonic() > until, found != first
-        if runs:
-            raise ArgumentError(
-                f"{what}: {owner or 'another process'} writes there; expected a folder of this job's own: pass another "
-                f"one, or, if that job has ended, remove {file}"
-            )
-        if has_ended:
-            _remove_stale(file, found)
-        else:
-            time.sleep(_LOOK_SECONDS)
-    return True
+def _forget() -> None:
+    """Leave the locks to the process that this one was forked from; a copy of a descriptor would keep them."""
+    for held in _claims.values():
+        os.close(held.descriptor)
+    _claims.clear()
 
 
-def _remove_stale(file: Path, stale: tuple[Owner | None, int]) -> None:
-    """Remove the file of an owner that has ended, unless another process has replaced it in the meantime."""
-    lock, until = file.with_name(".owner.lock"), time.monotonic() + STALE_SECONDS
-    while True:
-        with contextlib.suppress(FileExistsError):
-            lock.mkdir()
-            break
-        time.sleep(_LOOK_SECONDS)
-        if time.monotonic() > until:  # its process was killed in here
-            with contextlib.suppress(FileNotFoundError):
-                lock.rmdir()
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            if _read(file) == stale:
-                file.unlink()
-    finally:
-        lock.rmdir()
-
-
-def _create(file: Path, owner: Owner) -> bool:
-    try:
-        with file.open("xb") as new:
-            try:
-                new.write(json.dumps(asdict(owner)).encode() + b"\n")
-                new.flush()
-                os.fsync(new.fileno())
-            except BaseException:
-                file.unlink()
-                raise
-    except FileExistsError:
-        return False
-    return True
-
-
-def _read(file: Path) -> tuple[Owner | None, int]:
-    """The owner, None if the file is damaged or being written, and its last heartbeat. Raises OSError."""
-    owner = None
-    with contextlib.suppress(ArgumentError):
-        owner = validate(Owner, read_json(file), str(file))
-    return owner, file.stat().st_mtime_ns
-
-
-def _keep_beating(file: Path, held: _Claim) -> None:
-    """Show other machines that this process lives, as long as it owns the folder."""
-    while _claims.get(file) is held:
-        with contextlib.suppress(OSError, ValueError):  # which is closed just now
-            os.utime(held.file.fileno())
-        time.sleep(BEAT_SECONDS)
+os.register_at_fork(after_in_child=_forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -47,6 +48,12 @@ def in_ranges(names: Iterable[str]) -> list[str]:
         else:
             found.append((before, number, number, behind))
     return [f"{before}{first if first == last else f'{first}-{last}'}{behind}" for before, first, last, behind in found]
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """`did you mean 'ring'? `, if a name that is unknown resembles a known one; otherwise nothing."""
+    near = difflib.get_close_matches(name, [*known], 1, cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def named(function: Any) -> Any:

@@ -82,7 +82,7 @@ WRONG = {
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "it is not clear what to send, because nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: give one of",
-    "--sizes 4 --algorithm rings": "Known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
+    "--sizes 4 --algorithm rings": "known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
     "train --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",

@@ -261,6 +261,6 @@ def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
     job = (*JOB[:5], "--profile", profile)
     assert "what two of a host send each other is not known; give --link" in refusal(*job, "--device", "trainium2")
     assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
-    assert "'h10': not known. Did you mean 'h100'" in refusal(*job, "--device", "h10")
+    assert "'h10': not known; did you mean 'h100'" in refusal(*job, "--device", "h10")
     assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)
     assert as_json(*job)["notes"] == []

@@ -34,7 +34,7 @@ def test_the_estimate_says_what_it_rests_on() -> None:
             "60 is not a multiple of --tensor-parallel 8: give 56",
         ),
         (("--devices", "64", "--link", "100gbit"), "the --device states its links"),
-        (("--devices", "64", "--device", "h1000"), "Did you mean"),
+        (("--devices", "64", "--device", "h1000"), "did you mean"),
         (("--devices", "64", "--profile", "p.json"), "give one of the three"),
     ],
 )

@@ -236,7 +236,7 @@ def test_an_estimate_for_a_device_that_is_not_here() -> None:
     found = read_profile("estimate.json")
     assert (found.source, found.device, found.rows) == ("estimate", "cuda", 1)
     assert all(unit.seconds > 0 for unit in found.units)
-    assert "device 'h10': not known. Did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
+    assert "device 'h10': not known; did you mean 'h100'" in refusal("profile", "cases.py:make", "--device", "h10")
 
 
 MINE = """

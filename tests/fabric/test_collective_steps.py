@@ -354,12 +354,12 @@ def test_many_defects_are_counted() -> None:
     [
         (
             ("all_reduce", "rign", 4),
-            r"'rign' is not an algorithm for all_reduce: did you mean 'ring'\? Known are ring, ring2",
+            r"'rign' is not an algorithm for all_reduce: did you mean 'ring'\? known are ring, ring2",
         ),
         (("all_reduce", "zzz", 4), "'zzz' is not an algorithm for all_reduce: known are ring"),
         (
             ("allreduce", "ring", 4),
-            r"'allreduce' is not a collective: did you mean 'all_reduce'\? Known are all_reduce, all_g",
+            r"'allreduce' is not a collective: did you mean 'all_reduce'\? known are all_reduce, all_g",
         ),
         (("all_reduce", "ring", 1), "all_reduce among 1 ranks: give 2 or more"),
         (("send", "direct", 0), "send among 0 ranks: give 2 or more"),

@@ -47,7 +47,7 @@ def test_the_longest_reported_name_decides() -> None:
 
 
 def test_an_unknown_name_says_which_are_near() -> None:
-    with pytest.raises(ArgumentError, match=r"'h10': not known. Did you mean .*'h100'"):
+    with pytest.raises(ArgumentError, match=r"'h10': not known; did you mean .*'h100'"):
         device("h10")
     with pytest.raises(ArgumentError, match=r"not known. `penstock devices` lists"):
         device("quantum")

@@ -12,6 +12,7 @@ from penstock.schedule import Action, forward_only, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from scaffolding.nanoseconds import from_nanoseconds
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_ranks_that_took_turns_have_no_bubble(timeline: Timeline) -> None:
 
 
 def test_summary_of_nothing() -> None:
-    assert summary(Timeline.from_nanoseconds([[]])).splitlines()[-1] == "makespan 0.000 us, bubble 0.0%"
+    assert summary(from_nanoseconds([[]])).splitlines()[-1] == "makespan 0.000 us, bubble 0.0%"
 
 
 def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline) -> None:

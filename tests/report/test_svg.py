@@ -17,6 +17,7 @@ from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import generated
 
 NS = "{http://www.w3.org/2000/svg}"
@@ -164,7 +165,7 @@ def test_names_under_the_pointer_can_be_left_out() -> None:
 
 
 def test_nothing_is_a_picture_too() -> None:
-    assert texts(timeline_svg(Timeline.from_nanoseconds([[]])), "time") == ["0"]
+    assert texts(timeline_svg(from_nanoseconds([[]])), "time") == ["0"]
     assert texts(svg([Panel("", Timeline(()))]), "time") == ["0"]
 
 

@@ -16,6 +16,7 @@ from penstock.schedule import Action, Op, Schedule, add_communication, generate,
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import Cause, critical_path, idle, simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import small_ones, with_overlaps
 
 ROUNDING = Fraction(1, 2**40)
@@ -41,7 +42,7 @@ def causes(schedule: Schedule, timeline: Timeline) -> list[dict[str, float]]:
 
 def measured(schedule: Schedule, *rows: str) -> Timeline:
     """A real run: for each rank its actions as 'action begin ready end', in nanoseconds."""
-    return Timeline.from_nanoseconds(
+    return from_nanoseconds(
         [
             [
                 (Action.parse(action), *map(int, moments))

@@ -25,6 +25,7 @@ from penstock.schedule import (
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, memory, simulate
 from penstock.simulate.costs import StageCost
+from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import arbitrary, generated
 
 schedules = st.one_of(
@@ -174,7 +175,7 @@ def test_a_real_run_is_measured_by_its_own_clock() -> None:
     schedule = Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0RECV_B0 0F0 0SEND_F0 0B0")
     row = [(action, 10 * n, 10 * n, 10 * n + 10) for n, action in enumerate(schedule.rows[0])]
     cost = StageCost(1, 1, 1, activation_bytes=5)
-    (found,) = memory(schedule, cost, Timeline.from_nanoseconds([row]))
+    (found,) = memory(schedule, cost, from_nanoseconds([row]))
     assert (found.seconds, found.activations) == ((10e-9, 40e-9), (5, 0))
 
 

@@ -11,6 +11,7 @@ from penstock.schedule import Action, add_communication, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from scaffolding.nanoseconds import from_nanoseconds
 
 F0, B0, SEND = Action.parse("0F0"), Action.parse("0B0"), Action.parse("0SEND_F0")
 BASE = 10**18  # a clock far from zero: seconds as floats would lose the nanoseconds
@@ -18,7 +19,7 @@ BASE = 10**18  # a clock far from zero: seconds as floats would lose the nanosec
 
 @pytest.fixture
 def measured() -> Timeline:
-    return Timeline.from_nanoseconds(
+    return from_nanoseconds(
         [
             [
                 (F0, BASE + 5, BASE + 5, BASE + 25),
@@ -48,7 +49,7 @@ def test_figures(measured: Timeline) -> None:
 
 
 def test_an_idle_timeline_has_no_bubble() -> None:
-    for timeline in (Timeline(()), Timeline.from_nanoseconds([[], []])):
+    for timeline in (Timeline(()), from_nanoseconds([[], []])):
         assert (timeline.makespan_seconds, timeline.span_seconds, timeline.bubble_rate) == (0, 0, 0)
 
 
@@ -58,7 +59,7 @@ def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
     assert "took turns" in repr(turns)
     assert Timeline.from_dict(json.loads(json.dumps(turns.to_dict()))) == turns
     assert turns.busy_seconds(0) == measured.busy_seconds(0), "the durations hold"
-    assert not Timeline.from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
+    assert not from_nanoseconds([[]], in_turns=True).in_turns, "one rank has nobody to take turns with"
     rows = [list(turns.spans(rank)) for rank in range(2)]
     assert Timeline.merge(rows, in_turns=turns.in_turns) == turns
     assert not Timeline.merge(rows[:1], in_turns=True).in_turns
@@ -67,7 +68,7 @@ def test_ranks_that_took_turns_have_no_bubble(measured: Timeline) -> None:
 def test_the_span_begins_with_the_first_forward() -> None:
     """Not with the message before it, for which a rank of a later stage waits."""
     row = [(Action.parse("1RECV_F0"), 0, 0, 70), (Action.parse("1F0"), 70, 75, 90), (Action.parse("1B0"), 90, 90, 100)]
-    assert Timeline.from_nanoseconds([row]).span_seconds == pytest.approx(25e-9)
+    assert from_nanoseconds([row]).span_seconds == pytest.approx(25e-9)
 
 
 def test_json_and_back_is_the_same(measured: Timeline) -> None:
@@ -92,6 +93,6 @@ def test_what_is_no_timeline_is_refused() -> None:
         with pytest.raises(ArgumentError, match=r"the timeline: ranks is missing|is no timeline"):
             Timeline.from_dict(data)
     with pytest.raises(ArgumentError, match="0F0 waited"):
-        Timeline.from_nanoseconds([[(F0, 0, 5, 4)]])
+        from_nanoseconds([[(F0, 0, 5, 4)]])
     with pytest.raises(ArgumentError, match="0F0 waited"):
-        Timeline.from_nanoseconds([[(F0, 5, 4, 6)]])
+        from_nanoseconds([[(F0, 5, 4, 6)]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.errors import ArgumentError
+from penstock.words import did_you_mean
 
 _OTHERS = {"join_seconds": "--join-timeout", "stall_seconds": "--stall-timeout"}
 """Library arguments whose options have a different name."""
@@ -83,8 +83,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         names = self.list_commands(ctx)
         if args and args[0] not in names and not args[0].startswith("-"):
-            near = difflib.get_close_matches(args[0].lower(), names, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             whole = " ".join(["penstock", *ctx.command_path.split()[1:]])
-            raise ArgumentError(f"{whole} has no command {args[0]!r}: {hint}it has {', '.join(names)}")
+            raise ArgumentError(
+                f"{whole} has no command {args[0]!r}: {did_you_mean(args[0].lower(), names)}it has {', '.join(names)}"
+            )
         return super().resolve_command(ctx, args)

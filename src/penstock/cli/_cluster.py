@@ -166,11 +166,8 @@ def _filled(
     per_host: int | None,
     between_hosts: str | None,
 ) -> dict[str, Any]:
-    """The options of a cluster of such devices; those that were not given are as its specifications say.
-
-    Raises:
-        ArgumentError: a link is needed that they do not state.
-    """
+    """The options of a cluster of such devices; those that were not given are as its specifications say. Raises
+    ArgumentError: a link is needed that they do not state."""
     total = sum(int(number) for number in re.findall(r"(?:^|,)\s*(\d+)", devices))
     joined = device.link.devices if device.link is not None else 0
     if per_host is None and link is None and 0 < joined < total:

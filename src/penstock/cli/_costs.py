@@ -175,11 +175,8 @@ class Costs:
         return any(link.bytes_per_second < math.inf for link in links)
 
     def of(self, schedule: Schedule) -> list[OfStage]:
-        """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices.
-
-        Raises:
-            ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist.
-        """
+        """The cost of each of the schedule's stages; if it slices microbatches, the cost of slices. Raises
+        ArgumentError: there are costs for more or fewer stages, or for a link of a rank that does not exist."""
         stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
         if schedule.slices > 1:
             names = (*OF_MICROBATCH, "output_bytes")
@@ -259,11 +256,8 @@ def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:
-    """Merges neighbouring stages into one, for each microbatch if one of them differs by it.
-
-    Raises:
-        ArgumentError: two of them have costs for different numbers of microbatches.
-    """
+    """Merges neighbouring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
+    of them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
         return _sum([cost for stage in stages for cost in each_of(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})

@@ -55,11 +55,8 @@ class UnitsToCut:
 
 
 def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
-    """The units of a profile for microbatches of that many rows; None: of those that it is of.
-
-    Raises:
-        ArgumentError: it does not say how many rows it is of, or they are far fewer.
-    """
+    """The units of a profile for microbatches of that many rows; None: of those that it is of. Raises ArgumentError: it
+    does not say how many rows it is of, or they are far fewer."""
     units, size = profile.units, ", ".join(profile.inputs.values())
     if rows is not None:
         from penstock.plan import Sizes

@@ -61,11 +61,8 @@ class NetworkOptions:
         return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, [])]
 
     def network(self, hosts: int) -> Network:
-        """The network that the options describe.
-
-        Raises:
-            ArgumentError: an option is wrong, or is meaningless without another.
-        """
+        """The network that the options describe. Raises ArgumentError: an option is wrong, or is meaningless without
+        another."""
         from penstock.network.background import parse_background
         from penstock.network.holdback import parse_slow
         from penstock.network.network import Network

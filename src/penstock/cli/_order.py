@@ -103,11 +103,8 @@ class OrderOptions:
         return self._windowed(generate(name, ranks, microbatches, self.chunks, self.slices))
 
     def all(self) -> tuple[list[Schedule], Mapping[str, str]]:
-        """Every schedule that was asked for and that the numbers allow and, by name, what the others require.
-
-        Raises:
-            ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them.
-        """
+        """Every schedule that was asked for and that the numbers allow and, by name, what the others require. Raises
+        ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them."""
         asked = [(entry, self.numbers_of(entry)) for entry in self.entries()]
         refused = {entry.name: reason for entry, numbers in asked if (reason := not_allowed(entry, numbers))}
         allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in refused]
@@ -142,11 +139,8 @@ class OrderOptions:
         return list(generators()) if name == ALL else [generator(one.strip()) for one in name.split(",")]
 
     def each(self) -> list[OrderOptions]:
-        """The same options for each combination of the numbers of ranks and microbatches.
-
-        Raises:
-            ArgumentError: there is nothing between two commas.
-        """
+        """The same options for each combination of the numbers of ranks and microbatches. Raises ArgumentError: there
+        is nothing between two commas."""
         columns = []
         for option in ("ranks", "microbatches"):
             text = getattr(self, option)
@@ -194,11 +188,8 @@ class OrderOptions:
         return found["ranks"], found["microbatches"]
 
     def numbers_of(self, entry: Generator) -> Numbers:
-        """The numbers for which to generate a schedule: from the options, or its own defaults.
-
-        Raises:
-            ArgumentError: a number is missing or less than 1, or there are several.
-        """
+        """The numbers for which to generate a schedule: from the options, or its own defaults. Raises ArgumentError: a
+        number is missing or less than 1, or there are several."""
         chunks = entry.chunks if self.chunks is None else self.chunks
         slices = entry.slices if self.slices is None else self.slices
         return Numbers(*self._numbers(), chunks, slices)

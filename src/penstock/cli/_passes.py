@@ -51,11 +51,8 @@ class PassOptions:
         return any(getattr(self, name) is not None for name in self.__slots__)
 
     def outcome(self, order: OrderOptions, costs: Costs) -> PassOutcome:
-        """Simulates the schedule with what the options add.
-
-        Raises:
-            ArgumentError: a number is negative, or an option does not fit the others.
-        """
+        """Simulates the schedule with what the options add. Raises ArgumentError: a number is negative, or an option
+        does not fit the others."""
         for name in ("output_pass", "embedding_pass", "collective", "optimizer", "last_collective"):
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and not 0 <= value < float("inf"):

@@ -24,11 +24,8 @@ ANNOUNCED = 200_000
 
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
-    """Refuses schedules that are too large to time, and announces those that take a while.
-
-    Raises:
-        ArgumentError: they have more than `MOST` actions together, or one has more than `MOST_STAGES` stages.
-    """
+    """Refuses schedules that are too large to time, and announces those that take a while. Raises ArgumentError: they
+    have more than `MOST` actions together, or one has more than `MOST_STAGES` stages."""
     asked = list(schedules)
     found = sum(generator.actions(numbers) for generator, numbers in asked)
     if found > MOST:

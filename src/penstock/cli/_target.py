@@ -88,11 +88,8 @@ def bytes_in(text: str | None) -> float | None:
 
 
 def link_of(text: str | None) -> LinkCost | None:
-    """The costs of a link as `--link` says it; None if the option was not given.
-
-    Raises:
-        ArgumentError: the text is wrong, or has more than a rate and a delay.
-    """
+    """The costs of a link as `--link` says it; None if the option was not given. Raises ArgumentError: the text is
+    wrong, or has more than a rate and a delay."""
     if text is None:
         return None
     from penstock.network.impairment import Impairment

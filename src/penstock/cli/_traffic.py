@@ -76,11 +76,8 @@ class TrafficOptions:
     ] = None
 
     def workload(self, hosts: int) -> Workload:
-        """The workload that the options describe.
-
-        Raises:
-            ArgumentError: no workload or more than one was given, or an option belongs to another kind.
-        """
+        """The workload that the options describe. Raises ArgumentError: no workload or more than one was given, or an
+        option belongs to another kind."""
         ways = {
             "--preset": self.preset_name,
             "--model": self.model,
@@ -220,11 +217,7 @@ class CountOptions:
     epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None
 
     def count(self) -> int:
-        """The number of trials.
-
-        Raises:
-            ArgumentError: the options contradict each other.
-        """
+        """The number of trials. Raises ArgumentError: the options contradict each other."""
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:

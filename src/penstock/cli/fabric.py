@@ -290,11 +290,8 @@ def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
 
 
 def _folder(out: Path | None, *, make: bool) -> Path:
-    """The run's folder, which never contains another run or other samples.
-
-    Raises:
-        ArgumentError: the folder has a run already, or cannot be made.
-    """
+    """The run's folder, which never contains another run or other samples. Raises ArgumentError: the folder has a run
+    already, or cannot be made."""
     if out is None:
         number = 1
         while (RUNS / f"fabric-{number}").exists():

@@ -116,11 +116,7 @@ def search(
 
 
 def answer(question: Question, costs: Costs) -> Found:
-    """Searches, converting the memory limit to the costs' unit.
-
-    Raises:
-        ArgumentError: an option is wrong.
-    """
+    """Searches, converting the memory limit to the costs' unit. Raises ArgumentError: an option is wrong."""
     from penstock.search import search as find  # so that --help does not load it
 
     if costs.contended:

@@ -204,10 +204,7 @@ def _part(given: Target, replicas: int, replica: int) -> Microbatch:
 
 def prove_distributed(case: Case) -> dict[str, Any]:
     """Like `prove`, with one process per rank. Each leaves a file with the report, or with its error, in a folder.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C ended the processes.
-    """
+    Raises KeyboardInterrupt: Ctrl-C ended the processes."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.files import MAX_QUOTED, quoted, read_toml, reported_as_damage
-from penstock.words import line_of
+from penstock.words import did_you_mean, line_of
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 """Those for which a device may have a peak. "tf32" is float32 with products of reduced precision."""
@@ -123,9 +122,8 @@ def device(name: str | Path) -> Device:
         return names[wanted]
     if (reported := reported_as(text)) is not None:
         return reported
-    near = difflib.get_close_matches(wanted, names, 3, 0.5)
     raise ArgumentError(
-        f"device {text!r}: not known. {'Did you mean ' + ' or '.join(map(repr, near)) + '? ' if near else ''}"
+        f"device {text!r}: not known; {did_you_mean(wanted, names, 0.5)}"
         "`penstock devices` lists those that are; describe another in a .toml file like that of the list, and give it"
     )
 

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from penstock.launch.endings import FAILURES, RankFailure
+from penstock.process import environments
 
 AGENT_SECONDS = 4
 """What the agent gives the ranks to end after a signal or a failure, before it kills them."""
@@ -27,6 +28,8 @@ TAG = "PENSTOCK_JOB"
 """In the environment of all processes of a job: its name."""
 _PR_SET_PDEATHSIG = 1
 _WAKE_SECONDS = 0.5
+_ENDING = 1 << signal.SIGTERM - 1 | 1 << signal.SIGINT - 1
+"""As sets of signals in /proc."""
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -63,15 +66,7 @@ def kill_left(job: str) -> None:
 def left(job: str, besides: Sequence[int] = ()) -> set[int]:
     """The processes of a job that have not ended, but for this one and those named."""
     mark = f"{TAG}={job}".encode()
-    found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _is_marked(folder, mark)}
-    return found - {os.getpid(), *besides}
-
-
-def _is_marked(folder: Path, mark: bytes) -> bool:
-    try:
-        return mark in (folder / "environ").read_bytes().split(b"\0")
-    except OSError:  # ended meanwhile, or somebody else's
-        return False
+    return {pid for pid, given in environments() if mark in given} - {os.getpid(), *besides}
 
 
 def _wake_the_ended() -> None:
@@ -81,20 +76,12 @@ def _wake_the_ended() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         time.sleep(_WAKE_SECONDS)
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                if state == "T" and int(parent) == os.getpid() and _is_told_to_end(folder):
-                    os.kill(int(folder.name), signal.SIGCONT)
-
-
-def _is_told_to_end(process: Path) -> bool:
-    """Whether a SIGTERM or SIGINT waits for the process."""
-    lines = (line.split(":") for line in (process / "status").read_text().splitlines())
-    pending = {name: int(text, 16) for name, text in lines if name in ("SigPnd", "ShdPnd")}
-    return any(
-        waiting >> (number - 1) & 1 for waiting in pending.values() for number in (signal.SIGTERM, signal.SIGINT)
-    )
+        for file in Path("/proc").glob("[0-9]*/status"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                found = dict(line.split(":\t", 1) for line in file.read_text().splitlines())
+                told = int(found["SigPnd"], 16) | int(found["ShdPnd"], 16)
+                if found["State"].startswith("T") and int(found["PPid"]) == os.getpid() and told & _ENDING:
+                    os.kill(int(found["Pid"]), signal.SIGCONT)
 
 
 class _Ends:

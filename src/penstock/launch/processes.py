@@ -11,6 +11,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -246,7 +247,11 @@ def _usual_input() -> int | None:
 
 @contextlib.contextmanager
 def memory(name: str) -> Iterator[str]:
-    """The path of an empty file in memory that is gone with this process, however that ends."""
+    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full."""
+    if sys.platform != "linux":
+        with tempfile.NamedTemporaryFile(prefix=f"penstock-{name}-") as file:
+            yield file.name
+        return
     descriptor = os.memfd_create(f"penstock-{name}")
     try:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

@@ -23,10 +23,7 @@ _BYTES = 8
 
 def announcer() -> Callable[[int], None] | None:
     """What to call with the number of each training step that begins; None where nobody asks, or another rank answers.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
+    Raises ArgumentError: the file cannot be written."""
     path = os.environ.get(VARIABLE)
     if not path or os.environ.get("RANK", "0") != "0":
         return None

@@ -73,11 +73,8 @@ def load(text: str) -> Target:
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
-    """What `module:function` or `file.py:function` names. `what`: the argument, for messages.
-
-    Raises:
-        ArgumentError: there is no such module, file or function, or its module raises.
-    """
+    """What `module:function` or `file.py:function` names. `what`: the argument, for messages. Raises ArgumentError:
+    there is no such module, file or function, or its module raises."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise ArgumentError(f"{what} {text!r}: expected a colon between a module and a function; {_FORM}")

@@ -60,11 +60,8 @@ class Neighbour:
 
 
 def parse_background(text: str, hosts: int) -> Neighbour:
-    """Parses the description of a source of traffic.
-
-    Raises:
-        ArgumentError: the text is not valid, the host does not exist, or the file cannot be read.
-    """
+    """Parses the description of a source of traffic. Raises ArgumentError: the text is not valid, the host does not
+    exist, or the file cannot be read."""
     words = text.split()
     named: dict[str, Any] = {}
     try:

@@ -45,11 +45,8 @@ _PAIR = re.compile(r"\s*(\d{1,9})\s*=\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", re.ASC
 
 
 def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
-    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%".
-
-    Raises:
-        ArgumentError: a text has another form, a host does not exist or appears twice, or a share is invalid.
-    """
+    """Returns each slow host's share of one core, from texts like "2=25%" or "0=0.5, 3=10%". Raises ArgumentError: a
+    text has another form, a host does not exist or appears twice, or a share is invalid."""
     slow: dict[int, float] = {}
     for text in (texts,) if isinstance(texts, str) else texts:
         for pair in text.split(","):
@@ -64,11 +61,8 @@ def parse_slow(texts: str | Sequence[str], hosts: int) -> dict[int, float]:
 
 
 def check_slow(slow: Mapping[int, float], hosts: int) -> dict[int, float]:
-    """Checks the shares of slow hosts, and returns them sorted by host.
-
-    Raises:
-        ArgumentError: a host does not exist, or a share is invalid.
-    """
+    """Checks the shares of slow hosts, and returns them sorted by host. Raises ArgumentError: a host does not exist, or
+    a share is invalid."""
     for host, share in slow.items():
         if host not in range(hosts):
             there = f"the hosts are 0 to {hosts - 1}" if hosts > 1 else "there is only host 0"
@@ -100,11 +94,8 @@ class Means(ABC):
 
     @abstractmethod
     def __init__(self, emulation: str, slow: Mapping[int, float]) -> None:
-        """Creates what must exist before the hosts.
-
-        Raises:
-            OSError: it does not work on this machine, and why. Nothing is left behind.
-        """
+        """Creates what must exist before the hosts. Raises OSError: it does not work on this machine, and why. Nothing
+        is left behind."""
 
     @abstractmethod
     def command(self, host: int, entering: Sequence[str], argv: Sequence[str]) -> list[str]:
@@ -115,11 +106,7 @@ class Means(ABC):
         """
 
     def start(self) -> None:  # noqa: B027  (a means may have nothing to do here)
-        """Does what must wait until the hosts exist.
-
-        Raises:
-            FabricError: it does not work.
-        """
+        """Does what must wait until the hosts exist. Raises FabricError: it does not work."""
 
     def failed(self) -> str | None:
         """Says which hosts were not throttled until the end; None if all were."""
@@ -252,11 +239,7 @@ MEANS: tuple[type[Means], ...] = (GroupsV2, GroupsV1, Signals)
 
 
 def hold_back(emulation: str, slow: Mapping[int, float]) -> Means:
-    """Picks the first means that works on this machine.
-
-    Raises:
-        FabricError: none works, and why.
-    """
+    """Picks the first means that works on this machine. Raises FabricError: none works, and why."""
     reasons = []
     for means in MEANS:
         try:

@@ -17,11 +17,8 @@ _NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 def within(namespace: Path | None, work: Callable[[], T]) -> T:
-    """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does.
-
-    Raises:
-        OSError: the namespace cannot be joined or created.
-    """
+    """Runs `work` in the namespace with this file, or in a temporary one; returns or raises what it does. Raises
+    OSError: the namespace cannot be joined or created."""
     results: list[T] = []
     errors: list[BaseException] = []
 

@@ -168,11 +168,8 @@ class Machines:
         self.close()
 
     def close(self) -> None:
-        """Kills what still runs on the hosts, and removes them. May be called again.
-
-        Raises:
-            FabricError: something is left, or a slow host was not throttled all the time.
-        """
+        """Kills what still runs on the hosts, and removes them. May be called again. Raises FabricError: something is
+        left, or a slow host was not throttled all the time."""
         if self._keeper is None or os.getpid() != self._maker:  # only the maker closes, not a process forked from it
             return
         if self._switch is not None:
@@ -215,11 +212,7 @@ class Machines:
         return _qdiscs("-s", "-n", f"{self.id}-switch")
 
     def check(self) -> None:
-        """Checks that the network is still there.
-
-        Raises:
-            FabricError: the switch process has ended.
-        """
+        """Checks that the network is still there. Raises FabricError: the switch process has ended."""
         if self._switch is not None:
             self._switch.check()
 

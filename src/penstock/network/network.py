@@ -32,11 +32,7 @@ class Network:
     events: tuple[Event, ...] = ()
 
     def machines(self) -> Machines:
-        """Returns the hosts, which are created by `with`.
-
-        Raises:
-            ArgumentError: as `Machines` does.
-        """
+        """Returns the hosts, which are created by `with`. Raises ArgumentError: as `Machines` does."""
         return Machines(
             self.hosts,
             self.topology,

@@ -72,11 +72,8 @@ class State:
 
 
 def read_scenario(path: Path, topology: Topology, hosts: int) -> tuple[Event, ...]:
-    """Reads the events of a file, for this network.
-
-    Raises:
-        ArgumentError: the file cannot be read, or names something that does not exist; the message says which event.
-    """
+    """Reads the events of a file, for this network. Raises ArgumentError: the file cannot be read, or names something
+    that does not exist; the message says which event."""
     given = read_toml(path, f"--scenario {path}")
     events = given.pop("event", None)
     if given:

@@ -90,11 +90,8 @@ def _sized(link: Link, mtu: int) -> Link:
 
 
 def parse_own(texts: Sequence[str], hosts: int) -> dict[int, Link]:
-    """Parses links by host, from texts like `2=100mbit delay 20ms`.
-
-    Raises:
-        ArgumentError: a text is not a link, the host does not exist, or a host gets two links.
-    """
+    """Parses links by host, from texts like `2=100mbit delay 20ms`. Raises ArgumentError: a text is not a link, the
+    host does not exist, or a host gets two links."""
     found: dict[int, Link] = {}
     for text in texts:
         number, sign, link = text.partition("=")

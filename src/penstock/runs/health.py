@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from penstock.process import lives
 from penstock.runs.records import RankState
 
 Health = Literal["computes", "waits", "between steps", "ended", "failed", "silent", "gone"]
@@ -18,10 +17,7 @@ SILENT_SECONDS = 5.0
 
 
 def health(
-    state: RankState,
-    now: float | None = None,
-    host: str | None = None,
-    lives: Callable[[int], bool] | None = None,
+    state: RankState, now: float | None = None, host: str | None = None, is_there: Callable[[int], bool] = lives
 ) -> Health:
     """How a rank is.
 
@@ -31,7 +27,7 @@ def health(
     Args:
         now: in seconds since 1970.
         host: this one's name.
-        lives: whether a process of this host is there.
+        is_there: whether a process of this host is there.
     """
     now = time.time() if now is None else now
     if state.failure is not None:
@@ -39,7 +35,7 @@ def health(
     if state.ended:
         return "ended"
     here = bool(state.pid) and state.host == (socket.gethostname() if host is None else host)
-    if here and not (lives or _lives)(state.pid):
+    if here and not is_there(state.pid):
         return "gone"
     if now - state.written > SILENT_SECONDS:
         return "silent"
@@ -72,15 +68,3 @@ def _at(states: Sequence[RankState], *, within: bool = False) -> str:
     steps = [state.step for state in states if state.step is not None]
     action = f", in {states[0].action}" if within and states[0].action else ""
     return f" at step {max(steps):,}{action}" if steps else ""
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        return True
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-        return file.read().rpartition(")")[2].split()[0] not in "ZX"  # one that nobody has waited for yet
-    return True

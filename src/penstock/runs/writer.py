@@ -189,11 +189,8 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
 
 
 def earlier_run(path: Path) -> About | None:
-    """The run that is in a folder, to be continued or set aside; None if there is none.
-
-    Raises:
-        ArgumentError: the folder has a run of another version or tool, or part of one.
-    """
+    """The run that is in a folder, to be continued or set aside; None if there is none. Raises ArgumentError: the
+    folder has a run of another version or tool, or part of one."""
     what = f"run={str(path)!r}"
     if (path / ABOUT).exists():
         return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")

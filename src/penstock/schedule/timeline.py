@@ -117,23 +117,11 @@ class Timeline(Drawn):
         return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
-    def from_nanoseconds(
-        cls, rows: Sequence[Sequence[tuple[Action, int, int, int]]], *, in_turns: bool = False
-    ) -> Timeline:
-        """Builds one from what each rank noted on one clock: (action, begin, ready, end) in nanoseconds, in order.
+    def of_rows(cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False) -> Timeline:
+        """Builds one from the actions of each rank, and their (begin, ready, end) in nanoseconds on one clock.
 
         From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`: one
         process ran all ranks.
-
-        Raises:
-            ArgumentError: begin, ready and end are not in this order.
-        """
-        actions = [Row([action for action, *_ in row]) for row in rows]
-        return cls.of_rows(actions, [[times for _, *times in row] for row in rows], in_turns=in_turns)
-
-    @classmethod
-    def of_rows(cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False) -> Timeline:
-        """Like `from_nanoseconds`, with the actions of each rank apart from their times.
 
         Raises:
             ArgumentError: begin, ready and end are not in this order.

@@ -138,11 +138,8 @@ def _per_unit(cost: Any, unit: float) -> StageCost:
 
 @lru_cache(maxsize=16)
 def searched(question: Question, where: PlacementName, seconds: float) -> tuple[Found, Figures]:
-    """The best schedule found for a question's costs within its memory limit.
-
-    Raises:
-        ArgumentError: there is too much to search, or the limit leaves no room.
-    """
+    """The best schedule found for a question's costs within its memory limit. Raises ArgumentError: there is too much
+    to search, or the limit leaves no room."""
     if not 0 < seconds <= MOST_SECONDS:
         raise ArgumentError(
             f"seconds={seconds:g}: the studio searches up to {MOST_SECONDS:g} s; `penstock search` more"
@@ -195,11 +192,8 @@ def search_for(question: Question, where: PlacementName, seconds: float) -> dict
 
 
 def walk(question: Question) -> dict[str, Any]:
-    """The slots of a question's schedules in words.
-
-    Raises:
-        ArgumentError: they have more slots and ranks than anybody reads.
-    """
+    """The slots of a question's schedules in words. Raises ArgumentError: they have more slots and ranks than anybody
+    reads."""
     walks, cells = [], 0
     for entry in question.entries():
         if (rule := entry.broken(question.numbers(entry))) is not None:

@@ -163,7 +163,7 @@ class Guarded:
         if refusal is None and len(scope["query_string"]) > _LONGEST:
             answer: ASGIApp = _json({"error": f"the address is longer than {_LONGEST} characters"}, 414)
         elif refusal is not None:
-            answer = _json({"error": refusal.reason}, refusal.status)
+            answer = _json({"error": refusal[1]}, refusal[0])
         else:
             answer = self._app
         await answer(scope, receive, with_headers)

@@ -33,14 +33,6 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is refused."""
-
-    status: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Guard:
     """The rules of one server.
 
@@ -66,31 +58,30 @@ class Guard:
     def cookie(self) -> str:
         return f"{COOKIE}-{self.port}"
 
-    def refuses(self, method: str, path: str, headers: Mapping[str, str], cookies: Mapping[str, str]) -> Refusal | None:
-        """Why a request is refused; None: it is not.
+    def refuses(
+        self, method: str, path: str, headers: Mapping[str, str], cookies: Mapping[str, str]
+    ) -> tuple[int, str] | None:
+        """The status and the reason with which a request is refused; None: it is not.
 
         Args:
             headers: by name in lower case.
         """
         host = headers.get("host", "")
         if not self._is_own(host):
-            return Refusal(
-                421,
-                f"Host {host[:80]!r} is not this server: open it by its address and port {self.port}, or by the name "
-                "given to --host",
-            )
+            way = f"open it by its address and port {self.port}, or by the name given to --host"
+            return 421, f"Host {host[:80]!r} is not this server: {way}"
         if method not in ("GET", "HEAD"):
-            return Refusal(405, f"{method[:20]}: the studio only reads; use GET")
+            return 405, f"{method[:20]}: the studio only reads; use GET"
         origin = headers.get("origin")
         if origin is not None and not _same(origin, host):
-            return Refusal(403, f"requests from pages of {origin[:80]!r} are refused")
+            return 403, f"requests from pages of {origin[:80]!r} are refused"
         navigates = (
             headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest", "document") == "document"
         )
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not navigates:
-            return Refusal(403, "requests from pages of other sites are refused")
+            return 403, "requests from pages of other sites are refused"
         if path != "/" and not path.startswith("/static/") and not self._has_token(headers, cookies):
-            return Refusal(401, "the token is missing or wrong: open the link that penstock studio printed")
+            return 401, "the token is missing or wrong: open the link that penstock studio printed"
         return None
 
     def _has_token(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:

@@ -26,11 +26,8 @@ class Lane:
         self._turn, self._waiting = asyncio.Lock(), 0
 
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
-        """The answer of `act`, which is not begun if the one who asked has gone while others had their turn.
-
-        Raises:
-            CrowdedError: too many wait already.
-        """
+        """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
+        CrowdedError: too many wait already."""
         if self._waiting >= _MOST_WAITING:
             raise CrowdedError("the studio is busy with as many questions as it takes; ask again in a moment")
         self._waiting += 1

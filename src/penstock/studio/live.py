@@ -27,11 +27,8 @@ _RECENT_BYTES = 16_000
 
 
 def live(path: Path, place: int = 0) -> dict[str, Any]:
-    """How a run stands: its steps from a place in their file on, and what each of its ranks does now.
-
-    Raises:
-        ArgumentError: it is no run.
-    """
+    """How a run stands: its steps from a place in their file on, and what each of its ranks does now. Raises
+    ArgumentError: it is no run."""
     run, now = read_run(path), time.time()
     about = run.about
     added, end = run.steps_after(place)

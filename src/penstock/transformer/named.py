@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import fields
 from typing import Any
 
 from penstock.errors import ArgumentError
 from penstock.transformer.model import Transformer
+from penstock.words import did_you_mean
 
 NAMED = {
     # Radford et al. 2019, and the checkpoint's configuration.
@@ -61,11 +61,9 @@ def transformer(text: str) -> Transformer:
 
 def _named(name: str) -> Transformer:
     if name not in NAMED:
-        near = difflib.get_close_matches(name, NAMED, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ArgumentError(
-            f"transformer {name!r}: not known; {hint}Known are {', '.join(NAMED)}; or give its numbers: "
-            "layers=96,hidden=12288,heads=96,vocabulary=50257"
+            f"transformer {name!r}: not known; {did_you_mean(name, NAMED)}known are {', '.join(NAMED)}; or give its "
+            "numbers: layers=96,hidden=12288,heads=96,vocabulary=50257"
         )
     return NAMED[name]
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from penstock import process
 from penstock.errors import ArgumentError, PipelineFailure
-from penstock.runtime.processes import failure_detector, joining, rendezvous
+from penstock.runtime.processes import joining, rendezvous
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.joining import Meeting, Missing
 
@@ -99,8 +100,8 @@ def test_ranks_with_another_world_size_are_named_by_all(
 def test_a_second_process_with_the_same_rank_is_refused() -> None:
     store = dist.HashStore()
     Meeting(store, 1, 2)
-    parent = failure_detector._stat(os.getppid())[1]
-    store.set("rank 1 process 1", json.dumps([failure_detector.Process.here().machine, os.getppid(), parent]))
+    parent = process._stat(os.getppid())[1]
+    store.set("rank 1 process 1", json.dumps([process.Process.here().machine, os.getppid(), parent]))
     with pytest.raises(
         PipelineFailure, match=f"rank 1 stops: process {os.getppid()} has RANK=1, too; set another RANK"
     ):
@@ -112,7 +113,7 @@ def test_a_process_that_is_gone_or_this_one_may_have_had_the_rank() -> None:
     store = dist.HashStore()
     Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
     Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
-    store.set("rank 0 process 2", json.dumps([failure_detector.Process.here().machine, os.getppid(), "1"]))
+    store.set("rank 0 process 2", json.dumps([process.Process.here().machine, os.getppid(), "1"]))
     Meeting(store, 0, 1).await_all(Missing(0, 1, Patience(join_seconds=5)))
 
 

@@ -5,7 +5,6 @@ The table in tests/fabric/step_proof.py defines what each collective starts from
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any, get_args
@@ -13,6 +12,7 @@ from typing import Any, get_args
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms import bruck, direct, halving, ring, rooted, tree
 from penstock.fabric.steps import Collective, StepList
+from penstock.words import did_you_mean
 
 ENGINE = "engine"
 """The algorithm name for torch.distributed's own collectives, which have no step list."""
@@ -94,5 +94,4 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return (f"did you mean {near[0]!r}? Known" if near else "known") + f" are {', '.join(known)}"
+    return f"{did_you_mean(name.lower(), known, 0.5)}known are {', '.join(known)}"

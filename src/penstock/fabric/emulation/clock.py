@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from penstock.process import kernel
 
 FEWEST_EXCHANGES, MOST_EXCHANGES = 8, 40
 EXCHANGE_SECONDS = 0.2
@@ -66,14 +67,6 @@ def _kernels(group: dist.ProcessGroup | None) -> list[str]:
     found = [""] * dist.get_world_size()
     dist.all_gather_object(found, kernel(), group=group)
     return found
-
-
-def kernel() -> str:
-    """Returns an identifier of this host's running kernel, and so of its clock; empty if unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _serve(other: int) -> None:

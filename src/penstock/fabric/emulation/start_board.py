@@ -12,6 +12,7 @@ import time
 from typing import Self
 
 from penstock.errors import FabricError
+from penstock.process import lives
 
 VARIABLE = "PENSTOCK_START_BOARD"
 """The environment variable that names the file, which is empty at first."""
@@ -65,19 +66,9 @@ class StartBoard:
             now = time.monotonic()
             if now - looked > _LIFE_SECONDS:
                 looked = now
-                if self._numbers[4] and not _lives(self._numbers[4]):
+                if self._numbers[4] and not lives(self._numbers[4]):
                     raise FabricError("host 0 has ended")
                 if now - began > self._stall_seconds:
                     raise FabricError(f"host 0 has not answered for {self._stall_seconds:g} s")
         self._seen += 1
         return self._numbers[1], self._numbers[2], self._numbers[3]
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

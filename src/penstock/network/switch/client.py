@@ -25,11 +25,8 @@ class Switch:
     """A switch that runs until `close`, or until this process ends."""
 
     def __init__(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Starts the switch, and waits until every host has its device.
-
-        Raises:
-            FabricError: the switch cannot run here.
-        """
+        """Starts the switch, and waits until every host has its device. Raises FabricError: the switch cannot run
+        here."""
         self._process = subprocess.Popen(
             [sys.executable, *PROGRAM],
             stdin=subprocess.PIPE,
@@ -50,11 +47,7 @@ class Switch:
         self.priority: str = answer["priority"]
 
     def order(self, order: Order) -> dict[str, Any]:
-        """Sends an order and returns the answer.
-
-        Raises:
-            FabricError: the switch has ended.
-        """
+        """Sends an order and returns the answer. Raises FabricError: the switch has ended."""
         return self._say(order.line(), ANSWER_SECONDS)
 
     def check(self) -> None:

@@ -25,10 +25,7 @@ The default of 500 lasts less than 7 ms at 1gbit, and further frames are lost.
 
 def open_tap(name: str, namespace: Path | None) -> int:
     """Creates a device in a namespace (None: the caller's) and returns its descriptor; closing it removes the device.
-
-    Raises:
-        OSError: there are no TAP devices here, or using them is not allowed.
-    """
+    Raises OSError: there are no TAP devices here, or using them is not allowed."""
 
     def make() -> int:
         descriptor = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)

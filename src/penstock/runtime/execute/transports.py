@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from penstock.errors import ArgumentError
-from penstock.owner import Process
+from penstock.process import Process
 from penstock.runtime.execute.control import Control
 from penstock.runtime.processes.groups import Groups
 from penstock.runtime.processes.world import is_accelerator

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import PipelineFailure
-from penstock.owner import Process
+from penstock.process import Process
 from penstock.runtime.processes import host_clock
 from penstock.runtime.processes.failure import Failure, Sighting
 from penstock.runtime.processes.failure_detector import GONE, FailureDetector, Patience, silence

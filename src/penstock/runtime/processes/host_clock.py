@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from pathlib import Path
+
+from penstock.process import kernel
 
 now_ns = time.perf_counter_ns
 
@@ -22,8 +23,7 @@ FEWEST = 8
 def clock_name() -> str:
     """What tells this process's clock from others: the running kernel and its time namespace; empty if unknown."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+        return f"{kernel()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
         return ""
 

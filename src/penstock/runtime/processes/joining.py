@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from penstock.errors import PipelineFailure
-from penstock.owner import Process
+from penstock.process import Process
 from penstock.runtime.processes.failure import name_ranks
 from penstock.runtime.processes.failure_detector import Patience
 from penstock.runtime.processes.launcher import Launcher

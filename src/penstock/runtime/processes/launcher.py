@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from penstock.process import environments
+
 
 class Launcher:
     """The process that started this one, if torchrun did.
@@ -32,16 +34,13 @@ class Launcher:
             return ()
         first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
         local = range(first, first + int(os.environ["LOCAL_WORLD_SIZE"]))
-        alive = {rank for rank in map(_rank_in, Path("/proc").glob("[0-9]*/environ")) if rank is not None}
+        alive = {rank for rank in (_rank_in(given) for _, given in environments()) if rank is not None}
         return tuple(rank for rank in ranks if rank in local and rank not in alive) if alive else ()
 
 
-def _rank_in(environment: Path) -> int | None:
+def _rank_in(environment: list[bytes]) -> int | None:
     """The rank of a process of this job, by the environment that it was started with."""
-    try:
-        given = dict(entry.split(b"=", 1) for entry in environment.read_bytes().split(b"\0") if b"=" in entry)
-    except OSError:  # ended meanwhile, or somebody else's
-        return None
+    given = dict(entry.split(b"=", 1) for entry in environment if b"=" in entry)
     job = (b"TORCHELASTIC_RUN_ID", b"MASTER_PORT")
     if any(given.get(name) != os.environb.get(name) for name in job) or not given.get(b"RANK", b"").isdigit():
         return None

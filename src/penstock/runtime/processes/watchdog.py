@@ -19,7 +19,7 @@ from typing import Any
 
 from penstock.errors import PipelineFailure
 from penstock.launch.endings import FAILURES, await_culprit, exit_status, note
-from penstock.owner import Process
+from penstock.process import Process
 from penstock.runtime.processes import heartbeat_server, host_clock
 from penstock.runtime.processes.failure import (
     OUTSIDE,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.owner import Process
+from penstock.process import Process
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.rules import Layout
 from penstock.runtime.processes.broadcasts import Broadcasts, receive_exactly

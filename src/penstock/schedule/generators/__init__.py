@@ -6,7 +6,6 @@ W; passes add messages and reductions.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from penstock.schedule.generators.zero_bubble_v import zb_v
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.second_names import schedule_of_peer
+from penstock.words import did_you_mean
 
 __all__ = [
     "Generator",
@@ -315,9 +315,8 @@ def generator(name: str) -> Generator:
     """The entry with that name or alias, in any case. Raises ArgumentError if there is none."""
     found = _BY_NAME.get(name.lower())
     if found is None:
-        near = map(repr, difflib.get_close_matches(name.lower(), _BY_NAME, n=1, cutoff=0.4))
-        meant = schedule_of_peer(name) or next(near, None)
-        hint = f"did you mean {meant}? " if meant else ""
+        peers = schedule_of_peer(name)
+        hint = f"did you mean {peers}? " if peers else did_you_mean(name.lower(), _BY_NAME, 0.4)
         raise ArgumentError(f"schedule={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
     return found
 
