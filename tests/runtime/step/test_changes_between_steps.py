@@ -20,9 +20,6 @@ from scaffolding.small import WIDTH, batch
 STEPS = 3
 
 
-SETTINGS = {"factor": 1.0}
-
-
 class Slotted:
     """An object without a `__dict__`."""
 
@@ -30,15 +27,6 @@ class Slotted:
 
     def __init__(self) -> None:
         self.t = 1.0
-
-
-def scaling() -> tuple[Callable[[Tensor], Tensor], list[float]]:
-    factors = [1.0]
-    return lambda x: x * factors[0], factors
-
-
-def helped(x: Tensor) -> Tensor:
-    return x * SETTINGS["factor"]
 
 
 class Block(nn.Module):
@@ -72,8 +60,6 @@ class Reader(nn.Module):
         self.function = torch.tanh
         self.slotted, self.doubled, self.array = Slotted(), set[int](), np.ones(2)
         self.multiply = partial(torch.mul, other=1.0)
-        self.closure, self.in_closure = scaling()
-        self.__dict__["in_closure"] = (self.in_closure,) * 65  # too long to be looked into
 
     @property
     def of_property(self) -> float:
@@ -82,7 +68,7 @@ class Reader(nn.Module):
     def forward(self, x: Tensor, options: Any = None) -> Tensor:
         for i, block in enumerate(self.blocks):
             x = block.strengthened(block(x) * block.scale) * (1.0 + (i in self.doubled))
-        x = self.closure(self.multiply(helped(x))) * self.slotted.t * float(self.array[0]) * self.of_property
+        x = self.multiply(x) * self.slotted.t * float(self.array[0]) * self.of_property
         factor = self.number * self.items[0] * self.table["a"]["b"] * self.pair[0] * self.config.inner.t * self.of_class
         bonus = getattr(self, "bonus", 1.0) * (1.0 if options is None else options.t)
         return self.function(x) * float(factor) * self.tensor * bonus
@@ -146,7 +132,6 @@ CHANGES: dict[str, Callable[[Reader], object]] = {
     "set": lambda m: m.doubled.add(2),
     "array": lambda m: m.array.fill(2.0),
     "keywords of a partial": lambda m: m.multiply.keywords.update(other=2.0),
-    "closure of a function": lambda m: m.in_closure[0].__setitem__(0, 2.0),
     "module without parameters": lambda m: setattr(m.blocks[1].linear, "extra", nn.Identity()),
 }
 
@@ -161,13 +146,6 @@ def test_a_change_counts_from_the_next_step_on(name: str) -> None:
     got = trained(change, 2)
     assert len(expected) == len(got)
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
-
-
-def test_a_global_that_a_function_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(reader: Reader, step: int) -> None:
-        monkeypatch.setitem(SETTINGS, "factor", 1.0 + step)
-
-    assert all(map(torch.equal, trained(change, 0), trained(change, 2)))
 
 
 def test_an_attribute_of_the_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,9 +229,15 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
     package = package_of(type(value).__module__)
     if isinstance(value, (Tensor, nn.Module, ModuleType, type, FunctionType)) or package in ("torch", "_thread", "_io"):
         return None
-    held |= getattr(value, "__dict__", {})
-    known = isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or hasattr(value, "__dict__")
+    slots = [name for cls in type(value).__mro__ for name in _slots_of(cls) if hasattr(value, name)]
+    held |= {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+    known = isinstance(value, (list, tuple, deque, dict, MappingProxyType)) or bool(slots) or hasattr(value, "__dict__")
     return [(str(key), part) for key, part in held.items()] if known else None
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = vars(cls).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name != "__weakref__")
 
 
 def _is_ours(hook: Any) -> bool:
