@@ -26,7 +26,8 @@ from cases.case import Case, DeviceType
 from cases.ranks import Forks, torchrun
 from rows import BAD, Row, row
 
-from penstock.launch.agent import TAG, how_it_ended, kill_left
+from penstock.launch.agent import TAG, kill_left
+from penstock.launch.endings import how_it_ended
 
 SCRIPT = Path(__file__).with_name("rank.py")
 
