@@ -9,6 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from penstock.second_names import of_peer
+
 
 def face(
     package: str, homes: Mapping[str, str], subpackages: Collection[str] = ()
@@ -25,7 +27,9 @@ def face(
         if name in subpackages:
             return _imported(f"{package}.{name}")
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{of_peer(name) and f'; {of_peer(name)}'}"
+            )
         value = getattr(_imported(f"{package}.{homes[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -29,41 +29,50 @@ _PEERS = {
     "pass batch_dims={'args': ...}": "args_chunk_spec",
     "pass batch_dims={'kwargs': ...}": "kwargs_chunk_spec",
     "pass batch_dims={'output': ...}, or merge=": "output_merge_spec",
-    "pass chunks=": "num_model_chunks virtual_pipeline_model_parallel_size vp_size vpp num_virtual_stages",
+    "pass chunks=": "num_model_chunks virtual_pipeline_model_parallel_size vp_size vpp num_virtual_stages interleave",
     "pass chunks=, layers / (ranks * layers per chunk)": "num_layers_per_virtual_pipeline_stage",
     "pass cuts=['blocks.5'], the modules at which stages begin": "split_spec split_points split_policy split_rule "
-    "pipeline_parallel_split_points module_fqns_per_model_part",
+    "pipeline_parallel_split_points module_fqns_per_model_part pp_split_points",
     "pass kwargs=, a whole batch": "mb_kwargs",
     "pass loss_fn=": "criterion loss_function loss_func objective",
     "pass microbatches=": "gradient_accumulation_steps accumulate_grad_batches accumulation_steps num_chunks "
-    "pipeline_nmicros",
+    "pipeline_nmicros number_of_microbatches",
     "pass microbatches=, samples per batch / samples per microbatch": "micro_batch_size train_micro_batch_size_per_gpu "
     "mbs pipeline_parallel_microbatch_size",
     "pass outputs= to step()": "return_outputs gather_output",
     "pass ranks=": "pp pp_size pp_degree pipeline_parallel_size pipeline_model_parallel_size world_size nproc_per_node "
     "pipeline_parallel_degree num_gpus",
     "pass ranks=, and chunks= for several stages per rank": "num_stages n_stages stages pipeline_nstages",
+    "pass schedule='zb-h1' or 'zb-v'": "enable_zero_bubble use_zbv",
+    "omit it: call step() under torch.autocast": "precision fp16 amp mixed_precision",
+    "pass mesh=, a DeviceMesh with a dimension 'pp'": "group process_group pp_group topology dp_size tp_size",
+    "omit it: the schedule has its own warm-up": "num_warmup_microbatches",
+    "omit it: shapes may change from step to step": "variable_seq_lengths",
     "pass recompute=": "activation_checkpoint_interval activation_checkpointing gradient_checkpointing "
     "recompute_granularity recompute_method enable_gradient_checkpointing",
     "pass recompute='always', 'except_last' or 'never'": "checkpoint",
-    "pass schedule=": "pp_style pipeline_schedule pipeline_parallel_schedule scheduler pp_engine pipeline_scheduler",
-    "pass target= to step()": "labels label y",
+    "pass schedule=": "pp_style pipeline_schedule pipeline_parallel_schedule scheduler pp_engine "
+    "pipeline_scheduler strategy",
+    "pass target= to step()": "labels label y target",
     "read result.losses, the microbatches' own": "losses",
     "omit it: gradients are those of the whole batch's loss": "scale_grads",
     "omit it: batches have their size; pass microbatches=, the number of their pieces": "batch_size global_batch_size "
     "train_batch_size local_batch_size per_device_train_batch_size gbs",
-    "omit it: optimizers are yours, made from pipe.parameters()": "optimizer",
-    "call clip_grad_norm_ after step()": "gradient_clipping gradient_clip_val max_grad_norm clip_grad",
+    "omit it: optimizers are yours, made from pipe.parameters()": "optimizer grad_scaler",
+    "call clip_grad_norm_ after step()": "gradient_clipping gradient_clip_val max_grad_norm clip_grad clip_grad_norm",
     "call evaluate(*inputs) or predict(*inputs)": "forward_only eval_batch inference_batch validation_step",
     "call step(*inputs, target=...), forward and backward of a whole batch": "train_batch forward_backward "
     "forward_backward_func forward_backward_no_pipelining forward_step execute_pipeline run_schedule backward "
-    "training_step data_iter",
+    "training_step data_iter fit",
     "call step(*inputs, target=...) to train, predict(*inputs) for outputs": "forward __call__",
     "call penstock.checkpoint.save and penstock.checkpoint.load": "save_checkpoint load_checkpoint save load",
     "call the optimizer's zero_grad()": "zero_grad",
     "pass model= to pipeline(), and use pipe.model later": "module submod get_stage_module split_gm modules "
     "named_modules children",
     "use pipe.stages": "is_first_stage is_last_stage stage_index stage_id",
+    "call penstock.cut() in the forward, or pass cuts=": "pipe_split",
+    "call penstock.pipeline(model, args, ...), which takes the model as it is": "PipelineModule PipelineStage "
+    "LayerSpec TiedLayerSpec build_stage Pipe GPipe initialize PipelineEngine",
     "set it before you call penstock.pipeline": "cuda to half bfloat16 double float requires_grad_ apply compile",
 }
 """What to do here in place of options and methods of other libraries: of torch.distributed.pipelining, torchgpipe,
@@ -113,7 +122,7 @@ def nearest(name: str, known: Iterable[str], names: Mapping[str, str] = {}) -> s
     """The end of a message about an unknown argument: what to do instead, or the known one that it resembles."""
     if remedy := of_peer(name):
         return f"; {remedy}"
-    near = difflib.get_close_matches(name, [*known], n=1)
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.7)
     return f"; did you mean {names.get(near[0], near[0])}=?" if near else ""
 
 

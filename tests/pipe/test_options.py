@@ -350,12 +350,19 @@ def test_trap_17_no_option_is_left_out() -> None:
         ({"split_points": "auto"}, r"pass cuts=\['blocks.5'\]"),
         ({"loss_function": None}, "pass loss_fn="),
         ({"criterion": None}, "pass loss_fn="),
+        ({"precision": 16}, "omit it: call step\\(\\) under torch.autocast"),
+        ({"interleave": 2}, "pass chunks="),
     ],
 )
 def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], instead: str) -> None:
     for verb in (pipeline, verify, penstock.inspect):
         with pytest.raises(TypeError, match=f"no argument {next(iter(option))}=; {instead}"):
             verb(mlp(), (X,), **option)
+
+
+def test_what_a_peers_module_holds_leads_to_what_is_here() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'PipelineModule'; call penstock.pipeline\("):
+        _ = penstock.PipelineModule
 
 
 def test_methods_of_peers_lead_to_the_right_ones() -> None:
