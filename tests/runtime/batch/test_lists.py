@@ -250,7 +250,7 @@ def test_lists_of_plain_values_that_are_cut_are_noted() -> None:
         loss = pipe.step(x, meta=constants, target=x).loss
         torch.testing.assert_close(loss, squared_error(model(x, constants), x).detach())
     with pipeline(model, (x,), {"meta": constants}, **options, batch_dims={"meta": 0}) as pipe:
-        assert not pipe.notes
+        assert not [found for found in pipe.notes if re.match(note, found)]
 
 
 class Pictured(nn.Module):
