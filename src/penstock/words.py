@@ -64,7 +64,8 @@ def named(function: Any) -> Any:
 
 def in_a_line(error: BaseException) -> str:
     """An error's type and message, on one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def line_of(text: str, most_characters: int) -> str:

@@ -31,7 +31,7 @@ SAID = {
 """By phase, how a rank falls, and its number: what the others say."""
 
 LONG = {
-    "init-sleep-0": NEVER_CAME,
+    "init-sleep-0": r"has waited \d+ s for rank 0 at 127.0.0.1:\d+ .*, where nothing answers",  # it keeps the store
     "join-sleep-0": NEVER_CAME,
     "groups-stop-0": "rank 0 was lost, .*: its process is stopped",
     "groups-stop-1": "rank 1 was lost, .*: its process is stopped",
