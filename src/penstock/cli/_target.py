@@ -22,9 +22,7 @@ TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:functi
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[
     str | None,
-    typer.Option(
-        help="Modules to take apart, so that cuts can fall inside them: a,b,c; others are found automatically."
-    ),
+    typer.Option(help="Modules that cuts may split, besides those found automatically: a,b,c."),
 ]
 Leaves = Annotated[
     str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")

@@ -191,7 +191,7 @@ def pipeline(
             cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
             `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
         run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
-            memory, and what each rank does just now; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
+            memory, and the current state of each rank; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
             says how often, and how many steps there will be.
         verify: verify the first step before it is taken, unless this model, schedule and options have passed
             `penstock.verify`: it raises VerificationError if a value differs from the unsplit model's. Each process
