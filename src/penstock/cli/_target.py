@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from penstock.launch.target import Target
     from penstock.simulate import LinkCost
 
-TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
+TargetName = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
+]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[
     str | None,
