@@ -57,7 +57,6 @@ class SlowRank:
         times: by how much its slowest op is slower than is typical of the stage.
         lost_seconds: what its actions take longer for that.
         slow: which ops of which stages, [O, S].
-        alone: whether there is but one replica.
     """
 
     replica: int
@@ -65,17 +64,16 @@ class SlowRank:
     times: float
     lost_seconds: float
     slow: NDArray[np.bool_]
-    alone: bool
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" + ("" if self.alone else f" of replica {self.replica}")
+        return f"rank {self.rank} of replica {self.replica}"
 
 
 def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
-    """The ranks that are slow in a step, by what they lose."""
+    """The ranks that are slow in a step, by what they lose: against their replicas, as a stage alone may be long."""
     lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
-    found, alone = [], len(step.replicas) == 1
+    found = []
     for place, replica in enumerate(step.replicas):
         for rank, stages in enumerate(replica.schedule.placement.by_rank):
             slow = np.zeros_like(factors.typical, bool)
@@ -83,7 +81,7 @@ def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
             if slow.any():
                 times = float(factors.rank[place][slow].max())
                 seconds = float(lost[place][slow].sum())
-                found.append(SlowRank(replica.number, rank, times, seconds, slow, alone))
+                found.append(SlowRank(replica.number, rank, times, seconds, slow))
     return sorted(found, key=lambda one: -one.lost_seconds)
 
 

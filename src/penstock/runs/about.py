@@ -78,6 +78,11 @@ class About:
         """Which rank owns which stage."""
         return Placement.parse(self.placement)
 
+    @property
+    def microbatch_rows(self) -> int:
+        """The rows of the largest microbatch."""
+        return -(-self.rows // (self.replicas * self.microbatches))
+
     def seconds_since(self, other: About) -> float:
         """From the start of another run to the start of this one."""
         return (datetime.fromisoformat(self.started) - datetime.fromisoformat(other.started)).total_seconds()
