@@ -66,7 +66,7 @@ def test_a_plan_opens_with_the_plans_figures(open_page: Any, studio: Start, tmp_
     assert page.inner_text("[data-fact=schedule]") == best["choice"]["schedule"]
     assert "its cuts cannot be dragged" in page.inner_text("#runs .facts + .notes")
     page.goto(page.evaluate("document.querySelector('[data-report]').href"))  # in this browser, which has the cookie
-    assert "a plan, nothing has run" in page.inner_text("header")
+    assert "plan (prediction only)" in page.inner_text("header")
 
 
 @pytest.mark.long

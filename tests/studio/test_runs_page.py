@@ -49,7 +49,7 @@ def test_ranks_in_words() -> None:
     state = RankState(0, 0, (0,), action="2W1", failure="out of memory")
     assert in_words(state, "failed") == "failed: out of memory"
     assert in_words(state, "computes") == "computes the weight gradient of microbatch 1 on stage 2"
-    assert in_words(state, "silent") == "says nothing any more; it was at 2W1"
+    assert in_words(state, "silent") == "no heartbeat; last action: 2W1"
     assert in_words(state, "between steps") == "is between steps"
 
 

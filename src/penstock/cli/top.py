@@ -1,4 +1,4 @@
-"""`penstock top`: how far a run has come, and what each of its ranks does just now."""
+"""`penstock top`: a run's progress and the state of each rank."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _LINES_AROUND = 3
 @spread
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder, as in penstock.pipeline(run='runs/gpt').")],
-    once: Annotated[bool, typer.Option("--once", help="Print it once; so it is if this is no terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit (the default without a terminal).")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far a run has come, and what each of its ranks does just now.
+    """Show a run's progress and the state of each rank.
 
     Refreshes until all ranks have ended, or Ctrl-C.
     """
@@ -136,7 +136,7 @@ class Seen:
             "-" if state.step is None else f"{state.step:,}",
             "-" if state.rss_bytes is None else sized(state.rss_bytes),
             "-" if state.device_bytes is None else sized(state.device_bytes),
-            f"{state.host}:{state.pid}" if state.pid else "(heard by rank 0)",
+            f"{state.host}:{state.pid}" if state.pid else "(via rank 0)",
         ]
 
 
@@ -215,7 +215,7 @@ def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | 
         Text(""),
     ]
     if not seen.ranks:
-        return [*parts, Text("no rank has said anything yet")]
+        return [*parts, Text("waiting for the first heartbeat")]
     ranks = list(seen.ranks)
     if most is not None and len(ranks) > most:
         ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))

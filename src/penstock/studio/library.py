@@ -133,7 +133,7 @@ class Library:
         steps = name.split("/")
         if not name or "\0" in name or "\\" in name or ":" in name or any(step in ("", ".", "..") for step in steps):
             raise ArgumentError(
-                f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
+                f"{name[:80]!r}: no run of this name in the runs directory; expected one of the list, such as 'gpt'"
             )
         try:
             path = self.root.joinpath(*steps).resolve(strict=True)

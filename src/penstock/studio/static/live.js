@@ -58,8 +58,8 @@ export function watch(element, name, signal, renewed) {
     ranks(table, now);
     charts.replaceChildren(
       chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
-      chart("Seconds a step", steps.map((one) => [one.step, one.seconds]), seconds),
-      ...(held.length > 1 ? [chart("Fullest process", held, bytes)] : []),
+      chart("Step time (s)", steps.map((one) => [one.step, one.seconds]), seconds),
+      ...(held.length > 1 ? [chart("Peak process memory", held, bytes)] : []),
     );
   }
 
