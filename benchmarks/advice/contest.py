@@ -1,4 +1,4 @@
-"""What the ranks do: record a run, have it explained, follow every advice, and measure it in turns with the original."""
+"""What the ranks do: record a run, have it explained, follow every piece of advice, and measure it against the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,6 +22,8 @@ from penstock.explain.reading import recording_of
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
 WARM_UP, RECORDED = 4, 7
+LEAST_ROUNDS, MOST_SECONDS = 7, 15.0
+"""Rounds of a run, unless they take longer."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,13 @@ def followed(run: Run, change: Change, starts: Sequence[str]) -> Run | None:
     Args:
         starts: the unit with which each stage but the first begins.
     """
+    same = replace(run, cuts=tuple(starts))
     if found := re.match(r"schedule (\S+) instead of", change.text):
-        return replace(run, schedule=found[1])
+        return replace(same, schedule=found[1])
     if found := re.match(r"cut the batch into (\d+) microbatches", change.text):
-        return replace(run, microbatches=int(found[1]))
+        return replace(same, microbatches=int(found[1]))
     if moves := re.findall(r"begin stage (\d+) at (\S+?) instead of", change.text):
-        new = dict((int(stage), unit) for stage, unit in moves)
+        new = {int(stage): unit for stage, unit in moves}
         return replace(run, cuts=tuple(new.get(stage, unit) for stage, unit in enumerate(starts, 1)))
     return None
 
@@ -95,7 +98,14 @@ class Contestant:
         return [one for one in found if one is not None]
 
 
-def compete(run: Run, profiles: Mapping[int, penstock.Profile], rounds: int) -> dict[str, Any]:
+def profiled(model: str) -> penstock.Profile:
+    """What a model's units take, for one of its microbatches; measured by all ranks at once, as they will work."""
+    case = MODELS[model]
+    torch.manual_seed(0)
+    return penstock.profile(case.make(), case.batch(case.rows)[:1], microbatch_sizes=[case.rows], links=True)
+
+
+def compete(run: Run, profile: penstock.Profile, rounds: int) -> dict[str, Any]:
     """A run, what is advised, and what became of it. Every rank calls it, and gets all of it."""
     batch = MODELS[run.model].batch(run.rows)
     with ExitStack() as stack:
@@ -103,10 +113,10 @@ def compete(run: Run, profiles: Mapping[int, penstock.Profile], rounds: int) -> 
         stack.enter_context(original.pipe)
         timelines = original.timelines()
         starts = tuple(original.pipe.cuts)
-        advice = _from_first(lambda: advised(run, timelines, profiles[MODELS[run.model].rows], starts))
+        advice = _from_first(lambda: advised(run, timelines, profile, starts))
         others: dict[Run, Contestant] = {}
         failed: dict[Run, str] = {}
-        for _, change, other in advice:
+        for _, _, other in advice:
             if other is not None and other not in others and other not in failed:
                 try:
                     others[other] = Contestant(other, run.rows, batch)
@@ -137,9 +147,8 @@ def advised(
 
 def in_turns(contestants: Sequence[Contestant], rounds: int) -> list[list[float]]:
     """The seconds of each one's steps, those of the slowest rank; who begins a round changes."""
-    for one in contestants:
-        for _ in range(2):
-            one.step()
+    slowest = max(sum(one.step() for one in contestants) for _ in range(3))
+    rounds = _from_first(lambda: min(rounds, max(LEAST_ROUNDS, int(MOST_SECONDS / slowest))))
     gc.collect()
     gc.disable()
     for number in range(rounds):

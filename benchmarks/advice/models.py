@@ -26,11 +26,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, causal: bool) -> None:
         super().__init__()
-        self.queries, self.rest, self.out = (
-            nn.Linear(width, width),
-            nn.Linear(width, 2 * width),
-            nn.Linear(width, width),
-        )
+        self.queries, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.rest = nn.Linear(width, 2 * width)
         self.causal = causal
 
     def forward(self, x_BTD: Tensor, memory_BSD: Tensor | None = None) -> Tensor:  # noqa: N803  (shapes)

@@ -164,21 +164,15 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         if change.certain <= 0 and len(idea.cases) > 1:
             change = first.change(replace(idea, measured=False), error)
         if (change.certain > 0 or not change.measured) and usual >= max(LEAST_GAIN, error):
-            found.append((change, idea))
-    found.sort(key=lambda pair: _rank_of(pair[0]))
-    return tuple(change for change, idea in found if not _beaten(idea, found))
+            found.append((not change.measured, -change.certain, -usual, change, idea))
+    found.sort(key=lambda entry: entry[:3])
+    ideas = [idea for *_, idea in found]
+    return tuple(entry[3] for place, entry in enumerate(found) if not _beaten(entry[4], ideas[:place]))
 
 
-def _rank_of(change: Change) -> tuple[bool, float, float]:
-    return not change.measured, -change.certain, -change.gain
-
-
-def _beaten(idea: Idea, found: Sequence[tuple[Change, Idea]]) -> bool:
-    """Whether another schedule, that needs no more memory, comes before this one."""
-    if idea.kind != "schedule":
-        return False
-    before = [other for _, other in found[: next(n for n, (_, one) in enumerate(found) if one is idea)]]
-    return any(other.kind == "schedule" and (idea.memory or not other.memory) for other in before)
+def _beaten(idea: Idea, before: Sequence[Idea]) -> bool:
+    """Whether another schedule, which needs no more memory, comes before this one."""
+    return idea.kind == "schedule" and any(one.kind == "schedule" and idea.memory >= one.memory for one in before)
 
 
 def _ideas(trial: Trial) -> Iterator[Idea]:

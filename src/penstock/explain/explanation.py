@@ -26,8 +26,8 @@ _CROWDED = (
     "cut may bring nothing"
 )
 _TURNS = (
-    "no two ranks compute at once, though their order would let them: if one process ran them in turns, what is said of "
-    "waits is about that; record a run with a process for each rank"
+    "no two ranks compute at once, though their order would let them: if one process ran them in turns, the waits "
+    "below are no pipeline's; record a run with a process per rank"
 )
 _EXACT = 1e-7
 """What was measured is never replayed so well."""
@@ -279,8 +279,8 @@ def far_off(predicted: float, measured: float) -> str:
     if not predicted or not measured or abs(predicted / measured - 1) < _FAR:
         return ""
     return (
-        f"the pipeline took {measured / predicted:.2f} times what was predicted, so rely on neither: other threads, rows, "
-        "devices, or other work on the machine do that"
+        f"the pipeline took {measured / predicted:.2f} times what was predicted: the prediction was made with other "
+        "threads, rows or devices, or other work ran on the machine"
     )
 
 

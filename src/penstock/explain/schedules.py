@@ -106,13 +106,9 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
         host = np.repeat(case.host, factor, axis=1)
         return replace(case, schedules=(made,) * len(case.schedules), seconds=_for(made, seconds, price), host=host)
 
-    prices = (
-        (USUAL, FREE, DEAR)
-        if factor > 1 or (splits != split and price is None)
-        else (price or (FREE,))
-        if splits != split
-        else (FREE,)
-    )
+    prices: tuple[Price, ...] = (FREE,)
+    if factor > 1 or splits != split:
+        prices = price if price is not None and factor == 1 else (USUAL, FREE, DEAR)
     name = entry.name + (f"/{asked}" if factor > 1 else "")
     measured = factor == 1 and (split or not splits or price is not None)
     return Ordered(name, tuple(map(priced, prices)), holds, "; ".join(notes), measured)

@@ -1,0 +1,181 @@
+"""A claim is an interval: it covers what is assumed, is ordered by what is certain, and is no advice if it may be nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import even, recorded, timeline, twice
+
+from penstock.balance import Profile, UnitCost
+from penstock.explain import Explanation, Predicted, explain, run_of
+from penstock.explain.case import case_of
+from penstock.explain.changes import Change, Idea, Trial, suggestions
+from penstock.explain.factors import factors_of
+from penstock.explain.schedules import FREE, Price, another
+from penstock.schedule import Op, generate
+from penstock.schedule.timeline import Timeline
+from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.columns import COMPUTE
+
+
+def trial_of(measured: Timeline, *, shared: bool = False, predicted: Predicted | None = None) -> Trial:
+    step = run_of(recorded(measured)).typical
+    factors = factors_of(step.replicas)
+    replay = case_of(step, factors.seconds)
+    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+
+
+def profile(splits: float = 1.0, spread: float = 0.0, ranks: int = 4) -> Predicted:
+    """Units as even stages have them, of which a backward that is split takes so many times as long."""
+    units = tuple(
+        UnitCost(
+            f"layers.{n}", 1.0, 1.0, 1.0, spread=spread, split_forward_seconds=1.0,
+            split_input_gradient_seconds=splits, split_weight_gradient_seconds=splits,
+        )
+        for n in range(ranks)
+    )  # fmt: skip
+    cuts = [unit.name for unit in units[1:]]
+    return Predicted.of_profile(Profile(units, "cpu", "float32", {"layers.0.weight": (1, 1)}), ranks, cuts)
+
+
+gains = st.floats(-1.0, 0.9)
+
+
+@given(st.lists(st.tuples(gains, st.floats(0.0, 0.5), st.booleans()), min_size=1, max_size=4), st.data())
+def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject) -> None:
+    """What is assumed is covered, and none of it is lost when there is more."""
+    trial = trial_of(timeline(even, twice, ranks=2, microbatches=2))
+    values = [gain for gain, *_ in ends]
+    cases = tuple(trial.replay.with_seconds(trial.replay.seconds * (1 - gain)) for gain in values)
+    error = data.draw(st.floats(0.0, 0.2))
+    widths = []
+    for number in range(1, len(cases) + 1):
+        idea = Idea("schedule", "another", cases[:number])
+        change = trial.change(idea, error)
+        low, high = change.gain - change.error, change.gain + change.error
+        for gain in trial.gains(idea):
+            assert low - 1e-9 <= gain - error
+            assert gain + error <= high + 1e-9
+        widths.append(change.error)
+    assert widths == sorted(widths)
+    assert trial.change(Idea("cut", "x", cases, measured=False), error).gain == pytest.approx(
+        max(trial.gains(Idea("cut", "x", cases))) + error
+    )
+
+
+stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stage_times,
+    stage_times,
+    st.sampled_from(["1f1b", "gpipe", "zb-h1", "naive"]),
+    st.integers(1, 6),
+    st.floats(0.0, 0.3),
+)
+def test_changes_are_ordered_by_what_is_certain(
+    forward: list[float], backward: list[float], schedule: str, microbatches: int, latency: float
+) -> None:
+    """What nobody measured comes after what is certain, and has no ±; nothing is measured that may be nothing."""
+    measured = timeline(
+        lambda s, k: forward[s] * (1 + 0.1 * (k % 2)),
+        lambda s, k: backward[s],
+        3,
+        microbatches,
+        schedule,
+        LinkCost(latency),
+    )
+    found = explain(recorded(measured))
+    assert [not one.measured for one in found.changes] == sorted(not one.measured for one in found.changes)
+    certain = [one.certain for one in found.changes if one.measured]
+    assert certain == sorted(certain, reverse=True)
+    assert all(one > 0 for one in certain)
+    for one in found.changes:
+        assert ("±" in one.claim) == one.measured
+        assert one.claim.startswith("at most -") != one.measured
+    assert bool(found.advice) != bool(found.to_dict()["nothing"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["1f1b", "gpipe"]), st.integers(2, 4), st.integers(2, 8), st.floats(1e-5, 4e-4))
+def test_no_gain_is_claimed_that_the_fixed_cost_exceeds(
+    schedule: str, ranks: int, microbatches: int, seconds: float
+) -> None:
+    """Of actions as short as the runtime's own work, splitting backwards and cutting batches brings a loss."""
+    measured = timeline(
+        lambda s, k: seconds, lambda s, k: seconds, ranks, microbatches, schedule, LinkCost(0.1 * seconds)
+    )
+    now, changes = generate(schedule, ranks, microbatches), explain(recorded(measured)).changes
+    split = [one for one in changes if one.kind == "schedule" and "zb-" in one.text]
+    added = 15e-5 * 2 * microbatches  # by each rank, for a bubble of (ranks - 1) of two ops at most
+    if added > 2 * (ranks - 1) * seconds * 1.5 + 0.01 * microbatches * seconds:
+        assert not split, now
+    assert not any(one.kind == "pieces" for one in changes)
+
+
+def advice(found: Explanation | Sequence[Change], text: str) -> list[Change]:
+    changes = found.changes if isinstance(found, Explanation) else found
+    return [one for one in changes if text in one.text]
+
+
+def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
+    measured = recorded(timeline(even, twice))
+    (assumed,) = advice(explain(measured), "schedule zb-h1")
+    assert assumed.claim.startswith("at most -")
+    assert "if splitting a backward costs nothing" in assumed.note
+    (known,) = advice(explain(measured, predicted=profile(1.05)), "schedule zb-h1")
+    costs = [StageCost(1.0, 1.05, 1.05)] * 4
+    repaired = simulate(generate("zb-h1", 4, 8), costs, LinkCost(0.02)).makespan_seconds
+    assert known.step_seconds == pytest.approx(repaired)
+    assert known.claim.endswith("± <0.1%")
+    assert not advice(explain(measured, predicted=profile(1.5)), "zb-")
+    (wider,) = advice(explain(measured, predicted=profile(1.05, spread=0.1)), "schedule zb-h1")
+    assert wider.error > known.error + 0.02
+
+
+def test_a_run_that_splits_tells_what_it_costs() -> None:
+    """Another schedule that splits is measured; one that does not costs no more than I and W."""
+    measured = recorded(timeline(even, twice, schedule="zb-h1"))
+    (found,) = explain(measured, what_ifs=["schedule=zb-h2"]).what_ifs
+    assert found.measured
+    trial = trial_of(timeline(even, twice, schedule="zb-h1"))
+    back, widest = (another(trial.replay, "1f1b", trial.factors.rank).cases[place] for place in (1, 2))
+    inputs, weights = (trial.replay.seconds[0, COMPUTE.index(op)] for op in (Op.I, Op.W))
+    for case, times in ((back, 1.0), (widest, 1.5)):
+        assert case.seconds[0, COMPUTE.index(Op.B)] == pytest.approx((inputs + weights) / times)
+
+
+def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:
+    slow, usual = timeline(lambda s, k: 2.0 if s == 2 else 1.0, twice), timeline(even, twice)
+    both = recorded(usual, slow)
+    step = run_of(both).typical
+    factors = factors_of(step.replicas)
+    replay = case_of(step, factors.seconds)
+    trial = Trial(step, factors, replay, replay.step_seconds)
+    quiet = run_of(recorded(usual, usual)).typical
+    other = case_of(quiet, factors_of(quiet.replicas).seconds)
+    shows = suggestions([trial, trial], 0.0)
+    hides = suggestions([trial, Trial(quiet, factors_of(quiet.replicas), other, other.step_seconds)], 0.0)
+    assert shows[0].kind == "rank"
+    assert not any(one.kind == "rank" for one in hides)
+
+
+def test_ranks_that_share_cores_are_promised_nothing() -> None:
+    measured = timeline(even, twice, schedule="naive")
+    (certain, *_) = suggestions([trial_of(measured)], 0.0)
+    assert certain.measured
+    assert not any(one.measured for one in suggestions([trial_of(measured, shared=True)], 0.0))
+
+
+def test_a_price_of_nothing_leaves_the_work_as_it_is() -> None:
+    trial = trial_of(timeline(even, twice))
+    (plain,) = another(trial.replay, "zb-h1", trial.factors.rank, (FREE,)).cases
+    (dear,) = another(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
+    assert np.nansum(plain.seconds) == pytest.approx(np.nansum(trial.replay.seconds))
+    assert np.nansum(dear.seconds) > np.nansum(plain.seconds)
