@@ -14,7 +14,7 @@ from penstock.explain.case import Case
 from penstock.explain.factors import Factors
 from penstock.explain.measured import Replica, Step
 from penstock.explain.predicted import Predicted
-from penstock.explain.schedules import Price, another, memory_of, other_schedules, twice_the_microbatches
+from penstock.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
 from penstock.explain.stragglers import slow_ranks
 from penstock.simulate.columns import COMPUTE, Floats
 from penstock.words import counted
@@ -34,7 +34,7 @@ class Change:
     """One thing that could be different, and what is claimed of it.
 
     Attributes:
-        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", "link", "host", or "what if".
+        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", or "what if".
         text: what is, and what to do.
         step_seconds: what the step would take.
         gain: how much less that is, as a share of the step; below 0 if it is more. If not `measured`, it is no more.
@@ -65,26 +65,6 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Idea:
-    """A change before it is judged.
-
-    Attributes:
-        cases: what the step becomes as usual, and at the ends of what is assumed.
-        key: which change of its kind it is, in any step of a run.
-        memory: what it needs more than now.
-        others: as in `Change`.
-    """
-
-    kind: str
-    text: str
-    cases: tuple[Case, ...]
-    note: str = ""
-    measured: bool = True
-    key: str = ""
-    memory: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Trial:
     """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
     fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
@@ -102,9 +82,13 @@ class Trial:
         return self.step.slowest
 
     def gains(self, idea: Idea) -> tuple[float, ...]:
-        """What an idea brings, as shares of the step: as usual, and at the ends of what it assumes."""
-        seconds = self.step.seconds
-        return tuple((self.replay_seconds - case.step_seconds) / seconds if seconds else 0.0 for case in idea.cases)
+        """What an idea brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
+        of another order, whether messages travel while their ranks compute.
+        """
+        pairs = [(self.replay_seconds, case) for case in idea.cases]
+        if idea.kind in ("schedule", "pieces"):
+            pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
+        return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
 
     def change(self, idea: Idea, error: float, elsewhere: Sequence[float] = ()) -> Change:
         """What is claimed of an idea: that it brings what it usually does, as wrong as the replay, what is assumed, and
@@ -160,7 +144,7 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
             for trial, known in zip(trials[1:], others, strict=True)
             if key in wanted
         ]
-        change, usual = first.change(idea, error, elsewhere), first.gains(idea)[0]
+        change, usual = first.change(idea, error, elsewhere), min(first.gains(idea)[:2])
         if change.certain <= 0 and len(idea.cases) > 1:
             change = first.change(replace(idea, measured=False), error)
         if (change.certain > 0 or not change.measured) and usual >= max(LEAST_GAIN, error):
@@ -180,8 +164,8 @@ def _ideas(trial: Trial) -> Iterator[Idea]:
     yield from _ranks(trial)
     yield from _microbatches(trial)
     yield from _actions(trial)
-    yield from _schedules(trial)
-    yield from _between(trial)
+    yield from other_schedules(trial.replay, trial.factors.rank, trial.price)
+    yield from twice_the_microbatches(trial.replay)
 
 
 def _cut(trial: Trial) -> Iterator[Idea]:
@@ -281,23 +265,6 @@ def _own(trial: Trial) -> Floats:
     """By how much each action that is slow by itself is slower than is usual; 1 for all others."""
     own = np.nan_to_num(trial.factors.own, nan=1.0)
     return np.where(own >= _OWN, own, 1.0)
-
-
-def _schedules(trial: Trial) -> Iterator[Idea]:
-    now, held = trial.slowest.schedule, memory_of(trial.slowest.schedule) * (1 + 1e-9)
-    for one in other_schedules(trial.replay, trial.factors.rank, trial.price):
-        text = f"schedule {one.name} instead of {now.name}"
-        yield Idea("schedule", text, one.cases, one.note, one.measured, one.name, one.memory > held)
-    if more := twice_the_microbatches(trial.replay):
-        text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
-        yield Idea("pieces", text, more.cases, more.note, measured=False)
-
-
-def _between(trial: Trial) -> Iterator[Idea]:
-    faster = (trial.replay.with_links(0.5),)
-    yield Idea("link", "links twice as fast", faster, "transfers take half as long", measured=False)
-    text = "no time lost between a rank's actions (host, launches, other work)"
-    yield Idea("host", text, (trial.replay.without_host(),), measured=False)
 
 
 # -- what if ----------------------------------------------------------------------------------------------------------

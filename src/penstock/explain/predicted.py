@@ -13,6 +13,7 @@ from penstock.balance import Problem, Profile, UnitCost, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
 
+_LEAST = 1e-12
 _ALIKE = 1.5
 """By how much more one stage may differ from what was predicted than another, if the cuts are those of the run."""
 
@@ -73,7 +74,7 @@ class Predicted:
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
         found = _totals(seconds, starts)
-        price = _price(profile, starts) if all(found) else None
+        price = _price(profile, starts)
         return cls(found, tuple(names), tuple(seconds), tuple(starts), cuts is None, price, note)
 
     def unlikely(self, measured: Sequence[float]) -> bool:
@@ -108,14 +109,18 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     def of_stages(seconds: Callable[[UnitCost], float]) -> NDArray[np.float64]:
         return np.array(_totals([seconds(unit) for unit in profile.units], starts))
 
-    backward = of_stages(lambda unit: unit.seconds - unit.forward_seconds)
-    forward = of_stages(lambda unit: unit.split.forward_seconds) / of_stages(lambda unit: unit.forward_seconds)
-    inputs = of_stages(lambda unit: unit.split.input_gradient_seconds) / backward
-    weights = of_stages(lambda unit: unit.split.weight_gradient_seconds) / backward
-    spread = of_stages(lambda unit: unit.seconds * unit.spread) / np.array(
-        _totals([unit.seconds for unit in profile.units], starts)
+    forward, backward = (
+        of_stages(lambda unit: unit.forward_seconds),
+        of_stages(lambda unit: unit.seconds - unit.forward_seconds),
     )
-    return tuple(Price(forward * by, inputs * by, weights * by) for by in (1.0, 1 - spread / 2, 1 + spread / 2))
+    times = (
+        of_stages(lambda unit: unit.split.forward_seconds) / np.maximum(forward, _LEAST),
+        of_stages(lambda unit: unit.split.input_gradient_seconds) / np.maximum(backward, _LEAST),
+        of_stages(lambda unit: unit.split.weight_gradient_seconds) / np.maximum(backward, _LEAST),
+    )
+    spread = of_stages(lambda unit: unit.seconds * unit.spread) / np.maximum(forward + backward, _LEAST)
+    bounds = (np.ones_like(spread), np.maximum(1 - spread / 2, 0.0), 1 + spread / 2)
+    return tuple(Price(times[0] * by, times[1] * by, times[2] * by) for by in bounds)
 
 
 def _totals(seconds: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:

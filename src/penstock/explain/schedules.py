@@ -38,33 +38,34 @@ class Price:
     fixed_seconds: float = 0.0
 
 
-FREE, USUAL, DEAR = Price(), Price(1.05, 0.515, 0.515, 15e-5, 3e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
+FREE, USUAL, DEAR = Price(), Price(1.05, 0.515, 0.515, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
 """If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
 shortest action of an op takes as its fixed cost."""
 _SPLIT = "if splitting a backward costs nothing; usually 3%, of small stages up to 50%: a profile (--profile) tells"
-_PIECES = "if half a microbatch takes half as long"
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """A case under another schedule.
+class Idea:
+    """A change before it is judged.
 
     Attributes:
-        name: of the schedule, with its chunks if it has more than one.
-        cases: the case as usual, and the best and worst of what is assumed; one, if nothing is.
-        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
-        note: what it assumes, and what it holds.
+        kind, text, note: as in `Change`.
+        cases: what the step becomes as usual, and at the ends of what is assumed; one, if nothing is.
         measured: whether what its actions take was measured, or is less than what was.
+        key: which change of its kind it is, in any step of a run.
+        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
     """
 
-    name: str
+    kind: str
+    text: str
     cases: tuple[Case, ...]
-    memory: float
-    note: str
-    measured: bool
+    note: str = ""
+    measured: bool = True
+    key: str = ""
+    memory: float = 0.0
 
 
-def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Ordered:
+def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Idea:
     """The case under a schedule, `zb-h1` or with chunks `interleaved-1f1b/2`.
 
     Args:
@@ -110,8 +111,9 @@ def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None
     if factor > 1 or splits != split:
         prices = price if price is not None and factor == 1 else (USUAL, FREE, DEAR)
     name = entry.name + (f"/{asked}" if factor > 1 else "")
+    text, cases = f"schedule {name} instead of {now.name}", tuple(map(priced, prices))
     measured = factor == 1 and (split or not splits or price is not None)
-    return Ordered(name, tuple(map(priced, prices)), holds, "; ".join(notes), measured)
+    return Idea("schedule", text, cases, "; ".join(notes), measured, name, max(held, holds))
 
 
 def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
@@ -163,7 +165,7 @@ def _share(seconds: Floats, part: int) -> float:
     return float(np.nansum(seconds[:, part]) / both) if both else 0.5
 
 
-def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Ordered]:
+def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Idea]:
     """The case under each schedule that leaves stages as they are. Arguments as for `another`."""
     now = case.schedules[0]
     if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MOST_ACTIONS:
@@ -178,13 +180,14 @@ def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = 
             yield found
 
 
-def twice_the_microbatches(case: Case) -> Ordered | None:
-    """Microbatches of half the size, each taking half as long; None if the schedule has no name."""
+def twice_the_microbatches(case: Case) -> Iterator[Idea]:
+    """Microbatches of half the size, each taking half as long; nothing if the schedule has no name."""
     now = case.schedules[0]
     placement = now.placement
     if now.name not in names() or placement.pipelines > 1:
-        return None
+        return
     made = generate(now.name, now.ranks, 2 * now.microbatches, placement.stages // placement.ranks)
     halves = (np.repeat(_pieces(case.seconds, 2, price), 2, axis=3) for price in (USUAL, FREE, DEAR))
     cases = (replace(case, schedules=(made,) * len(case.schedules), seconds=_for(made, one, FREE)) for one in halves)
-    return Ordered(now.name, tuple(cases), memory_of(made) / 2, _PIECES, measured=False)
+    text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
+    yield Idea("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)
