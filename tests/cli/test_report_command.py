@@ -71,7 +71,7 @@ def test_its_numbers_are_those_of_explain(trace: Path, open_page: Any) -> None:
 
 def test_the_timeline_is_the_measured_one_above_what_it_could_be(trace: Path, open_page: Any) -> None:
     page = open_page(report(trace))
-    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["measured", "if all were even"]
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if all were even"]
     spans = list(measured())
     ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
     assert ends == pytest.approx([span.end_seconds for span in spans])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,13 @@ from hypothesis import strategies as st
 from planted import even, recorded, timeline, twice
 
 from penstock.balance import Profile, UnitCost
-from penstock.explain import Explanation, Predicted, explain, run_of
+from penstock.errors import ArgumentError
+from penstock.explain import Explanation, Predicted, explain, read_run, run_of
 from penstock.explain.case import case_of
 from penstock.explain.changes import Change, Trial, suggestions
 from penstock.explain.factors import factors_of
 from penstock.explain.schedules import FREE, Idea, Price, another
+from penstock.report import write_perfetto
 from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
@@ -179,3 +184,85 @@ def test_a_price_of_nothing_leaves_the_work_as_it_is() -> None:
     (dear,) = another(trial.replay, "zb-h1", trial.factors.rank, (Price(1.0, 1.0, 0.5),)).cases
     assert np.nansum(plain.seconds) == pytest.approx(np.nansum(trial.replay.seconds))
     assert np.nansum(dear.seconds) > np.nansum(plain.seconds)
+
+
+# -- what a trace is of -----------------------------------------------------------------------------------------------
+
+
+def in_turns(made: Timeline) -> Timeline:
+    """The same actions, one after the other in one process."""
+    spans = sorted(made, key=lambda span: (span.start_seconds, span.rank))
+    rows: list[list[Any]] = [[] for _ in range(made.ranks)]
+    now = 0.0
+    for span in spans:
+        took = span.end_seconds - span.start_seconds
+        rows[span.rank].append(replace(span, start_seconds=now, end_seconds=now + took, waited_seconds=0.0))
+        now += 1.1 * took
+    return Timeline.merge(rows, in_turns=True)
+
+
+def test_ranks_that_took_turns_are_refused_in_perfettos_trace_too(tmp_path: Path) -> None:
+    write_perfetto(in_turns(timeline(even, twice)), tmp_path / "turns.json")
+    with pytest.raises(ArgumentError, match="one process ran all ranks in turns"):
+        read_run([tmp_path / "turns.json"])
+
+
+def columns(made: Timeline, file: Path) -> Path:
+    rows = [f"{s.action.op.value},{s.action.microbatch},{s.rank},{s.start_seconds},{s.end_seconds}" for s in made]
+    file.write_text("\n".join(["op,microbatch,pp_rank,start_s,end_s", *rows]))
+    return file
+
+
+def test_columns_in_which_ranks_took_turns_promise_nothing(tmp_path: Path) -> None:
+    """They carry no mark; but at no time do two ranks compute, though their order would let them."""
+    usual = timeline(even, twice, schedule="gpipe")
+    found = explain(read_run([columns(in_turns(usual), tmp_path / "turns.csv")]))
+    assert "no two ranks compute at once" in found.run.notes[0]
+    assert not any(one.measured for one in found.changes)
+    assert not explain(read_run([columns(usual, tmp_path / "usual.csv")])).run.notes
+    naive = explain(read_run([columns(timeline(even, twice, schedule="naive"), tmp_path / "naive.csv")]))
+    assert not naive.run.notes, "its order lets no two ranks compute at once"
+
+
+def test_ranks_that_shared_cores_are_marked_in_every_form(tmp_path: Path) -> None:
+    crowded = replace(timeline(even, twice, schedule="naive"), crowded=True)
+    write_perfetto(crowded, tmp_path / "trace.json")
+    (tmp_path / "timeline.json").write_text(json.dumps(crowded.to_dict()))
+    assert Timeline.from_dict(crowded.to_dict()).crowded
+    for name in ("trace.json", "timeline.json"):
+        found = explain(read_run([tmp_path / name]))
+        assert "fewer cores than they compute with" in found.run.notes[0]
+        assert found.changes
+        assert not any(one.measured for one in found.changes)
+
+
+def test_what_was_simulated_is_not_called_measured() -> None:
+    simulated = recorded(timeline(even, twice))
+    jittered = timeline(lambda s, k: 1.0 + 0.01 * ((7 * s + 3 * k) % 5), twice, link=LinkCost(0.02))
+    late = [
+        replace(e, start_seconds=e.start_seconds + 0.001 * (n % 3)) for n, e in enumerate(recorded(jittered).events)
+    ]
+    assert explain(simulated).origin == "simulated"
+    assert explain(replace(simulated, events=tuple(late))).origin == "measured"
+
+
+def test_a_prediction_that_is_far_off_is_said_first() -> None:
+    slow = recorded(timeline(lambda s, k: 1.9, lambda s, k: 3.8))
+    assert explain(slow, predicted=profile()).run.notes[0].startswith("the pipeline took 1.89 times what was predicted")
+    near = recorded(timeline(lambda s, k: 1.1, lambda s, k: 2.2))
+    assert not explain(near, predicted=profile()).run.notes
+
+
+def test_of_several_sizes_that_of_the_run_counts() -> None:
+    def units(scale: float) -> tuple[UnitCost, ...]:
+        return tuple(UnitCost(f"layers.{n}", scale, scale, scale) for n in range(4))
+
+    large = Profile(units(8.0), "cpu", "float32", {"layers.0.weight": (1, 1)}, rows=8)
+    both = large.with_others([replace(large, units=units(2.0), rows=2)])
+    cuts = ["layers.1", "layers.2", "layers.3"]
+    assert Predicted.of_profile(both, 4, cuts, 2).stage_seconds == (6.0,) * 4
+    assert not Predicted.of_profile(both, 4, cuts, 2).note
+    assert "does not say how many rows" in Predicted.of_profile(both, 4, cuts).note
+    assert "have 4 rows, and the profile is of 2, 8" in Predicted.of_profile(both, 4, cuts, 4).note
+    found = explain(recorded(timeline(even, twice)), predicted=Predicted.of_profile(both, 4, cuts, 4))
+    assert any("have 4 rows" in note for note in found.run.notes)
