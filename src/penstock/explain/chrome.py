@@ -87,7 +87,8 @@ def read_chrome(
     stages = max(
         [2 + stage for stage in sent] + [one["stages"] for one in said if type(one.get("stages")) is int] + [0]
     )
-    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), any(one.get("crowded") for one in said))
+    crowded = said[0].get("crowded") is True if said and "crowded" in said[0] else None
+    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), crowded)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:

@@ -246,7 +246,8 @@ def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0) -
     seconds = np.roll(factors.seconds, rolled, axis=3)
     factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
     replay = case_of(step, seconds)
-    return Trial(step, factors, replay, replay.step_seconds, predicted, run.crowded or _in_turns(step, replay))
+    shared = _in_turns(step, replay) if run.crowded is None else run.crowded
+    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
 
 
 def _in_turns(step: Step, replay: Case) -> bool:

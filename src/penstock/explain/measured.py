@@ -117,7 +117,7 @@ class Run:
 
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
-    crowded: bool = False
+    crowded: bool | None = None
 
     @property
     def typical(self) -> Step:

@@ -64,8 +64,8 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
     if missed := unread.total():
         notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
-    waits, crowded = any(one.with_waits for one in found), any(one.crowded for one in found)
-    return Recording(events, waits, notes, max(one.stages for one in found), crowded=crowded)
+    waits, crowded = any(one.with_waits for one in found), [one.crowded for one in found if one.crowded is not None]
+    return Recording(events, waits, notes, max(one.stages for one in found), crowded=any(crowded) if crowded else None)
 
 
 def _files(path: Path) -> list[Path]:
