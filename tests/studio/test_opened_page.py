@@ -157,7 +157,7 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     assert entry.damage.startswith("run.json is not JSON")
     page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".damage")
-    (text,) = page.locator(".library li").all_inner_texts()
+    (text,) = page.locator(".library tbody tr").all_inner_texts()
     assert "damaged run" in text
     assert "run.json is not JSON" in text
     write_whole(folder / "run.json", {**ABOUT.to_dict(), "version": 99})

@@ -227,7 +227,7 @@ def test_a_token_opens_the_page_and_leaves_the_address(open_page: Any, studio: S
     assert page.url.endswith("#ranks=2")
     page.wait_for_selector("tr[data-schedule='1f1b']")
     other = open_page(server.address)
-    assert "the token is missing or wrong" in other.inner_text("body")
+    other.get_by_text("the token is missing or wrong").wait_for()
     other.errors.clear()
     other.evaluate("address => { location = address; }", server.link)  # into the page that is open
     other.reload()

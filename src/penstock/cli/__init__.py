@@ -38,6 +38,8 @@ VERBS: dict[str, dict[str, Any]] = {
     "explain": {},
     "report": {},
     "top": {},
+    "runs": {},
+    "compare": {},
     "devices": {},
     "fabric": {},
     "studio": {},

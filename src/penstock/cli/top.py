@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,20 +99,13 @@ class Seen:
             "replicas": about.replicas,
             "microbatches": about.microbatches,
             "device": about.device,
-            "progress": self._progress(),
+            "progress": None if self.progress is None else self.progress.to_dict(),
             "damaged": list(self.damaged),
             "ranks": [
                 {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(self._seconds(state), 3)}
                 for state, how in self.ranks
             ],
         }
-
-    def _progress(self) -> dict[str, Any] | None:
-        """A loss that is no number is text: JSON has none."""
-        values = None if self.progress is None else asdict(self.progress)
-        if values is not None and values["loss"] is not None and not math.isfinite(values["loss"]):
-            values["loss"] = str(values["loss"])
-        return values
 
     def _seconds(self, state: RankState) -> float:
         """For how long it has been in its action, as far as it has said."""
