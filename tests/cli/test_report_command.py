@@ -106,7 +106,7 @@ def test_columns_and_traces_of_torch_make_a_report(form: Any, tmp_path: Path, op
 def test_the_actions_are_there_as_a_table(trace: Path, open_page: Any) -> None:
     page = open_page(report(trace))
     page.click("#actions summary")
-    page.select_option("#actions select", label="measured: rank 2")
+    page.select_option("#actions select", label="simulated: rank 2")
     rows = page.locator("#actions tr").all_inner_texts()
     spans = [span for span in measured() if span.rank == 2]
     assert len(rows) == 1 + len(spans)

@@ -16,7 +16,7 @@ from penstock.web.sources import shown
 def test_every_list_of_advice_is_the_same(tmp_path: Path) -> None:
     costs = [StageCost(one, one, one) for one in (0.01, 0.01, 0.015, 0.01)]
     path = tmp_path / "timeline.json"
-    path.write_text(json.dumps(simulate(generate("naive", 4, 8), costs, LinkCost(0.0001)).to_dict()))
+    path.write_text(json.dumps(simulate(generate("zb-h1", 4, 8), costs, LinkCost(0.0001)).to_dict()))
     listed = [(one["claim"], one["text"], one["note"]) for one in as_json("explain", str(path))["changes"]]
     assert {claim.startswith("at most") for claim, *_ in listed} == {False, True}
     assert [(one.claim, one.text, one.note) for one in shown([path]).improvements] == listed
