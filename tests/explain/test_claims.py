@@ -264,5 +264,6 @@ def test_of_several_sizes_that_of_the_run_counts() -> None:
     assert not Predicted.of_profile(both, 4, cuts, 2).note
     assert "does not say how many rows" in Predicted.of_profile(both, 4, cuts).note
     assert "have 4 rows, and the profile is of 2, 8" in Predicted.of_profile(both, 4, cuts, 4).note
+    assert "ranks had 3 threads, and the profile was made with 1" in Predicted.of_profile(both, 4, cuts, 2, 3).note
     found = explain(recorded(timeline(even, twice)), predicted=Predicted.of_profile(both, 4, cuts, 4))
     assert any("have 4 rows" in note for note in found.run.notes)

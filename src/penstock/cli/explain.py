@@ -127,9 +127,12 @@ def predicted_by(
     from penstock.balance import read_profile
 
     stages = run.typical.slowest.schedule.placement.depth
-    known = folder.about.cuts if folder is not None else None if planned is None else planned.cuts
-    rows = folder.about.microbatch_rows if folder is not None else None if planned is None else planned.choice.rows
-    return Predicted.of_profile(read_profile(profile), stages, known if cuts is None else cuts.split(","), rows)
+    known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
+    if folder is not None:
+        known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
+    return Predicted.of_profile(
+        read_profile(profile), stages, known if cuts is None else cuts.split(","), rows, threads
+    )
 
 
 def show(found: Explanation, console: Console) -> None:

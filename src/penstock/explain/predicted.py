@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from penstock.balance import Problem, Profile, UnitCost, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
+from penstock.words import counted
 
 _LEAST = 1e-12
 _ALIKE = 1.5
@@ -42,7 +43,12 @@ class Predicted:
 
     @classmethod
     def of_profile(
-        cls, profile: Profile, stages: int, cuts: Sequence[str] | None = None, rows: int | None = None
+        cls,
+        profile: Profile,
+        stages: int,
+        cuts: Sequence[str] | None = None,
+        rows: int | None = None,
+        threads: int = 0,
     ) -> Predicted:
         """Of a profile's units in so many stages.
 
@@ -51,15 +57,18 @@ class Predicted:
             stages: how many there are.
             cuts: the unit with which each stage but the first begins; None: where the profile itself would cut.
             rows: of a microbatch, if that is known.
+            threads: of a rank, on a CPU; 0: not known.
 
         Raises:
             ArgumentError: a cut is no unit, or they are not as many as the stages need.
         """
-        note = ""
-        if (sizes := {one.rows: one for one in profile.each_size}) and rows not in (None, *sizes) and any(sizes):
-            note = f"the run's microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}"
-        elif rows is None and len(sizes) > 1:
-            note = f"the run does not say how many rows a microbatch has; the profile's {profile.rows} are taken"
+        sizes, notes = {one.rows: one for one in profile.each_size}, []
+        if rows is None and len(sizes) > 1:
+            notes.append(f"the run does not say how many rows a microbatch has; the profile's {profile.rows} are taken")
+        elif rows and any(sizes) and rows not in sizes:
+            notes.append(f"microbatches have {rows} rows, and the profile is of {', '.join(map(str, sizes))}")
+        if threads not in (0, profile.threads) and profile.device == "cpu":
+            notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
         seconds = [unit.seconds for unit in profile.units]
@@ -75,7 +84,7 @@ class Predicted:
                 )
         found = _totals(seconds, starts)
         price = _price(profile, starts)
-        return cls(found, tuple(names), tuple(seconds), tuple(starts), cuts is None, price, note)
+        return cls(found, tuple(names), tuple(seconds), tuple(starts), cuts is None, price, "; ".join(notes))
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
