@@ -144,6 +144,21 @@ def test_what_splitting_costs_is_measured_or_said_to_be_assumed() -> None:
     assert wider.error > known.error + 0.02
 
 
+def test_an_order_that_hides_messages_may_not() -> None:
+    """If they keep their ranks busy, GPipe hides none: the interval reaches from there to there."""
+    measured = recorded(timeline(even, twice, link=LinkCost(0.5)))
+    found = explain(measured, what_ifs=["schedule=gpipe"])
+    (one,) = found.what_ifs
+    hidden = simulate(generate("gpipe", 4, 8), [StageCost(1.0, 1.0, 1.0)] * 4, LinkCost(0.5)).makespan_seconds
+    assert one.step_seconds == pytest.approx(hidden)
+    busy = [
+        simulate(generate(name, 4, 8), [StageCost(1.5, 1.25, 1.25)] * 4).makespan_seconds for name in ("1f1b", "gpipe")
+    ]
+    assert one.gain > 0.05
+    assert one.gain - one.error <= (busy[0] - busy[1]) / found.step.seconds + 0.05
+    assert not advice(found, "schedule gpipe")
+
+
 def test_a_run_that_splits_tells_what_it_costs() -> None:
     """Another schedule that splits is measured; one that does not costs no more than I and W."""
     measured = recorded(timeline(even, twice, schedule="zb-h1"))

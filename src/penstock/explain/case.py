@@ -59,7 +59,7 @@ class Case:
         host = np.where(sends, least + factor * (self.host - least), self.host)
         return replace(self, host=host, latency={pair: factor * seconds for pair, seconds in self.latency.items()})
 
-    @property
+    @cached_property
     def sending(self) -> Case:
         """If a message kept the rank that sends it busy for as long as it takes, so that no order hides it."""
         usual = median(self.latency.values()) if self.latency else 0.0

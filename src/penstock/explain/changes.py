@@ -86,7 +86,7 @@ class Trial:
         of another order, whether messages travel while their ranks compute.
         """
         pairs = [(self.replay_seconds, case) for case in idea.cases]
-        if idea.kind in ("schedule", "pieces"):
+        if idea.cases[0].schedules != self.replay.schedules:
             pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
         return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
 

@@ -122,14 +122,13 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
         of_stages(lambda unit: unit.forward_seconds),
         of_stages(lambda unit: unit.seconds - unit.forward_seconds),
     )
-    times = (
-        of_stages(lambda unit: unit.split.forward_seconds) / np.maximum(forward, _LEAST),
-        of_stages(lambda unit: unit.split.input_gradient_seconds) / np.maximum(backward, _LEAST),
-        of_stages(lambda unit: unit.split.weight_gradient_seconds) / np.maximum(backward, _LEAST),
-    )
+    times = of_stages(lambda unit: unit.split.forward_seconds) / np.maximum(forward, _LEAST)
+    inputs = of_stages(lambda unit: unit.split.input_gradient_seconds) / np.maximum(backward, _LEAST)
+    weights = of_stages(lambda unit: unit.split.weight_gradient_seconds) / np.maximum(backward, _LEAST)
     spread = of_stages(lambda unit: unit.seconds * unit.spread) / np.maximum(forward + backward, _LEAST)
-    bounds = (np.ones_like(spread), np.maximum(1 - spread / 2, 0.0), 1 + spread / 2)
-    return tuple(Price(times[0] * by, times[1] * by, times[2] * by) for by in bounds)
+    best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
+    bounds = (np.ones_like(spread), best, 1 + spread / 2)
+    return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)
 
 
 def _totals(seconds: Sequence[float], starts: Sequence[int]) -> tuple[float, ...]:

@@ -38,10 +38,10 @@ class Price:
     fixed_seconds: float = 0.0
 
 
-FREE, USUAL, DEAR = Price(), Price(1.05, 0.515, 0.515, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
+FREE, USUAL, DEAR = Price(), Price(1.05, 0.575, 0.575, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
 """If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
 shortest action of an op takes as its fixed cost."""
-_SPLIT = "if splitting a backward costs nothing; usually 3%, of small stages up to 50%: a profile (--profile) tells"
+_SPLIT = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages: a profile (--profile) tells"
 
 
 @dataclass(frozen=True, slots=True)
