@@ -22,6 +22,8 @@ from penstock.words import counted
 _WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
 LEAST_GAIN = 0.005
 """Changes that bring less of a step than this are not worth a line."""
+_USUAL_SHARE = 1 / 3
+"""What nobody measured is advice only if it usually brings so much of what it brings at most."""
 _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
@@ -147,7 +149,8 @@ def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
         change, usual = first.change(idea, error, elsewhere), min(first.gains(idea)[:2])
         if change.certain <= 0 and len(idea.cases) > 1:
             change = first.change(replace(idea, measured=False), error)
-        if (change.certain > 0 or not change.measured) and usual >= max(LEAST_GAIN, error):
+        least = max(LEAST_GAIN, error, 0.0 if change.measured else _USUAL_SHARE * (change.gain - error))
+        if (change.certain > 0 or not change.measured) and usual >= least:
             found.append((not change.measured, -change.certain, -usual, change, idea))
     found.sort(key=lambda entry: entry[:3])
     ideas = [idea for *_, idea in found]

@@ -24,13 +24,14 @@ _MOST_SIMULATED = 5_000_000
 def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
     """What slowness costs a step, if every op usually takes what it does in all steps of the run.
 
-    None where that cannot be told: several stages a rank, split backwards, clocks or waits that had to be set right.
+    None where that cannot be told: a single replica, whose stages may be unlike each other; several stages a rank,
+    split backwards, clocks or waits that had to be set right.
     """
     schedule, replicas = step.slowest.schedule, len(step.replicas)
     plain = schedule.placement.stages == schedule.ranks
     split = any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
     simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
-    if not plain or split or step.unknown or simulated > _MOST_SIMULATED:
+    if replicas == 1 or not plain or split or step.unknown or simulated > _MOST_SIMULATED:
         return None
     own = _traced(step)
     if own is None:
