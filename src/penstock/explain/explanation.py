@@ -65,7 +65,7 @@ class Explanation:
         run: all steps; `step` is the one that is explained.
         replay_error: the replay's time of the step less the measured one, as a share of it: what is to be expected of
             the predictions in `changes`.
-        worst_error: the largest of that, over all steps and replicas.
+        worst_error: the largest of that, over all replicas, and the steps that took nearly as long.
         stages: what each takes.
         predicted_seconds: the pipeline by the plan's or profile's costs; None if there is none.
         where: where the time went.
@@ -207,8 +207,8 @@ def explain(
     even = factors.even[place]
     even_timeline, planned = replay.free.timeline(chosen.slowest.schedule, even), _predicted(trial)
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    replays = (replay if one is chosen else case_of(one, seconds_of(one.replicas)) for one in run.steps)
-    worst = max(map(_worst_error, run.steps, replays))
+    like = _like(run, chosen)
+    worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
     error = max(abs(replay_error), worst, outside)
     notes = [*run.notes]
@@ -230,7 +230,7 @@ def explain(
         None if planned is None else planned.pipeline_seconds,
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
-        suggestions([trial, *_others(run, trial)], error),
+        suggestions([trial, *_others(run, trial, like)], error),
         tuple(what_if(trial, text, error) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
@@ -255,17 +255,21 @@ def _in_turns(step: Step, replay: Case) -> bool:
     return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
 
 
-def _others(run: Run, trial: Trial) -> list[Trial]:
-    """The steps most like the one that is explained, or of a single one its own microbatches in other orders: what a
+def _like(run: Run, step: Step) -> list[Step]:
+    """The other steps that took most nearly as long."""
+    alike = [one for one in run.steps if one is not step and one.slowest.schedule == step.slowest.schedule]
+    return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
+
+
+def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
+    """The steps like the one that is explained, or if there are none its own microbatches in other orders: what a
     change brings there, too, is certain."""
     step, schedule = trial.step, trial.slowest.schedule
     if sum(map(len, schedule.rows)) * len(step.replicas) > MOST_ACTIONS // _STEPS:
         return []
-    alike = [one for one in run.steps if one is not step and one.slowest.schedule == schedule]
-    if not alike:
+    if not like:
         return [_trial(run, step, trial.predicted, schedule.microbatches * part // _STEPS) for part in range(1, _STEPS)]
-    nearest = sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
-    return [_trial(run, one, trial.predicted) for one in nearest]
+    return [_trial(run, one, trial.predicted) for one in like]
 
 
 def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
