@@ -106,7 +106,7 @@ class Trial:
     @property
     def price(self) -> tuple[Price, ...] | None:
         """What the profile says that splitting a backward costs."""
-        return None if self.predicted is None else self.predicted.price
+        return self.predicted.price if self.predicted else None
 
     @property
     def totals(self) -> Floats:

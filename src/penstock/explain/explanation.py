@@ -273,20 +273,12 @@ def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
 
 
 def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
-    """Why the prediction is not of this run, or how far off it is: what is said first."""
-    found = [off] if (off := far_off(seconds, trial.step.pipeline_seconds)) else []
-    found += [predicted.note] if predicted.note else []
+    """How far off the prediction is, or why it is not of this run: what is said first."""
+    measured, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and measured and abs(seconds / measured - 1) >= _FAR:
+        why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
+        found.insert(0, f"the pipeline took {measured / seconds:.2f} times what was predicted{why}")
     return [*found, _guess(predicted, trial)] if predicted.guessed else found
-
-
-def far_off(predicted: float, measured: float) -> str:
-    """What is to be said of a prediction that is far from what was measured; empty if it is not."""
-    if not predicted or not measured or abs(predicted / measured - 1) < _FAR:
-        return ""
-    return (
-        f"the pipeline took {measured / predicted:.2f} times what was predicted: the prediction was made with other "
-        "threads, rows or devices, or other work ran on the machine"
-    )
 
 
 def _guess(predicted: Predicted, trial: Trial) -> str:
