@@ -282,3 +282,16 @@ def test_of_several_sizes_that_of_the_run_counts() -> None:
     assert "ranks had 3 threads, and the profile was made with 1" in Predicted.of_profile(both, 4, cuts, 2, 3).note
     found = explain(recorded(timeline(even, twice)), predicted=Predicted.of_profile(both, 4, cuts, 4))
     assert any("have 4 rows" in note for note in found.run.notes)
+
+
+def test_a_gain_that_single_slow_actions_bring_is_not_certain() -> None:
+    """Without them GPipe and 1F1B take equally long, even if every step has them."""
+
+    def slow(stage: int, microbatch: int) -> float:
+        return 4.0 if (stage, microbatch) in ((0, 1), (0, 2)) else 1.0
+
+    one = recorded(timeline(slow, twice, 2, 4, "gpipe", LinkCost(0.0)))
+    steps = replace(one, events=tuple(replace(event, step=n) for n in range(3) for event in one.events))
+    found = explain(steps, what_ifs=["schedule=1f1b"])
+    assert found.what_ifs[0].claim == "-9.5% ± <0.1%", "by the simulator alone"
+    assert not any(one.kind == "schedule" and one.measured for one in found.changes)

@@ -240,10 +240,11 @@ def explain(
     )
 
 
-def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0) -> Trial:
-    """A step to try changes on; `rolled`: as if its microbatches had come so many places later."""
+def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *, usual: bool = False) -> Trial:
+    """A step to try changes on; `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
+    its actions had been slow or fast by itself."""
     factors = factors_of(step.replicas)
-    seconds = np.roll(factors.seconds, rolled, axis=3)
+    seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
     factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
     replay = case_of(step, seconds)
     shared = _in_turns(step, replay) if run.crowded is None else run.crowded
@@ -262,14 +263,17 @@ def _like(run: Run, step: Step) -> list[Step]:
 
 
 def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
-    """The steps like the one that is explained, or if there are none its own microbatches in other orders: what a
-    change brings there, too, is certain."""
+    """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
+    orders: what a change brings there, too, is certain."""
     step, schedule = trial.step, trial.slowest.schedule
     if sum(map(len, schedule.rows)) * len(step.replicas) > MOST_ACTIONS // _STEPS:
         return []
-    if not like:
-        return [_trial(run, step, trial.predicted, schedule.microbatches * part // _STEPS) for part in range(1, _STEPS)]
-    return [_trial(run, one, trial.predicted) for one in like]
+    rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
+    return [
+        _trial(run, step, trial.predicted, usual=True),
+        *(_trial(run, one, trial.predicted) for one in like),
+        *(_trial(run, step, trial.predicted, rolled) for rolled in rolls),
+    ]
 
 
 def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
