@@ -128,7 +128,7 @@ def test_a_plan_is_shown_as_a_prediction(tmp_path: Path, open_page: Any) -> None
     path.write_text(json.dumps(plan))
     page = open_page(report(path))
     text = page.inner_text(".figures")
-    assert "nothing has run" in page.inner_text("header")
+    assert "prediction only" in page.inner_text("header")
     assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
     assert "8.0 GB" in page.inner_text("main"), "the limit"
     assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]
