@@ -10,11 +10,10 @@ from __future__ import annotations
 import collections
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -276,26 +275,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 def has_accumulation_hooks(parameter: Tensor) -> bool:
     """Whether a parameter has hooks on its accumulated gradient (`register_post_accumulate_grad_hook`)."""
-    return bool(accumulation_hooks(parameter))
-
-
-def any_gradient_hooks(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of these has hooks on the gradient of each backward."""
-    return any(map(_gradient_hooks_of, parameters))
-
-
-def any_accumulation_hooks(parameters: Iterable[Tensor]) -> bool:
-    """Whether any of these has hooks on its accumulated gradient."""
-    return any(map(_accumulation_hooks_of, parameters))
-
-
-_gradient_hooks_of = attrgetter("_backward_hooks")
-_accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
-
-
-def accumulation_hooks(parameter: Tensor) -> list[object]:
-    """A parameter's hooks on its accumulated gradient."""
-    return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def reduction_dtype(part: nn.Module) -> torch.dtype | None:

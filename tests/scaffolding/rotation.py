@@ -57,7 +57,7 @@ CPU_SECONDS = {
     "tests/distributed/test_explained_ranks.py": 20,
     "tests/explain/test_whole_steps.py": 20,
     "tests/distributed/test_gradient_dtype_ranks.py": 20,
-    "tests/partition/run/test_sideways.py": 20,
+    "tests/partition/run/test_side_channels.py": 20,
     "tests/partition/run/test_shapes_by_values.py": 10,
     "tests/partition/stages/test_exact.py": 20,
     "tests/runtime/features/test_offload_copies.py": 25,

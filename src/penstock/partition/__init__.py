@@ -9,7 +9,7 @@ from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording.recording import RandomSource
 from penstock.partition.stages.partition import Origin, Partition
-from penstock.partition.stages.stage import INPUT_OVERWRITTEN, OVERWRITTEN_BY, Stage, Surroundings, retarget
+from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, retarget
 from penstock.partition.state.left_behind import Left
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.values.defaults import default_kwargs
@@ -22,7 +22,6 @@ __all__ = [
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
     "NO_LIMIT",
-    "OVERWRITTEN_BY",
     "Balance",
     "Choice",
     "Left",

@@ -26,18 +26,18 @@ from penstock.partition.recording.recording import RandomSource, Recording
 from penstock.partition.remedies import explained
 from penstock.partition.stages.complete import check_complete, unused_note
 from penstock.partition.stages.lengths import Dims, Lengths, at_length
+from penstock.partition.stages.origins import not_on_the_last, origins
 from penstock.partition.stages.partition import Leaf, Partition, describe
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import build_stage
 from penstock.partition.stages.totals import draw_offsets, saved_of, work_of_stages
-from penstock.partition.stages.whereabouts import not_on_the_last, origins
 from penstock.partition.state.assumptions import Assumptions, Attributes
 from penstock.partition.units.chain import as_module, known_names
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Grain, find_units, public_name, refuse_compiled, refuse_lazy
 from penstock.partition.values.defaults import default_kwargs, other_way
 from penstock.partition.values.objects import input_path
-from penstock.partition.watch.unseen import UnwatchableError
+from penstock.partition.watch.saved import UnwatchableError
 from penstock.trees import Flat, flatten, unflatten
 
 Division = tuple[Decision, Opening]
@@ -268,8 +268,6 @@ class Partitioner:
         try:
             return record(self.model, args, kwargs, self._leaves, self._grain, opening, sees_saved=self._sees_saved)
         except UnwatchableError:
-            if not self._sees_saved:
-                raise
             if self._room.is_limited or self._choice.memory:
                 raise
             self._sees_saved = False

@@ -16,13 +16,12 @@ from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
 from penstock import ArgumentError, PartitionError, inspect, verify
+from penstock.partition import Partitioner
 from penstock.partition.recorder.attempts import record
-from penstock.partition.run import sideways
-from penstock.partition.state.remembered import Remembered
+from penstock.partition.run import side_channels
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
 WIDTH = 4
-BANK = torch.zeros(WIDTH)
 X, TARGET = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), torch.zeros(8, WIDTH)
 
 
@@ -48,43 +47,10 @@ def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **opt
     verify(lambda: model(act, state), (X,), target=TARGET, loss_fn=F.mse_loss, exact=True, **given).check()
 
 
-def adds_bank(self: Any, h: Any) -> Any:
-    BANK.mul_(0.5).add_(h.detach().mean(0))
-    return h + BANK
-
-
-def adds_shared(self: Any, h: Any) -> Any:
-    h = h + self.shared.bank
-    self.shared.bank.copy_(h.detach().mean(0))
-    return h
-
-
-def writes_at_first(self: Any, h: Any) -> Any:
-    if not isinstance(self.state, int):  # one block writes, the others read
-        self.shared.bank.copy_(h.detach().mean(0))
-    return h + self.shared.bank
-
-
-@pytest.mark.parametrize(("act", "name"), [(adds_bank, "BANK"), (adds_shared, "bank"), (writes_at_first, "bank")])
-def test_a_tensor_that_units_share_by_writing_into_it_is_refused_with_both_places(act: Any, name: str) -> None:
-    made = model(act, bank=torch.zeros(WIDTH))
-    for block in list(made)[1:]:
-        block.state = 0
-    with pytest.raises(PartitionError, match=rf"{name}', .*updated in place in module '0' .*used in module '1' .*"):
-        inspect(made, (X,), stages=2)
-    assert not BANK.any()
-    inspect(made, (X,), stages=1)
-
-
-def own_queue(self: Any, h: Any) -> Any:
-    h = h + self.state
-    self.state.mul_(0.5).add_(h.detach().mean(0))
-    return h
-
-
-def counts(self: Any, h: Any) -> Any:
-    self.state += 1
-    return h * self.state
+class Counting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.state += 1
+        return torch.tanh(self.linear(x)) * self.state
 
 
 def remembers(self: Any, h: Any) -> Any:
@@ -107,10 +73,7 @@ def takes_history(self: Any, h: Any) -> Any:
 CARRIED = [
     (takes_history, lambda: deque(maxlen=3), "0.state'"),
     (takes_history, list, "0.state'"),
-    (own_queue, lambda: torch.zeros(WIDTH), "0.state', a tensor"),
-    (counts, int, "0.state'"),
     (remembers, lambda: None, "0.state'"),
-    (remembers_number, float, "0.state'"),
 ]
 
 
@@ -125,11 +88,25 @@ def test_what_a_unit_carries_over_is_kept_by_one_copy_alone(act: Any, state: Any
             prove(act, state, recompute=recompute)
 
 
+def test_a_counter_that_a_unit_reads_is_carried_over() -> None:
+    recording = record(
+        nn.Sequential(*(Counting(lambda self, h: h, int, SimpleNamespace()) for _ in range(2))), (X,), {}
+    )
+    assert [each.unit for each in recording.remembered] == ["0", "1"]
+
+
+def test_calls_of_a_unit_that_finds_what_it_left_stay_together() -> None:
+    shared = Counting(lambda self, h: h, int, SimpleNamespace())
+    made = nn.Sequential(shared, nn.Linear(WIDTH, WIDTH), shared)
+    with pytest.raises(PartitionError, match=r"'0.state' carries something over .* on stages \[0, 1\]"):
+        Partitioner(made, 2, ["1"], streams=None)((X,))  # type: ignore[arg-type]
+
+
 def test_without_the_second_run_two_copies_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr(sideways.Sideways, "_remembers", lambda *args: False)
+    monkeypatch.setattr(side_channels.SideChannels, "_look_for_state", lambda *args: None)
     with pytest.raises(AssertionError):
-        prove(counts, int, schedule="dualpipe")
+        prove(remembers, schedule="dualpipe")
 
 
 class Draws(nn.Module):
@@ -273,11 +250,6 @@ def test_a_buffer_that_is_replaced_between_steps_is_refused(name: str) -> None:
             pipe.step(X, target=TARGET)
 
 
-def test_what_several_stages_use_is_named_as_the_user_knows_it() -> None:
-    text = str(Remembered("'bank'", frozenset(), 1, "module 'a'", "module 'b'").refusal([1, 0]))
-    assert "'bank' is updated in place in module 'a', and used in module 'b', which are on stages [0, 1]" in text
-
-
 class Shifted(nn.Module):
     """Makes its inputs of integers that are known, in place, as models of transformers shift their labels."""
 
@@ -295,14 +267,3 @@ class Shifted(nn.Module):
 def test_what_is_only_tried_on_fakes_is_no_state() -> None:
     recording = record(Shifted(), (torch.arange(8).view(2, 4),), {})
     assert recording.remembered == ()
-
-
-def growing(scale: list[float] = [1.0]) -> float:  # noqa: B006  that it is kept from call to call is the point
-    scale[0] *= 1.01
-    return scale[0]
-
-
-def test_numbers_that_units_share_through_functions_are_refused() -> None:
-    with pytest.raises(PartitionError, match="behaves differently once the forward has changed 'a default argument of"):
-        inspect(model(lambda self, h: h * growing()), (X,), stages=2)
-    assert growing.__defaults__ == ([1.0],)

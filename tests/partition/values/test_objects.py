@@ -289,7 +289,7 @@ def test_an_object_that_the_model_keeps_and_a_block_changes_is_refused() -> None
     cache = Cache()
     model = WithCache(lambda: cache, lambda x, cache: SimpleNamespace(x=x))
     model.cache = cache
-    with pytest.raises(PartitionError, match=r"behaves differently once the forward has changed 'cache"):
+    with pytest.raises(PartitionError, match="a Cache, that the model keeps for its next call"):
         Partitioner(model, 2, streams=NoStreams())((torch.randn(3, WIDTH),))
 
 

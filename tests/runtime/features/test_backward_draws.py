@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -74,40 +73,6 @@ def test_numbers_drawn_in_backward_are_refused(schedule: str, kind: type[nn.Modu
     ):
         pipe.step(X, target=TARGET)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    """May draw, as far as is known."""
-    return (output - target).square().mean()
-
-
-class InALateHook(InAParametersHook):
-    """Draws from its 50th call, long after the backwards that are looked at closely."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        calls = itertools.count()
-
-        def hook(grad: Tensor) -> Tensor:
-            return grad + torch.randn_like(grad) if next(calls) >= 50 else grad
-
-        self.linear.weight._backward_hooks.clear()  # type: ignore[union-attr]
-        self.linear.weight.register_hook(hook)
-
-
-@SCHEDULES
-@pytest.mark.parametrize("loss", [F.mse_loss, squared_error])
-def test_numbers_drawn_late_in_backward_are_refused(schedule: str, loss: Any) -> None:
-    model = nn.Sequential(nn.Linear(6, 6), InALateHook(), nn.Linear(6, 6))
-    with pipeline(model, (X,), loss=loss, ranks=2, cuts=["1"], schedule=schedule, microbatches=4) as pipe:
-
-        def steps(count: int) -> None:
-            for _ in range(count):
-                pipe.step(X, target=TARGET)
-
-        steps(12)
-        with pytest.raises(PartitionError, match=r"backward of stage 1 draws random numbers"):
-            steps(1)
 
 
 class Gated(torch.autograd.Function):

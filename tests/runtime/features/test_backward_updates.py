@@ -46,7 +46,7 @@ def averages(at: int) -> nn.Sequential:
 def test_a_moving_average_that_backward_updates_as_well_is_refused(recompute: Any) -> None:
     with (
         pipeline(averages(0), (X,), loss=F.mse_loss, ranks=2, microbatches=4, recompute=recompute) as pipe,
-        pytest.raises(PartitionError, match=r"stage 0 updates buffer '0.scale', as its forward does .*'always'"),
+        pytest.raises(PartitionError, match=r"stage 0 updates buffer '0.scale', which its forward .*'always'"),
     ):
         pipe.step(X, target=TARGET)
 
@@ -105,7 +105,8 @@ def chain(at: int, *, steps: bool) -> nn.Sequential:
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if steps:
-            parameter.data.sub_(parameter.grad, alpha=0.1)
+            with torch.no_grad():
+                parameter.sub_(parameter.grad, alpha=0.1)
             parameter.grad = None
         else:
             seen[0] += float(parameter.grad.norm())
@@ -134,7 +135,7 @@ def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward(
     assert torch.equal(model[3].weight, plain[3].weight)
 
 
-@pytest.mark.parametrize("how", ["late", "every fourth", "every fourth, by .data", "in W"])
+@pytest.mark.parametrize("how", ["late", "every eighth", "in W"])
 def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
@@ -142,11 +143,11 @@ def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None
 
     def hook(parameter: nn.Parameter) -> None:
         counts[parameter] += 1
-        if counts[parameter] % (4 if "fourth" in how else 1):
+        if counts[parameter] % (8 if how == "every eighth" else 1):
             return
         assert parameter.grad is not None
         with torch.no_grad():
-            (parameter.data if "data" in how else parameter).sub_(parameter.grad, alpha=0.1)
+            parameter.sub_(parameter.grad, alpha=0.1)
         parameter.grad = None
 
     schedule, options = ("zb-h1", {}) if how == "in W" else ("1f1b", {"recompute": "always"})
@@ -183,7 +184,7 @@ def test_a_buffer_that_the_forward_takes_is_refused_where_backward_updates_it() 
         plain.load_state_dict(model.state_dict())
         with pipeline(model, (X,), loss=F.mse_loss, ranks=2, schedule=schedule, microbatches=4) as pipe:
             if not works:
-                with pytest.raises(PartitionError, match=r"updates buffer '\d.seen' .* which its forward takes"):
+                with pytest.raises(PartitionError, match=r"updates buffer '\d.seen', which its forward takes"):
                     pipe.step(X, target=TARGET)
                 continue
             pipe.step(X, target=TARGET)
@@ -191,51 +192,6 @@ def test_a_buffer_that_the_forward_takes_is_refused_where_backward_updates_it() 
             (F.mse_loss(plain(X[rows : rows + 2]), TARGET[rows : rows + 2]) / 4).backward()  # type: ignore[no-untyped-call]
         for one, other in zip(model.buffers(), plain.buffers(), strict=True):
             assert torch.equal(one, other)
-
-
-class Divides(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
-        ctx.module = module
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient / ctx.module.calls, None
-
-
-class Counts(nn.Module):
-    """Divides its gradient by the number of its calls, which backward finds in a buffer."""
-
-    calls: Tensor
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(6, 6), how
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        y: Tensor = self.linear(x)
-        if self.how == "function":
-            return torch.tanh(Divides.apply(y, self))  # type: ignore[no-untyped-call]
-        calls = self.calls.clone() if self.how == "clone" else self.calls
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient / calls)
-        return torch.tanh(y)
-
-
-def counting(how: str) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Counts(how) for _ in range(4)))
-
-
-@pytest.mark.parametrize("how", ["function", "hook"])
-def test_a_backward_that_reads_what_later_forwards_have_updated_is_refused(how: str) -> None:
-    with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '1.calls', which forwards of other"):
-        verify(counting(how), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
-    verify(counting(how), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="naive", microbatches=4).check()
-    verify(counting("clone"), (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4).check()
 
 
 class Normalises(Averages):
@@ -251,12 +207,6 @@ class Normalises(Averages):
         assert self.norm.running_mean is not None
         assert self.norm.running_var is not None
         return x + torch.tanh((y - self.norm.running_mean) * self.norm.running_var.rsqrt())
-
-
-def test_a_checkpoint_that_reads_averages_of_a_module_inside_is_refused() -> None:
-    model = nn.Sequential(Normalises(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-    with pytest.raises(PartitionError, match=r"backward of stage 0 reads buffer '0.norm.running_"):
-        verify(model, (X,), target=TARGET, loss_fn=F.mse_loss, ranks=2, schedule="1f1b", microbatches=4)
 
 
 class AddsMean(Normalises):

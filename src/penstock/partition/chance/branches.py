@@ -128,8 +128,6 @@ class _Merger:
             scope=next((u for u in units if u in base.blocks), units[0]) if units else first.scope,
             storages=frozenset(s for n in outputs for s in facts[n].storages),
             writes=frozenset(s for f in facts.values() for s in f.writes if s in base.memory),
-            unseen=frozenset().union(*(f.unseen for f in facts.values())),
-            saved=frozenset().union(*(f.saved for f in facts.values())),
             saved_sizes={s: size for f in facts.values() for s, size in f.saved_sizes.items()},
             takes_gradient=any(f.takes_gradient for f in facts.values()),
             source_line=branch.source_line,
@@ -144,8 +142,6 @@ class _Merger:
                 kind="call",
                 draws=False,
                 writes=frozenset(),
-                unseen=frozenset(),
-                saved=frozenset(),
                 saved_sizes={},
                 work=0,
             )

@@ -181,18 +181,13 @@ class Chance:
         self._book, self._choices = book, choices
         self._thread = threading.get_ident()
         self._generators = States(book.model)
-        self._noted = self._counts = False
+        self._noted = False
         self._answers: dict[fx.Node, bool] = {}
         self.asks: list[Ask] = []
         self.held = False
         """Whether a `Drawn` was handed out and so may come back as an argument."""
         self.is_foreign = False
         """Whether any such number, or a unit, is drawn from Python's or numpy's generators."""
-
-    def unknown(self) -> Drawn:
-        """A stand-in for a number whose value is unknown: `asks` then holds each decision by it. Units may count it."""
-        self._counts = True
-        return self._number("call_function", float, ())
 
     def read(self, function: Any, args: Any) -> tuple[bool, Any]:
         """Whether a call asks for a value that chance alone decides and, if so, the answer."""
@@ -239,8 +234,6 @@ class Chance:
 
     def calculate(self, function: Callable[..., Any], *args: Any) -> Drawn:
         if self._book.is_paused:
-            if self._counts:
-                return next(a for a in args if isinstance(a, Drawn))
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 

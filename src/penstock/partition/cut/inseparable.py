@@ -38,9 +38,6 @@ def spans(recording: Recording, model: nn.Module) -> tuple[Span, ...]:
     for node, fact in recording.facts.items():
         for name in _updated(whole, node):
             users.setdefault(name, []).append(fact.index)
-    for node, fact in recording.facts.items():
-        if (writer := whole.overwritten_unseen(node)) is not None:
-            users.setdefault(f"what {whole.name_of(writer)} updates", []).extend((fact.index, writer.index))
     return tuple(Span(name, min(used), max(used)) for name, used in users.items() if min(used) < max(used))
 
 

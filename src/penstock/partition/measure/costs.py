@@ -116,8 +116,6 @@ def cut_finely(
     recording: Recording, model: nn.Module, units: Sequence[Candidate]
 ) -> tuple[list[Candidate], CutRecording]:
     """The recording cut at every unit at which it can be. Raises UnmeasurableError if its units cannot be run alone."""
-    if stray := next((each for each in recording.remembered if each.storage is not None), None):
-        raise UnmeasurableError(f"its forward updates {stray.text.rstrip(',')}")
     try:
         return finest_cut(recording, model, units)
     except PartitionError as error:

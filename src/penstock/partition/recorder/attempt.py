@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -23,7 +22,6 @@ from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
 from penstock.errors import PartitionError
 from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
-from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.recorder.backward_hooks import refuse_backward_hooks
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
@@ -35,18 +33,16 @@ from penstock.partition.recording.recording import Constant, Recording
 from penstock.partition.run.known_values import Restart
 from penstock.partition.run.loan import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.source import raising_line
-from penstock.partition.state.carried_over import Entry, carried_over, numbers, same
+from penstock.partition.state.carried_over import carried
 from penstock.partition.state.left_behind import Behind, gather
 from penstock.partition.state.reach import Reach
-from penstock.partition.state.remembered import Remembered, draws_alone, strays
+from penstock.partition.state.remembered import Remembered, draws_alone
 from penstock.partition.units.chain import Chain
 from penstock.partition.units.opening import Opening, StayWhole
-from penstock.partition.units.units import Grain, Leak, Regroup, Unit, canonical_names, intercepted
+from penstock.partition.units.units import Grain, Regroup, Unit, canonical_names, intercepted
 from penstock.partition.values.leaves import leaves_of
-from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path
-from penstock.partition.watch.unseen import Watch, overwrites_unseen
+from penstock.partition.values.objects import hides_tensors, holds_tensors, input_path, tensors_in
 from penstock.trees import Flat, flatten, unflatten
-from penstock.words import shortened
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Attempt:
         units: the modules that run as a whole, by their `id`.
         opening, grain: what led to these units.
         functions: functions recorded as one call each, since they draw from Python's or numpy's generators.
-        sees_saved: look at what is saved for backward, whether or not the forward updates any of that.
+        sees_saved: look at what is saved for backward.
     """
 
     model: nn.Module
@@ -71,22 +67,19 @@ class Attempt:
 
     def way(self, choices: Mapping[int, bool]) -> Recording:
         """Records the path that the forward takes if its random branches get these answers."""
-        fake_calls, watches = frozenset[int](), self.sees_saved
+        fake_calls = frozenset[int]()
         while True:
             try:
-                return _record(self, choices, fake_calls, watches)
+                return _record(self, choices, fake_calls)
             except Restart as restart:
                 fake_calls = restart.fake_calls  # each path numbers its calls from 0
-            except Watch:
-                watches = True
 
 
-def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset[int], watches: bool) -> Recording:
+def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset[int]) -> Recording:
     """Runs the forward once.
 
     Args:
         fake_calls: the numbers of calls whose results are treated as unknown.
-        watches: whether to look at what is saved for backward. If this turns out to be needed and is off, raises Watch.
     """
     model, units, opening = attempt.model, attempt.units, attempt.opening
     given = flatten((tuple(attempt.args), dict(attempt.kwargs)))
@@ -98,11 +91,11 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
             refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
-            new = partial(
-                Recorder, model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening
+            recorder = Recorder(
+                *(model, units, loan, EntryModes(device), names, mode, fake_calls, reach, choices, opening),
+                watches_saved=attempt.sees_saved,
+                taken=attempt.grain.taken,
             )
-            new = partial(new, taken=attempt.grain.taken)
-            recorder = new(once=attempt.grain.once, watches_saved=watches)
             provenance = recorder.observer.provenance
             stack.callback(provenance.restore)
             stack.callback(recorder.observer.saved.release)
@@ -115,22 +108,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                     gone=recorder.observer.gone,
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
-                names_of_units = [u.name for u in units.values()]
-                changed = carried_over(reach, provenance, names_of_units, own := recorder.sideways.own)
-                if changed:
-
-                    def again(unknown: Iterable[Entry] = ()) -> Recorder:
-                        other = new(once=True)
-                        stack.callback(other.observer.provenance.restore)
-                        for place, key in unknown:
-                            place.replace(key, other.chance.unknown())
-                        with other.chance.replaced(attempt.functions):
-                            _run(other, mode, _inputs(other, mode, given), given.structure)
-                        return other
-
-                    _check_stateless(recorder, again, partial(numbers, reach, names_of_units, own), changed)
-                if not watches and overwrites_unseen(recording):
-                    raise Watch
+                _check_stateless(recorder)
                 return recording
     finally:
         if reach is not None:
@@ -152,10 +130,10 @@ def _run_checked(
     try:
         with recorder.chance.replaced(functions):
             result = _run(recorder, mode, inputs, structure)
-    except (PartitionError, Leak, Regroup):
-        recorder.sideways.check_units(recorder.on_memory)  # may give a better reason
+    except (PartitionError, Regroup):
+        recorder.side_channels.check_units(recorder.on_memory)  # may give a better reason
         raise
-    recorder.sideways.check_units(recorder.on_memory)
+    recorder.side_channels.check_units(recorder.on_memory)
     return result
 
 
@@ -177,36 +155,21 @@ def _inputs(recorder: Recorder, mode: Any, given: Flat) -> list[Any]:
     return inputs
 
 
-def _check_stateless(
-    recorder: Recorder,
-    again: Callable[..., Recorder],
-    numbers: Callable[[], dict[Entry, Any]],
-    changed: Sequence[str],
-) -> None:
-    """Raises Obstacle if the forward behaves differently when it starts from what the recorded one left, or decides by
-    a number that each call changes (`self.it += 1; if self.it > 10`, for warm-up and annealing).
-
-    `again` records once more, with stand-ins for some numbers; `numbers` returns those that were changed.
-    """
-    first, line = numbers(), ""
-    try:
-        second = again()
-        alike = same(recorder.graph, second.graph, (recorder.constants, second.constants))
-        counters = [entry for entry, value in numbers().items() if first.get(entry) != value]
-        if alike and counters:
-            known = {ask.source_line for ask in recorder.chance.asks}
-            asked = [ask.source_line for ask in again(counters).chance.asks if ask.source_line not in known]
-            alike, line = not asked, f", by which it decides at {asked[0]}" if asked else ""
-    except (Exception, Leak, Regroup, Restart, StayWhole, WholeFunction):  # it reads values that cannot be known
-        alike = False
-    if not alike:
-        raise Obstacle(
-            f"the forward changes {shortened(changed)}{line}, and so behaves differently the next time, which a "
-            "recording cannot follow",
-            "",
-            otherwise="Take such state as an input of the model and return it with the result; count steps in the "
-            "training loop, and set there, between steps, what depends on the count (model.frozen = True)",
-        )
+def _check_stateless(recorder: Recorder) -> None:
+    """Raises Obstacle if code outside of units changes an attribute by which its next call decides, or computes."""
+    whole = {id(module) for unit in recorder.units.values() for module in unit.module.modules()}
+    attributes = carried({type(module) for module in recorder.model.modules() if id(module) not in whole})
+    for place, key, value in recorder.side_channels.set_outside():
+        one, made = attributes.get(key), recorder.observer.provenance
+        state = [t for t in tensors_in(value) if made.maker(t) is not None and not made.is_steady(made.root(t))]
+        if one is not None and place.attributes and (state or (one.counts and type(value) in (int, float))):
+            raise Obstacle(
+                f"the forward changes {place.name(key)!r}, which it reads at {one.read_at}, and so behaves differently "
+                "the next time, which a recording cannot follow",
+                "",
+                otherwise="Take such state as an input of the model and return it with the result; count steps in the "
+                "training loop, and set there, between steps, what depends on the count (model.frozen = True)",
+            )
 
 
 @contextmanager
@@ -267,7 +230,7 @@ def _module(recorder: Recorder) -> str:
 def _remembered_by(recorder: Recorder) -> tuple[Remembered, ...]:
     """What the recorded forward carries over to the next forward."""
     found = [draws_alone(unit) for _, unit in recorder.seeds.users.values()]
-    return *strays(recorder.observer.provenance, recorder.reach), *recorder.sideways.remembered.values(), *found
+    return *recorder.side_channels.remembered.values(), *found
 
 
 def _check_leftovers(snapshot: Snapshot, loan: Loan, recorder: Recorder, names: Mapping[int, str]) -> None:

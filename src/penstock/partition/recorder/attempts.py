@@ -21,7 +21,7 @@ from penstock.partition.recorder.attempt import Attempt
 from penstock.partition.recording.recording import Recording
 from penstock.partition.state.left_behind import EVERY
 from penstock.partition.units.opening import NOTHING, Opening, StayWhole
-from penstock.partition.units.units import NO_GRAIN, Grain, Leak, LeavesTraces, Regroup, find_units
+from penstock.partition.units.units import NO_GRAIN, Grain, Regroup, find_units
 
 
 def record(
@@ -56,13 +56,11 @@ def record(
             if whole.function in functions:
                 raise PartitionError(whole.refusal) from None
             functions |= {whole.function}
-        except LeavesTraces:
-            grain, without, reason = replace(grain, once=True), None, ""
         except StayWhole as refusal:
             opening = opening.without(_alike(model, refusal.name, opening.tried))
-        except (Leak, Regroup) as wish:
+        except Regroup as wish:
             if opening.names == opening.asked:
-                if isinstance(wish, Regroup) and not wish.needed:
+                if not wish.needed:
                     without = replace(without or grain, shut=grain.shut | wish.opened)
                 try:
                     reason, grain = wish.refusal, _regrouped(grain, wish, leaves)
@@ -87,12 +85,12 @@ def record(
                 raise PartitionError(f"{reason}. Recording it call by call does not help: {error}") from error
 
 
-def _regrouped(grain: Grain, wish: Leak | Regroup, leaves: Sequence[str]) -> Grain:
+def _regrouped(grain: Grain, wish: Regroup, leaves: Sequence[str]) -> Grain:
     """The grain with more modules opened or kept whole. Raises PartitionError if the user asked for the opposite."""
-    if isinstance(wish, Leak):
-        if wish.kind in grain.exposed:
+    if wish.exposed is not None:
+        if wish.exposed in grain.exposed:
             raise PartitionError(wish.refusal)
-        return replace(grain, exposed=grain.exposed | {wish.kind})
+        return replace(grain, exposed=grain.exposed | {wish.exposed})
     opened, whole = grain.opened | wish.opened, grain.whole | wish.whole
     kept = sorted(wish.opened & {*leaves})
     if kept:

@@ -31,11 +31,11 @@ from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact
 from penstock.partition.recording.guards import Guard, ancestors, make_guard
 from penstock.partition.recording.modes import EntryModes
-from penstock.partition.recording.returned import Returned
+from penstock.partition.recording.result_checks import Returned
 from penstock.partition.run.known_values import KnownValues
 from penstock.partition.run.loan import Loan
 from penstock.partition.run.real import may_draw, run_for_real
-from penstock.partition.run.sideways import Sideways
+from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.state.attribute_outputs import attributes_of, taken
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
@@ -72,17 +72,15 @@ class Recorder(Writer, TorchFunctionMode):
         choices: Mapping[int, bool],
         opening: Opening,
         *,
-        once: bool = False,
         watches_saved: bool = False,
         taken: Collection[str] = (),
     ) -> None:
         self.seeds = Seeds()
         observer = Observer(names, self.seeds, watches_saved=watches_saved)
         observer.provenance.held = {storage_of(fake): name for name, fake in loan.fakes.items()}
-        observer.provenance.themselves = loan.names
         observer.provenance.own = frozenset(map(storage_of, loan.originals.values()))
-        sideways = Sideways(model, units, reach, observer, once=once)
-        super().__init__(model, loan, entry, names, opening, observer, sideways)
+        side_channels = SideChannels(model, units, reach, observer)
+        super().__init__(model, loan, entry, names, opening, observer, side_channels)
         self.units, self.reach = units, reach
         self.known = KnownValues(self.observer, mode, fake_calls)
         self.chance = Chance(self, choices)
@@ -151,7 +149,7 @@ class Recorder(Writer, TorchFunctionMode):
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
-            self.sideways.check_call(call)
+            self.side_channels.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
                 self.chance.refuse("a random number in a call that gives no tensor")
@@ -243,7 +241,7 @@ class Recorder(Writer, TorchFunctionMode):
             self.chance.check_generators()
             seeded, first_call = self.seeds.were_set, len(self.observer.calls)
             with self._running(args, kwargs, unit):
-                result, drew, writes = self.sideways.run_unit(
+                result, drew, writes = self.side_channels.run_unit(
                     unit, args, kwargs, lambda a, k: self._run_unit(original, unit, a, k)
                 )
                 self.observer.provenance.read(list(tensors_in((result, given.containers))))
@@ -302,7 +300,7 @@ class Recorder(Writer, TorchFunctionMode):
             with self._running(args, kwargs) as call:
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
             self.seeds.check(drew, self._here(), self.scope)
-            self.sideways.check_call(call)
+            self.side_channels.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
 
@@ -311,10 +309,9 @@ class Recorder(Writer, TorchFunctionMode):
         """Wraps a call that will be a node: it may read only what it was given."""
         provenance = self.observer.provenance
         given = provenance.roots(tensors_in((args, kwargs)))
-        held = frozenset[int]() if unit is None else self.sideways.held_by(unit)
-        passed = frozenset[int]() if unit is None else given - held
+        held = frozenset[int]() if unit is None else self.side_channels.held_by(unit)
         name = self.scope if unit is None else unit.name
-        call = Running(next(self._numbers), name, unit is not None, given | held, passed)
+        call = Running(next(self._numbers), name, unit is not None, given | held)
         with provenance.calling(call):
             yield call
 

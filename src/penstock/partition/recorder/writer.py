@@ -23,9 +23,9 @@ from penstock.partition.recording import calls
 from penstock.partition.recording.facts import Fact, Kind, tensor_meta
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.run.loan import Loan
-from penstock.partition.run.sideways import Sideways
+from penstock.partition.run.side_channels import SideChannels
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Leak, Unit
+from penstock.partition.units.units import Regroup, Unit
 from penstock.partition.values.objects import (
     CONSTANTS,
     OPAQUE,
@@ -40,7 +40,6 @@ from penstock.partition.values.objects import (
 )
 from penstock.partition.values.passed import Passed, kept_by
 from penstock.partition.watch.observer import Observer
-from penstock.partition.watch.unseen import Versions
 from penstock.trees import LEAF, Flat, flatten, leaf_tensors
 
 Seen = tuple[Tensor, fx.Node, bool]
@@ -58,17 +57,16 @@ class Writer:
         names: dict[int, str],
         opening: Opening,
         observer: Observer,
-        sideways: Sideways,
+        side_channels: SideChannels,
     ) -> None:
         super().__init__()
         self.model, self.loan, self.entry, self.module_names = model, loan, entry, names
-        self.opening, self.observer, self.sideways = opening, observer, sideways
+        self.opening, self.observer, self.side_channels = opening, observer, side_channels
         self.graph = fx.Graph()
         self.facts: dict[fx.Node, Fact] = {}
         self.constants: dict[str, object] = {}
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self._seen: dict[int, Seen] = {}
-        self._versions = Versions(loan.fakes.values())
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")
@@ -93,14 +91,14 @@ class Writer:
             args, kwargs = self._arguments(args, kwargs)
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
-        fact.writes, fact.unseen, fact.draws = writes, self._unseen(writes), draws
+        fact.writes, fact.draws = writes, draws
         if draws:
             fact.stream = self._stream(fact)
         if kind == "unit":
             fact.scope, fact.runs_again = str(target.function), in_checkpoint()
         self._bind(result, node, writes, alone=True)
         self.observer.saved.follow(tensors_in(result))
-        self.observer.saved.belongs_to(fact, tensors_in((target.args, target.kwargs)))
+        self.observer.saved.belongs_to(fact)
         for storage in writes:  # an in-place update may make aliases require a gradient, or change their strides
             for key in self.on_memory.get(storage, ()):
                 tensor, known, _ = self._seen[key]
@@ -108,18 +106,6 @@ class Writer:
                 if known is not node:
                     self.facts[known].updates.append((fact.index, tensor_meta(tensor)))
         return fact
-
-    def _unseen(self, writes: frozenset[int]) -> frozenset[int]:
-        """The part of the written memory whose tensors got no new version."""
-        found: set[int] = set()
-        for storage in writes - self.observer.statistics:
-            tensors = [self._seen[key][0] for key in dict.fromkeys(self.on_memory.get(storage, ()))]
-            if (name := self.observer.provenance.held.get(storage)) is not None:
-                tensors.append(self.loan.fakes[name])
-            new = [self._versions.has_new(tensor) for tensor in tensors]  # ask for all: each answer is noted
-            if not all(new):
-                found.add(storage)
-        return frozenset(found)
 
     def write_number(
         self, op: str, target: Any, args: tuple[Any, ...], kwargs: Any = None, *, draws: bool = False
@@ -221,7 +207,6 @@ class Writer:
 
     def _see(self, tensor: Tensor, node: fx.Node) -> None:
         self._seen[id(tensor)] = (tensor, node, tensor.requires_grad)
-        self._versions.add(tensor)
         self.on_memory.setdefault(storage_of(tensor), []).append(id(tensor))
 
     # -- values to nodes --------------------------------------------------------------------------------------------
@@ -286,8 +271,8 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Leak(type(self.observer.returned[id(tensor)][1]), refusal)
-            self.sideways.open_maker(tensor, refusal)
+                raise Regroup(refusal, exposed=type(self.observer.returned[id(tensor)][1]))
+            self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         made = self.observer.provenance.maker(tensor)
         if made is not None and made.unit:  # the unit ran for real
@@ -295,7 +280,7 @@ class Writer:
                 f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
                 "its result. Return it from there"
             )
-            self.sideways.open_maker(tensor, refusal)
+            self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(

@@ -15,8 +15,7 @@ Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "un
 
 Pattern = tuple[Any, ...]
 """`("tensor", shape or None)`, `("value", v)`, `("text", text of a value)`, `("any",)`, `("items", patterns)`,
-`("keys", keys or a text, patterns)`, or, for an object, `("leaves", patterns)`, `("fields", patterns)` if it holds no
-tensor."""
+`("keys", keys or a text, patterns)`, or `("leaves", patterns)` for an object that can be taken apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +38,7 @@ class Fact:
         meta: the result's, if that is one tensor.
         storages: the memory behind its result's tensors. Equal numbers mean shared memory.
         writes: the memory that it updated in place.
-        unseen: the part of that memory whose update autograd did not see, since it went through `.data`.
-        saved: the memory that it saved for backward; empty if that was not looked at.
-        saved_sizes: the size in bytes of each piece of that memory.
+        saved_sizes: the size in bytes of each piece of memory that it saved for backward, if that was looked at.
         takes_gradient: whether any tensor of its result requires a gradient.
         draws: whether it is a torch call outside the units that draws random numbers.
         stream: the name of the stream that it draws from.
@@ -63,8 +60,6 @@ class Fact:
     meta: TensorMeta | None = None
     storages: frozenset[int] = frozenset()
     writes: frozenset[int] = frozenset()
-    unseen: frozenset[int] = frozenset()
-    saved: frozenset[int] = frozenset()
     saved_sizes: Mapping[int, int] = field(default_factory=dict)
     takes_gradient: bool = False
     draws: bool = False

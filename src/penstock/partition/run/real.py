@@ -20,7 +20,7 @@ from penstock.errors import PartitionError
 from penstock.partition.run.loan import Loan, Snapshot, fake_value
 from penstock.partition.state.attribute_outputs import attributes_of
 from penstock.partition.units.units import Call, Unit, has_forward
-from penstock.partition.values.memory import extent, same_bits
+from penstock.partition.values.memory import extent
 from penstock.partition.values.objects import tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
@@ -56,8 +56,6 @@ def run_for_real(
             observer.take(keep=False)  # making up tensors writes to them
             result = original(unit.module, *real_args, **real_kwargs)
             observer.saved.follow(tensors_in((result, given.containers)))
-            with observer.not_counting():  # numpy writes past torch's operators
-                differing = stand_ins.differing()
         except PartitionError:
             raise
         except Exception as error:
@@ -71,7 +69,7 @@ def run_for_real(
                 lambda value: id(value) in wanted or _is_made_to_learn(observer, value)
             )
     drew, seen = observer.take(keep=False)  # batch norm updates its running statistics without a new version
-    written = stand_ins.written(observer, seen, differing)
+    written = stand_ins.written(observer, seen)
     back = _back_to_fakes(stand_ins.pairs, observer, mode, device)
     left = map_tensors(back, (result, given.containers))
     for module, name, value in list(snapshot.changed()):
@@ -87,7 +85,7 @@ class _StandIns:
     def __init__(self, loan: Loan, device: torch.device) -> None:
         self._loan, self._device = loan, device
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id of the fake -> fake, real
-        self._before: dict[int, tuple[int, Tensor]] = {}  # id of the fake -> the real one's version and value
+        self._before: dict[int, int] = {}  # id of the fake -> the real one's version
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -110,24 +108,20 @@ class _StandIns:
                 module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
     def remember(self) -> None:
-        """Remembers the present values, to see later what the unit wrote."""
-        self._before = {key: (real._version, real.detach().clone()) for key, (_, real) in self._made.items()}
+        """Remembers the present versions, to see later what the unit wrote."""
+        self._before = {key: real._version for key, (_, real) in self._made.items()}
 
-    def differing(self) -> set[int]:
-        """The `id` of each fake whose real tensor's values have changed."""
-        return {key for key, (_, copied) in self._before.items() if not same_bits(copied, self._made[key][1])}
-
-    def written(self, observer: Observer, seen: Collection[int], differing: Collection[int]) -> frozenset[int]:
+    def written(self, observer: Observer, seen: Collection[int]) -> frozenset[int]:
         """The memory of the fakes whose real tensors the unit wrote to. Tells the observer which stands for which.
 
-        `seen`: the memory that operators wrote; `differing`: the fakes whose values have changed.
+        `seen`: the memory that operators wrote.
         """
         written, root = set[int](), observer.provenance.root  # the run on fakes may have given it other memory
         for key, (fake, real) in self._made.items():
-            if key in self._before and real._version != self._before[key][0]:
+            if key in self._before and real._version != self._before[key]:
                 torch.autograd.graph.increment_version(fake)
                 written.add(root(fake))
-            elif storage_of(real) in seen or key in differing:
+            elif storage_of(real) in seen:
                 written.add(root(fake))
             observer.stands_for(real, fake)
         return frozenset(written)
@@ -156,20 +150,6 @@ def _same_draws(device: torch.device) -> Iterator[None]:
         for generator, state in zip(generators, before, strict=True):
             if generator.initial_seed() == seed:  # otherwise the unit set the seed, which must stay visible
                 generator.set_state(state)
-
-
-def on_other_values(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The same run on different made-up values."""
-
-    def other(args: Any, kwargs: Any) -> Any:
-        before = torch.get_rng_state()
-        torch.default_generator.manual_seed(torch.initial_seed() ^ 1)
-        try:
-            return run(args, kwargs)
-        finally:
-            torch.set_rng_state(before)
-
-    return other
 
 
 def may_draw(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:

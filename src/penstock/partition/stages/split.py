@@ -61,7 +61,6 @@ class CutRecording:
         received[0].update(n for r in received for n in r if self.facts[n].kind == "input")
         self._check_held(received, run)
         self._check_views()
-        self._check_saved(run)
         self._check_remembered(run)
         later: list[set[fx.Node]] = [set() for _ in range(self.count)]
         for stage in range(1, self.count):
@@ -236,17 +235,15 @@ class CutRecording:
                 )
 
     def _check_remembered(self, run: Sequence[set[fx.Node]]) -> None:
-        """Refuses cuts that put something which units remember and write to on several stages."""
+        """Refuses cuts between calls of a unit that finds in one what it has left in another."""
         for each in self.recording.remembered:
             stages = {stage for stage in range(self.count) if any(self.uses(node, each) for node in run[stage])}
             if len(stages) > 1:
                 raise each.refusal(stages)
 
     def uses(self, node: fx.Node, remembered: Remembered) -> bool:
-        """Whether a node uses something that carries over from call to call."""
-        fact = self.facts[node]
-        own = fact.kind == "constant" and remembered.storage in fact.storages
-        return own or not remembered.units.isdisjoint(fact.units)
+        """Whether a node calls the unit that something carries over in."""
+        return remembered.unit in self.facts[node].units
 
     @cached_property
     def updated(self) -> set[str]:
@@ -301,36 +298,6 @@ class CutRecording:
                 f"separates the two, so that {view.name!r} would keep the old values. Move the cut, or make the "
                 "update out of place"
             )
-
-    def _check_saved(self, run: Sequence[set[fx.Node]]) -> None:
-        """Refuses updates that autograd does not see of memory that an earlier stage's backward needs."""
-        for stage, nodes in enumerate(run):
-            for node in nodes:
-                writer = self.overwritten_unseen(node)
-                if writer is None:
-                    continue
-                reader = self.name_of(self.facts[node])
-                what = (
-                    f"{self.name_of(writer)} updates in place, unseen by autograd (through .data), what the backward "
-                    f"of {reader} uses"
-                )
-                if self.facts[node].runs_again:
-                    raise PartitionError(
-                        f"{what} when its checkpoint runs it again, which a stage does not. Make the update out of "
-                        "place, or leave out the checkpoint"
-                    )
-                if (other := self.stage_of(writer.index)) != stage:
-                    raise PartitionError(
-                        f"{what}, but on stage {other} and not on stage {stage}, where that backward runs. Make the "
-                        "update out of place, or move the cut so that both are on one stage"
-                    )
-
-    def overwritten_unseen(self, node: fx.Node) -> Fact | None:
-        """The last later call to update, unseen by autograd, what this one's backward uses; None if there is none."""
-        fact = self.facts[node]
-        values = fact.saved.difference(self.recording.memory)
-        later = [writer for writer in self.writers if writer.index > fact.index and writer.unseen & values]
-        return later[-1] if later else None
 
     def _root(self, node: fx.Node, storage: int, stage: int) -> fx.Node:
         """The value through which memory came to a stage, traced back through the views made there."""

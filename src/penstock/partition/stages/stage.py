@@ -17,7 +17,7 @@ from penstock.partition.chance.gate import Gate
 from penstock.partition.recording.facts import Branch, Fact, Modes
 from penstock.partition.recording.modes import enter_autocast, leave_autocast
 from penstock.partition.recording.recording import RandomSource
-from penstock.partition.recording.returned import check_returned
+from penstock.partition.recording.result_checks import check_returned
 from penstock.partition.stages.split import CutRecording, StagePlan
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.chain import public_names
@@ -26,9 +26,6 @@ from penstock.stages import StageMeta
 
 INPUT_OVERWRITTEN = "input overwritten"
 """In the `meta` of a stage's node that calls a module: this call or a later one updates its input in place."""
-
-OVERWRITTEN_BY = "overwritten by"
-"""In the `meta` of such a node: the later call that updates, unseen by autograd, what its backward uses; or ""."""
 
 RUNS_AGAIN = "runs again"
 """In the `meta` of such a node: plain torch would rerun the module in backward, since it is in a checkpoint."""
@@ -246,7 +243,6 @@ def _graph(split: CutRecording, plan: StagePlan, streams_name: str) -> fx.Graph:
     for node in plan.run:
         if split.facts[node].kind == "unit":
             new[node].meta[INPUT_OVERWRITTEN] = split.overwrites_input(node)
-            new[node].meta[OVERWRITTEN_BY] = (writer := split.overwritten_unseen(node)) and split.name_of(writer)
             new[node].meta[RUNS_AGAIN] = split.facts[node].runs_again
     graph.output(tuple(new[node] for node in plan.returned))
     return graph

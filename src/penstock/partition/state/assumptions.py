@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import getattr_static
-from itertools import count
 from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
@@ -35,8 +34,6 @@ LENGTH = 64
 LONGEST = 4096
 """Containers with more entries are compared by identity and length only."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")
-HELD = 1000
-"""How many objects that cannot have weak references are kept to tell them from others."""
 NEW = object()
 """Stands for something that was not there before a step."""
 
@@ -63,16 +60,13 @@ class Assumptions:
     words: frozenset[str] = frozenset()
     chances: Collection[tuple[str, nn.Module, str]] = ()
     _own: Found = field(default_factory=dict)  # values that steps change, as they were before
-    _numbers: dict[int, tuple[Callable[[], Any], int]] = field(default_factory=dict)
-    _held: OrderedDict[int, Any] = field(default_factory=OrderedDict)  # numbered, but without weak references
-    _count: Iterator[int] = field(default_factory=count)
 
     def look_around(self, model: nn.Module, opened: Collection[nn.Module], whole: Collection[int]) -> None:
         """Finds the modules whose forward is recorded call by call, and the units, of which `whole` are the `id`s."""
         wanted = {id(module) for module in opened}
         self.opened = {name: module for name, module in model.named_modules() if id(module) in wanted}
         self.whole = {name: module for name, module in model.named_modules() if id(module) in whole}
-        self.words = frozenset[str]().union(*map(_words_of_class, {type(module) for module in opened}))
+        self.words = frozenset[str]().union(*map(words_of_class, {type(module) for module in opened}))
         self.chances = chances_of(model)
 
     def read(self) -> Attributes:
@@ -91,17 +85,15 @@ class Assumptions:
             self._own.setdefault(path, NEW)
 
     def _read(self) -> Found:
-        while len(self._held) > HELD:
-            self._numbers.pop(self._held.popitem(last=False)[0])
         found: Found = {}
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
-                    numbers = tuple(self._number(v) for v in value.values() if not _is_ours(v))
+                    numbers = tuple(_Same(v) for v in value.values() if not _is_ours(v))
                     if numbers:
                         found[name, attribute] = numbers
                 elif attribute not in OF_TORCH:
-                    _look(found, (name, attribute), value, self._number, DEPTH, set())
+                    _look(found, (name, attribute), value, _Same, DEPTH, set())
             self._read_classes(found, name, module)
         for name, module in self.whole.items():
             for attribute, value in vars(module).items():
@@ -120,24 +112,31 @@ class Assumptions:
                 if not attribute.startswith("__") and isinstance(value, COMPARABLE):
                     found[name, cls.__qualname__, attribute] = type(value), _hashable(value)
         forward = getattr_static(type(module), "forward", None)  # TorchScript's cannot be read from its class
-        found[name, "class", "forward"] = self._number(forward)
+        found[name, "class", "forward"] = _Same(forward)
 
-    def _number(self, value: Any) -> int:
-        """A unique number for each object, even if a new object takes a dead one's address."""
-        known = self._numbers.get(id(value))
-        if id(value) in self._held:
-            self._held.move_to_end(id(value))
-        if known is not None and known[0]() is value:
-            return known[1]
-        reference: Callable[[], Any]
+
+class _Same:
+    """An object, equal to itself alone: not to one that takes its address once it is gone."""
+
+    __slots__ = ("_hash", "_reference")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        self._reference: Callable[[], Any]
         try:
-            reference = weakref.ref(value)
-        except TypeError:  # it must stay alive, so that no other takes its address
-            self._held[id(value)] = value
-            reference = partial(self._held.get, id(value))
-        number = next(self._count)
-        self._numbers[id(value)] = reference, number
-        return number
+            self._reference = weakref.ref(value)
+        except TypeError:  # it stays alive instead
+            self._reference = lambda: value
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Same)
+            and self._hash == other._hash
+            and self._reference() is other._reference() is not None
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 def contents_of(value: object) -> Hashable:
@@ -169,7 +168,7 @@ def _of_class(kind: type) -> dict[str, object]:
     return {name: value for cls in own for name, value in vars(cls).items() if not name.startswith("__")}
 
 
-def _words_of_class(kind: type) -> frozenset[str]:
+def words_of_class(kind: type) -> frozenset[str]:
     """The names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
     functions = (f for value in _of_class(kind).values() for f in (value, getattr(value, "fget", None)))
     return frozenset[str]().union(*(_words_of(f.__code__) for f in functions if isinstance(f, FunctionType)))
@@ -182,7 +181,7 @@ def _words_of(code: CodeType) -> frozenset[str]:
 
 
 def _look(
-    found: Found, path: tuple[str, ...], value: Any, number: Callable[[Any], int], depth: int, above: set[int]
+    found: Found, path: tuple[str, ...], value: Any, number: Callable[[Any], Hashable], depth: int, above: set[int]
 ) -> None:
     kind = type(value)
     if isinstance(value, COMPARABLE):

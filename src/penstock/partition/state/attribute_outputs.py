@@ -1,7 +1,7 @@
 """What a block leaves in its own modules' attributes for others to read: an auxiliary loss, `self.l_aux = ...`.
 
-Most such blocks are opened, so that nothing is left anywhere (`run/sideways.py`). One that depends on values must run
-as a whole: right after the call, its value is taken out of the attribute, and is then a value like any other.
+Most such blocks are opened, so that nothing is left anywhere (`run/side_channels.py`). One that depends on values must
+run as a whole: right after the call, its value is taken out of the attribute, and is then a value like any other.
 """
 
 from __future__ import annotations

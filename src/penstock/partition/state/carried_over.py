@@ -1,88 +1,74 @@
-"""Finds forwards that carry something over from one call to the next in the parts that are recorded call by call.
+"""Finds attributes by which a forward carries something over to its next call, in the code of its modules' classes.
 
-Inside a unit the model's own code runs in every microbatch and keeps its state as usual. Between units a recording
-replaces that code, and would forever see what was in an attribute or a shared object when it was made. So if such a
-place has changed, the forward is recorded again from the new state, and the two recordings are compared.
+A counter for warm-up or annealing (`self.it += 1; if self.it > 10`), or the state of a recurrent layer that is kept in
+the model (`if self.state is not None`). A recording would for ever see what was there when it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import dis
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FunctionType
 
-from torch import Tensor, fx
+from torch import nn
 
-from penstock.partition.state.provenance import Provenance
-from penstock.partition.state.reach import Holder, Reach, is_below
-from penstock.partition.values.objects import tensors_in
-
-Entry = tuple[Holder, Any]
-"""A place and a key in it."""
-
-IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
+from penstock.partition.state.library import package_of
 
 
-def carried_over(reach: Reach, provenance: Provenance, units: Collection[str], own: Collection[str]) -> list[str]:
-    """The names of the places that the forward changed outside the units, in a way that the next one may see.
+@dataclass(frozen=True, slots=True)
+class CarriedOver:
+    """An attribute that a function reads before it sets it.
 
-    Places of units count too (`self.block.it += 1`), except `own`, which they changed themselves.
-
-    Restores places that hold only constants that every forward makes alike, such as a table of positions and the
-    numbers beside it.
+    Attributes:
+        counts: whether its new value is made from its old one.
+        read_at: a line that reads it, besides those that set it.
     """
-    found = []
-    for place in _outside(reach, units, own):
-        changes = [(key, value) for key, value in place.changes() if key != "training"]
-        constant = [key for key, value in changes if _is_constant(value, provenance)]
-        if constant:
-            _put_back(place, {key for key, value in changes if key in constant or isinstance(value, IMMUTABLE)})
-        found += [place.name(key) for key, _ in place.changes() if key != "training"]
-    return found
+
+    counts: bool
+    read_at: str
 
 
-def numbers(reach: Reach, units: Collection[str], own: Collection[str]) -> dict[Entry, Any]:
-    """The numbers in places that the forward has changed outside the units."""
-    found: dict[Entry, Any] = {}
-    for place in _outside(reach, units, own):
-        entries = enumerate(place.entries) if isinstance(place.entries, list) else place.changes()
-        found |= {(place, key): value for key, value in entries if type(value) in (int, float)}
-    return found
+def carried(kinds: Collection[type[nn.Module]]) -> Mapping[str, CarriedOver]:
+    """Those in the code of these classes, by name. One that is only counted, and never read, is none."""
+    return _carried(
+        frozenset(base for kind in kinds for base in kind.__mro__ if package_of(base.__module__) != "torch")
+    )
 
 
-def _outside(reach: Reach, units: Collection[str], own: Collection[str]) -> list[Holder]:
-    def is_within(place: Holder, names: Collection[str]) -> bool:
-        return any(is_below(place.text, name) for name in names)
-
-    return [place for place in reach.changed() if not (is_within(place, units) and is_within(place, own))]
-
-
-def same(one: fx.Graph, other: fx.Graph, constants: tuple[Mapping[str, Any], Mapping[str, Any]]) -> bool:
-    """Whether two recordings make the same calls with the same constants."""
-    if [_text(node) for node in one.nodes] != [_text(node) for node in other.nodes]:
-        return False
-    mine, others = constants
-    return mine.keys() == others.keys() and all(_alike(mine[name], others[name]) for name in mine)
-
-
-def _text(node: fx.Node) -> tuple[str, str, str, str, str]:
-    return node.op, node.name, str(node.target), repr(node.args), repr(node.kwargs)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, Tensor) and type(one) is type(other))
-
-
-def _is_constant(value: Any, provenance: Provenance) -> bool:
-    tensors = list(tensors_in(value))
-    return bool(tensors) and all(provenance.is_fixed(tensor) for tensor in tensors)
+@cache
+def _carried(classes: frozenset[type]) -> Mapping[str, CarriedOver]:
+    counts: dict[str, bool] = {}
+    reads: dict[str, str] = {}
+    begun: set[str] = set()  # what a forward sets before anything reads it
+    for kind in sorted(classes, key=lambda kind: kind.__qualname__):
+        for name, member in vars(kind).items():
+            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            if name == "__init__" or not isinstance(function, FunctionType):
+                continue
+            lines: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+            for attribute, line, sets in _accesses(function.__code__):
+                lines[attribute].append((line, sets))
+            for attribute, accesses in lines.items():
+                loads, stores = ({line for line, is_store in accesses if is_store is kind} for kind in (False, True))
+                if accesses[0][1]:
+                    begun |= {attribute} if name == "forward" else set()
+                elif stores:
+                    counts[attribute] = counts.get(attribute, False) or bool(loads & stores)
+                for line in sorted(loads - stores):
+                    reads.setdefault(attribute, f"{function.__code__.co_filename}:{line}")
+    return {name: CarriedOver(counts[name], reads[name]) for name in counts.keys() & reads.keys() - begun}
 
 
-def _put_back(place: Holder, keys: Collection[Any]) -> None:
-    if None in keys:
-        place.put(place.before)
-        return
-    for key in keys:
-        if key in place.before:
-            place.entries[key] = place.before[key]
-        else:
-            del place.entries[key]
+def _accesses(code: CodeType) -> Iterator[tuple[str, int, bool]]:
+    """Each attribute that code reads or sets, in order: its name, the line, and whether it is set."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.positions.lineno if instruction.positions and instruction.positions.lineno else line
+        if instruction.opname in ("LOAD_ATTR", "STORE_ATTR"):
+            yield instruction.argval, line, instruction.opname == "STORE_ATTR"
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _accesses(constant)

@@ -31,14 +31,12 @@ class Call:
         scope: the name of the module that it is in; for a unit, the unit's own name.
         unit: whether it is a unit.
         given: the memory of its arguments, and of what its own module holds.
-        passed: the part of a unit's that only its arguments have.
     """
 
     number: int
     scope: str
     unit: bool
     given: frozenset[int]
-    passed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,43 +73,22 @@ class Foreign:
         return _place(self.reader.scope, self.code, self.line)
 
 
-@dataclass(slots=True)
-class Stray:
-    """A tensor that existed before the forward and is neither a parameter nor a buffer.
-
-    Attributes:
-        root: the number of its memory.
-        users: for each unit that takes it (empty: calls outside all units), the first place. A unit that only reads
-            what it is passed is none: where it is on another stage, a message brings it what was written.
-        writer: the first to update it in place.
-    """
-
-    root: int
-    shape: tuple[int, ...]
-    users: dict[str, Made] = field(default_factory=dict)
-    writer: Made | None = None
-
-
 @dataclass
 class Provenance:
     """Hears about every operator from the observer, and about every recorded call from the recorder.
 
     Attributes:
         held: the name of each parameter and buffer, by its memory.
-        themselves: the `id` of each parameter and buffer.
         touched: the names of those that any operator took.
         numbers: the numbers of everything made, so that none is used twice.
         foreign: what was read besides arguments, once for each call and memory.
         own: the memory of the real parameters and buffers, for which those in `held` stand in.
-        strays: other tensors that existed before the forward.
         looked_at: the memory whose contents were taken before anything overwrote them.
     """
 
     held: Mapping[int, str] = field(default_factory=dict)
-    themselves: Collection[int] = ()
     touched: set[str] = field(default_factory=set)
     own: frozenset[int] = frozenset()
-    strays: dict[int, Stray] = field(default_factory=dict)
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
     _same: dict[int, int] = field(default_factory=dict)
@@ -145,21 +122,14 @@ class Provenance:
         """Notes that the mode uses `fake` wherever `real` is meant."""
         self._alias(fake, self.root(real))
 
-    def meant(self, tensor: Tensor) -> int:
-        """Like `root`, except that a view or detached alias of a parameter or buffer counts as its present memory."""
-        root = self.root(tensor)
-        return root if root not in self.held or id(tensor) in self.themselves else storage_of(tensor)
-
     def exchanged(self, tensor: Tensor, root: int) -> None:
         """Notes that a tensor whose memory had the number `root` now has other memory."""
         self._made.pop(storage_of(tensor), None)
         self._alias(tensor, root)
 
     def maker(self, tensor: Tensor) -> Made | None:
-        """What made a tensor during this forward, or wrote its result into one that existed before; None for others."""
-        root = self.root(tensor)
-        stray = self.strays.get(root)
-        return self._made.get(root) if stray is None else stray.writer
+        """What made a tensor during this forward; None for those that existed before."""
+        return self._made.get(self.root(tensor))
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
@@ -194,8 +164,6 @@ class Provenance:
             if name is not None:
                 self.touched.add(name)
             made = self._made.get(root)
-            if made is None and name is None and root not in self.own:
-                self._meet(root, tensor)
             if call is None or root in call.given:
                 continue
             if (made is None and name is None) or (made is not None and made.call is call):
@@ -214,36 +182,17 @@ class Provenance:
         """Begins to note anew whose contents are taken."""
         self.looked_at, self._overwritten = set(), set()
 
-    def _meet(self, root: int, tensor: Tensor) -> None:
-        call = self._call
-        if call is not None and call.number < 0:
-            return
-        if root not in self.strays:
-            self.strays[root] = Stray(root, tuple(tensor.shape))
-            self.numbers.append(WeakStorage(tensor))
-        if call is None or root not in call.passed:
-            self._use(self.strays[root])
-
-    def _use(self, stray: Stray) -> None:
-        unit = self.place[0]
-        if unit not in stray.users:
-            stray.users[unit] = Made(self._call, *_user_line())
-
     def writing(self, tensor: Tensor) -> None:
-        """Call this after `read`, before an operator updates a tensor in place."""
-        stray = self.strays.get(self.root(tensor))
-        if stray is None or (self._call is not None and self._call.number < 0):
-            return
-        self._use(stray)
-        if stray.writer is None:
-            stray.writer = Made(self._call, *_user_line())
-        if storage_of(tensor) == stray.root and stray.root not in self._before:  # a unit that runs for real changes it
+        """Call this before an operator updates a tensor in place: keeps what an older one than the forward held."""
+        root = self.root(tensor)
+        is_older = root not in self._made and root not in self.held and root not in self.own
+        if is_older and root == storage_of(tensor) and root not in self._before:  # a unit that runs for real changes it
             memory = tensor.untyped_storage()
             with unset_fake_temporarily():
-                self._before[stray.root] = memory, memory.clone()  # type: ignore[no-untyped-call]
+                self._before[root] = memory, memory.clone()  # type: ignore[no-untyped-call]
 
     def restore(self) -> None:
-        """Undoes what the forward wrote to strays."""
+        """Undoes what the forward wrote to tensors that existed before."""
         for memory, copy in self._before.values():
             memory.copy_(copy)
 

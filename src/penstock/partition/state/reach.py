@@ -1,6 +1,7 @@
 """What a forward can reach besides tensors that are passed on: attributes, shared objects, closures, globals.
 
-Not followed, as no published model needs it: attributes of classes, slots, arrays, and variables around functions.
+Not followed, as no published model needs it: attributes of classes, slots, arrays, default arguments, and variables
+around functions.
 
 A snapshot is restored after a recording, so that no fake tensor stays behind. Whatever changed in between is a way for
 blocks to talk behind the model's back.
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import deque
-from collections.abc import Iterator, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -22,16 +24,12 @@ from torch import Tensor, nn
 from penstock.partition.state.cached_functions import CachedFunctions
 from penstock.partition.state.closure_cells import contents
 from penstock.partition.state.containers import is_container, refill
-from penstock.partition.state.identities import Identities
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
 from penstock.partition.state.names_in_classes import named_by
 from penstock.partition.values.objects import CONSTANTS
 
 LARGEST = 1000
 """Containers with more entries count as tables, not as places where a forward leaves something."""
-
-PART = 16
-"""How many places are checked together; if one has changed, each is checked separately."""
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
 """Modules of the standard library whose objects exist to hold what users put there."""
@@ -114,19 +112,6 @@ class Holder:
         return f"{self.text}.{key}".lstrip(".") if self.attributes else f"{self.text}[{key!r}]"
 
 
-class _Part:
-    """Some places, checked together."""
-
-    def __init__(self, places: Sequence[Holder]) -> None:
-        plain = [place for place in places if isinstance(place.entries, (list, deque, dict))]
-        self._places = places
-        self._others = [place for place in places if place not in plain]
-        self._identities = Identities([place.entries for place in plain])
-
-    def changed(self) -> list[Holder]:
-        return [place for place in (self._places if self._identities.differ() else self._others) if place.is_changed()]
-
-
 class Reach:
     """The places that a model's forward can reach, in the state in which they were when this was made."""
 
@@ -146,9 +131,20 @@ class Reach:
         for kind in kinds:
             if not is_of_others(kind.__module__):
                 self._visit(vars(kind).get("forward"), kind.__name__, 2)
-                self._add_class(kind)
         del self._seen, self._first
-        self._parts = [_Part(self.places[start : start + PART]) for start in range(0, len(self.places), PART)]
+        self._below: defaultdict[str, list[Holder]] = defaultdict(list)
+        for place in self.places:
+            for path in () if place.outside else _enclosing(place.text):
+                self._below[path].append(place)
+        self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)
+        for first, text in self._again:
+            for path in _enclosing(text):
+                self._elsewhere[path].append(first)
+
+    def of(self, name: str) -> list[Holder]:
+        """The places in the module of that name and in objects that it holds, also if others hold them too."""
+        found = [self._below.get(path, ()) for path in (name, *self._elsewhere.get(name, ()))]
+        return list({id(place): place for places in found for place in places}.values())
 
     def belongs_to(self, place: Holder, name: str) -> bool:
         """Whether a place belongs to the module of that name, or to an object that only this module can reach."""
@@ -156,7 +152,7 @@ class Reach:
         return not place.outside and all(is_below(text, name) for text in (place.text, *again))
 
     def changed(self) -> list[Holder]:
-        return [place for part in self._parts for place in part.changed()]
+        return [place for place in self.places if place.is_changed()]
 
     def names_changed(self) -> list[str]:
         """The names of attributes and the like that the forward has set."""
@@ -179,16 +175,6 @@ class Reach:
                     self._visit(hook, f"{name}.{key}".lstrip("."), depth)
             elif key not in INTERNAL:
                 self._visit(value, f"{name}.{key}".lstrip("."), depth)
-
-    def _add_class(self, kind: type) -> None:
-        if id(kind) in self._seen:
-            return
-        self._seen.add(id(kind))
-        before, self._outside = self._outside, True
-        for key, item in vars(kind).items():
-            if is_container(item) and not key.startswith("__"):
-                self._visit(item, f"{kind.__qualname__}.{key}", 2)
-        self._outside = before
 
     def _visit(self, value: Any, text: str, depth: int) -> None:
         if depth == 0 or type(value) in CONSTANTS or isinstance(value, (Tensor, type, ModuleType)):
@@ -241,7 +227,6 @@ class Reach:
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
                 self._visit(contents(cell), f"{name}, a variable around {function.__qualname__}", depth - 1)
-        self._visit_defaults(function, depth)
         known = function.__globals__
         module = str(known.get("__name__", ""))
         if id(known) not in self._seen and not is_of_others(module):
@@ -250,18 +235,9 @@ class Reach:
             known.setdefault("__warningregistry__", {})  # a file's first warning makes it; it is not state
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
-                if isinstance(item, type) and item.__module__ == module and not issubclass(item, nn.Module):
-                    self._add_class(item)
-                elif isinstance(item, FunctionType) and not is_of_others(item.__module__):
-                    self._visit_defaults(item, min(depth, 2))
-                elif not key.startswith("__") and not isinstance(item, FunctionType):
+                if not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
-
-    def _visit_defaults(self, function: FunctionType, depth: int) -> None:
-        """Default arguments are made once, and kept from call to call."""
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._visit(value, f"a default argument of {function.__qualname__}", depth)
 
 
 def in_context() -> list[Holder]:
@@ -275,6 +251,12 @@ def in_context() -> list[Holder]:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{text}[{key!r}]", item) for key, item in items]
     return list(found.values())
+
+
+def _enclosing(text: str) -> Iterator[str]:
+    """A path, and every path that encloses it."""
+    yield from (text[: match.start()] for match in re.finditer(r"[.\[]", text))
+    yield text
 
 
 def is_below(text: str, name: str) -> bool:

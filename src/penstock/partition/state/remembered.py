@@ -1,82 +1,41 @@
 """What units remember from one call to the next, besides their parameters and buffers.
 
-In a counter, a queue of features in a tensor that is not a buffer, or a generator, a unit finds what it left there in
-the previous microbatch. That works if every call runs once, in order, and all units that use it are on one stage. It
-fails if two copies of a stage each see part of the batch, or if a forward is rerun.
+In a counter, a tensor in an attribute, or a generator, a unit finds what it left there in the previous microbatch. That
+works if every call runs once, in order, and on one stage. It fails if two copies of a stage each see part of the batch,
+or if a forward is rerun.
+
+Not followed, as no published model needs it: tensors that are no buffers, and are updated in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor
-
-from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition.state.provenance import Provenance, Stray
-from penstock.partition.state.reach import Holder, Reach
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """Something that a unit changes and that it or another unit reads.
+    """Something that a unit leaves for its own next call.
 
     Attributes:
         text: where a user finds it.
-        units: the units that use it.
-        storage: the memory of a tensor, which calls outside the units may also use; None for anything else.
-        changed, used: where in the user's code it is changed and used.
+        unit: the unit's name.
         follows: sizes of kept tensors that follow the number of samples, or of steps, that the unit is given.
     """
 
     text: str
-    units: frozenset[str]
-    storage: int | None = None
-    changed: str = ""
-    used: str = ""
+    unit: str
     follows: frozenset[int] = frozenset()
 
     def refusal(self, stages: Collection[int]) -> PartitionError:
-        """The error for something that is used on several stages."""
+        """The error for a unit that is called on several stages."""
         return PartitionError(
-            f"{self.text} is updated in place in {self.changed}, and used in {self.used}, which are on stages "
-            f"{sorted(stages)}: none would see what the others write there. Move the cut so that all its uses are on "
-            "one stage, or pass it as an argument and return it"
+            f"{self.text} carries something over from one call of {self.unit!r} to the next, but these are on stages "
+            f"{sorted(stages)}: none would see what the others leave there. Move the cut so that all are on one stage, "
+            "or pass it as an argument and return it"
         )
-
-
-def strays(provenance: Provenance, reach: Reach) -> list[Remembered]:
-    """The tensors that existed before the forward, are neither parameters nor buffers, and are updated by it."""
-    found = [stray for stray in provenance.strays.values() if stray.writer is not None]
-    return [_remembered(stray, reach) for stray in found]
-
-
-def _remembered(stray: Stray, reach: Reach) -> Remembered:
-    assert stray.writer is not None
-    others = [made for scope, made in stray.users.items() if scope != stray.writer.unit]
-    return Remembered(
-        _text(stray, reach),
-        frozenset(scope for scope in stray.users if scope),
-        stray.root,
-        str(stray.writer),
-        str(others[0] if others else stray.writer),
-    )
-
-
-def _text(stray: Stray, reach: Reach) -> str:
-    for place in reach.places:
-        for key, value in _entries(place):
-            if isinstance(value, Tensor) and storage_of(value) == stray.root:
-                return f"{place.name(key)!r}, a tensor that is not a buffer,"
-    return f"a tensor of shape {stray.shape} that is not a buffer"
-
-
-def _entries(place: Holder) -> Sequence[tuple[Any, Any]]:
-    if isinstance(place.before, dict):
-        return list(place.before.items())
-    return [(key, value) for key, value in enumerate(place.before)] if type(place.before) is list else []
 
 
 def refuse_copies(index: int, remembered: Sequence[Remembered], pipelines: int) -> None:
@@ -96,7 +55,7 @@ def refuse_again(index: int, remembered: Sequence[Remembered], units: Collection
         units: the units that are rerun; None: the whole stage.
     """
     for each in remembered:
-        if units is None or not each.units.isdisjoint(units):
+        if units is None or each.unit in units:
             raise PartitionError(
                 f"recompute: {each.text} of stage {index} carries something over from one microbatch to the next, so "
                 f"that running a forward again would give something else; choose recompute={{{index}: 'never'}}"
@@ -121,4 +80,4 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
 
 def draws_alone(unit: str) -> Remembered:
     """A unit's own generator."""
-    return Remembered(f"a torch.Generator in {unit!r}", frozenset({unit}))
+    return Remembered(f"a torch.Generator in {unit!r}", unit)

@@ -49,7 +49,6 @@ class Grain:
         carried: names of the places whose contents are carried to the last stage for the loss function.
         taken: names of attributes that are read after the calls of units that depend on values; see
             `state/attribute_outputs.py`.
-        once: whether no unit may run again to see what it reads, since that leaves traces that cannot be undone.
     """
 
     exposed: frozenset[type[nn.Module]] = frozenset()
@@ -58,7 +57,6 @@ class Grain:
     shut: frozenset[str] = frozenset()
     carried: frozenset[str] = frozenset()
     taken: frozenset[str] = frozenset()
-    once: bool = False
 
 
 NO_GRAIN = Grain()
@@ -71,32 +69,23 @@ class Regroup(BaseException):
 
     Args:
         refusal: what to say if that is impossible.
+        opened, whole: their names.
+        exposed: a class whose modules' results are used outside the units that they are in.
         needed: whether the model is then refused; otherwise it is recorded with these modules shut.
     """
 
     def __init__(
-        self, refusal: str, opened: Iterable[str] = (), whole: Iterable[str] = (), *, needed: bool = True
+        self,
+        refusal: str,
+        opened: Iterable[str] = (),
+        whole: Iterable[str] = (),
+        *,
+        exposed: type[nn.Module] | None = None,
+        needed: bool = True,
     ) -> None:
         super().__init__(refusal)
-        self.refusal, self.opened, self.whole, self.needed = refusal, frozenset(opened), frozenset(whole), needed
-
-
-class LeavesTraces(BaseException):
-    """A unit that ran a second time left tensors that cannot be removed: record again, without second runs.
-
-    Not an Exception, so that the model's own `except` clauses do not catch it.
-    """
-
-
-class Leak(BaseException):
-    """A value that a module inside a unit made is used outside the unit: record again with the module's class exposed.
-
-    Not an Exception, so that the model's own `except` clauses do not catch it.
-    """
-
-    def __init__(self, kind: type[nn.Module], refusal: str) -> None:
-        super().__init__(refusal)
-        self.kind, self.refusal = kind, refusal
+        self.refusal, self.exposed, self.needed = refusal, exposed, needed
+        self.opened, self.whole = frozenset(opened), frozenset(whole)
 
 
 def find_units(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.compat import FakeTensor, storage_of
+from penstock.compat import storage_of
 from penstock.marks import cut
 from penstock.partition.state.provenance import OVERWRITES, Provenance, is_seeded, is_view, tensors_of
+from penstock.partition.watch.saved import Saved
 from penstock.partition.watch.seeds import Seeds
-from penstock.partition.watch.unseen import Saved
 from penstock.partition.watch.work import Operation, work_of
 from penstock.trees import flatten
 
@@ -36,7 +36,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work: the work since the owner last set it to 0; see `work_of`.
         provenance: where tensors come from.
         saved: what is saved for backward.
-        statistics: the memory of batch norms' running statistics, which get no new version when they are updated.
     """
 
     supports_higher_order_operators = True
@@ -57,9 +56,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = 0
         self._inside_function = False
         self.provenance = Provenance()
-        self.saved = Saved(self.provenance.meant, is_watched=watches_saved)
-        self.statistics: set[int] = set()
-        self._log: list[Any] | None = None
+        self.saved = Saved(is_watched=watches_saved)
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self.kept: list[Any] = []
@@ -89,12 +86,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     if isinstance(tensor, Tensor) and (name not in RUNNING or given.get("training", True)):
                         self._written[storage_of(tensor)] = tensor
                         writing.append(tensor)
-                        if name in RUNNING:
-                            self.statistics.add(storage_of(tensor))
-        values = (*args, *kwargs.values())
-        if self._log is not None:
-            self._log.append((func, described(values), numbers_given(func, args)))
-        given_tensors = tensors_of(values)
+        given_tensors = tensors_of((*args, *kwargs.values()))
         taken = self.provenance.read(given_tensors)
         if not (is_plain and is_view(func)):
             self.provenance.looks_at(given_tensors, [t for t in writing if overwrites])
@@ -129,8 +121,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stands_for(self, real: Tensor, fake: Tensor) -> None:
         """Notes that what was seen of a real tensor that a unit ran on also holds for the fake one."""
-        if storage_of(real) in self.statistics:
-            self.statistics.add(storage_of(fake))
         self.saved.stands_for(real, self.provenance.root(fake))
 
     @contextmanager
@@ -165,16 +155,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls[first:] = [(module, position) for module, _ in self.calls[first:]]
 
     @contextmanager
-    def logging(self) -> Iterator[list[Any]]:
-        """Collects every operator with its arguments; tensors are represented by their shapes."""
-        log: list[Any] = []
-        self._log = log
-        try:
-            yield log
-        finally:
-            self._log = None
-
-    @contextmanager
     def following_modules(self) -> Iterator[None]:
         """Keeps `stack` and `calls` up to date with this thread's module calls."""
         thread = threading.get_ident()
@@ -198,21 +178,6 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def described(value: Any) -> Any:
-    """An argument of an operator, for comparison: for a tensor, its shape and dtype."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple(map(described, value))
-    return repr(value)
-
-
-def numbers_given(func: Any, args: Any) -> Any:
-    """The numbers that a tensor is made from, for comparison."""
-    lifts = func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
-    return repr(args[0].tolist()) if lifts and args[0].numel() <= 64 else None
 
 
 @functools.cache

@@ -13,8 +13,6 @@ from functools import partial
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
-from penstock.runtime.features.backward_draws import BackwardDraws
-from penstock.runtime.features.backward_updates import BackwardUpdates
 from penstock.runtime.features.checkpointed_norm import CheckpointedNorms
 from penstock.runtime.features.compiled import Compiled, OwnGradients
 from penstock.runtime.features.context import MakeFeature, StageContext, check_forward_order
@@ -25,6 +23,7 @@ from penstock.runtime.features.offload import Offload
 from penstock.runtime.features.recompute import KEPT_FORWARDS, RecomputedStage
 from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.sharding import Framed, Reduced
+from penstock.runtime.features.step_check import StepCheck
 from penstock.runtime.kinds import distinct
 from penstock.runtime.split_backward.alike import weight_uses
 from penstock.runtime.split_backward.backward import SplitBackward
@@ -68,8 +67,7 @@ FEATURES: tuple[MakeFeature, ...] = (
     _deferred_norms,
     ForwardAttributes.of,
     CheckpointedNorms.of,  # exchanges buffers within a backward, in which nothing else may update them
-    BackwardUpdates.of,
-    BackwardDraws.of,
+    StepCheck.of,
 )
 """All features of Penstock, the outermost first."""
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.partition.values.memory import same_bits
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import check_unchanged
 
@@ -96,10 +95,6 @@ class Away:
     def is_changed(self) -> bool:
         """Whether the tensor has been updated in place since."""
         return self._witness._version != self._version
-
-    def has_bits_of(self, tensor: Tensor) -> bool:
-        """Whether the copy on the host, once sent, has the bits that a tensor of this layout has now."""
-        return same_bits(exact.pack(tensor).cpu(), self._host)
 
     def wait_until_sent(self) -> None:
         """Lets the device's computation wait for the copy to the host, and for all earlier ones."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 from torch import Tensor
 
@@ -33,26 +33,6 @@ class _Nothing:
 
 NOTHING: Context = cast(Context, _Nothing())
 """For a feature that has nothing to do; may be entered any number of times."""
-
-
-class Watch(Generic[T]):
-    """Wraps some work with a look at something before it and a check of it afterwards, unless the work raises.
-
-    It may be entered again once it is left. It is a class, which takes less time than a generator, since it is around
-    most forwards and backwards.
-    """
-
-    __slots__ = ("_check", "_look", "_seen")
-
-    def __init__(self, look: Callable[[], T], check: Callable[[T], None]) -> None:
-        self._look, self._check = look, check
-
-    def __enter__(self) -> None:
-        self._seen = self._look()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is None:
-            self._check(self._seen)
 
 
 class Start(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.compat import WeakStorage, storage_of
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError
 from penstock.runtime.exact.saved import Saved, SavedTensor
 from penstock.runtime.features.away import Away, lanes_of
 from penstock.runtime.features.compiled import any_compiled
@@ -79,17 +79,12 @@ class Offload(Feature):
         self._for_backward: dict[int, _Refs] = {}
         self._for_weights: dict[int, _Refs] = {}
         self._microbatch: int | None = None  # whose forward is running
-        self._changes = 0
-        self._checked = False
-        self._to_check: list[tuple[Tensor, Away]] = []
         self.pack: Callable[[Tensor], Saved] = self._pack
         if compiled:
             self.pack = torch.compiler.disable(self._pack)  # type: ignore[no-untyped-call]
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised, and checks a forward again after changes of the model."""
-        if start.changes != self._changes:
-            self._changes, self._checked = start.changes, False
+        """Drops anything left by a step that raised."""
         for microbatch in list(self._leaving):
             self._free(microbatch)
         self._for_backward.clear()
@@ -108,13 +103,9 @@ class Offload(Feature):
         try:
             with saved_tensors_hooks(self.pack, _unpack):
                 yield
-            if not self._checked:
-                self._check()
-                self._checked = True
         finally:
             self._microbatch = None
             self._sent.clear()
-            self._to_check.clear()
 
     def past(self, action: Action) -> None:
         """Called once the computation after one of these has ended: frees what a forward sent."""
@@ -174,9 +165,6 @@ class Offload(Feature):
             return away
         away = self._send(tensor, microbatch, refs)
         self._sent[key] = WeakStorage(tensor), weakref.ref(away)
-        if not self._checked:
-            away.wait_until_sent()  # so that what comes later cannot change the copy
-            self._to_check.append((tensor.detach(), away))
         return away
 
     def _send(self, tensor: Tensor, microbatch: int, refs: dict[int, _Refs]) -> Away:
@@ -186,18 +174,6 @@ class Offload(Feature):
             self._leaving.setdefault(microbatch, []).append(away)
         refs.setdefault(microbatch, []).append(weakref.ref(away))
         return away
-
-    def _check(self) -> None:
-        """Refuses a forward that changes what it has saved without autograd seeing it: one device's backward would
-        find what was written last, not what was sent.
-        """
-        for tensor, away in self._to_check:
-            if not away.is_changed and not away.has_bits_of(tensor):
-                raise PartitionError(
-                    f"offload: the forward of stage {self._stage} updates a tensor of shape {list(tensor.shape)} in "
-                    "place, unseen by autograd (through .data), although its backward needs it, and its copy is on the "
-                    f"host already; choose offload={{{self._stage}: False}}, or make the update out of place"
-                )
 
     def _free(self, microbatch: int) -> None:
         leaving = self._leaving.pop(microbatch, ())

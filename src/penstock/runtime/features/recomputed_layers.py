@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.partition import INPUT_OVERWRITTEN, OVERWRITTEN_BY
+from penstock.partition import INPUT_OVERWRITTEN
 from penstock.partition.state.remembered import refuse_again
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.features.context import StageContext
@@ -81,12 +81,6 @@ def with_recomputed_layers(stage: Stage, every: int) -> fx.GraphModule:
         )
     refuse_again(stage.meta.index, stage.remembered, {str(node.target) for node in calls[::every]})
     for number, node in enumerate(calls[::every]):
-        if writer := node.meta.get(OVERWRITTEN_BY):
-            raise PartitionError(
-                f"recompute={every}: {writer} updates in place, unseen by autograd (through .data), what the backward "
-                f"of {str(node.target)!r} uses, so that running {str(node.target)!r} again would give something else; "
-                f"choose recompute={{{stage.meta.index}: 'never'}}, or 'always'"
-            )
         layer = module.get_submodule(str(node.target))
         node.target = f"recomputed_{number}"
         copies = node.meta.get(INPUT_OVERWRITTEN, False)

@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from penstock import PartitionError, inspect, verify
-from penstock.compat import storage_of
-from penstock.partition.recording.facts import Fact
-from penstock.partition.watch.unseen import Saved
+from penstock import inspect, verify
 
 WIDTH = 6
 
@@ -30,22 +26,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.layer(x))
-
-
-class WritesInput(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        x.data.mul_(0.5)
-        return y
-
-
-class WritesInputForReal(Block):
-    """Fake tensors cannot follow it, and numpy's writes are no operators of torch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        x.detach().numpy()[:] *= 0.5
-        return y
 
 
 class WritesWeight(Block):
@@ -160,47 +140,6 @@ class Codebook(Block):
         return x + (found - x).detach()
 
 
-class Between(nn.Module):
-    """Writes what enters each block once the block has run; `skipped` blocks are left alone, for they come first."""
-
-    def __init__(self, skipped: int = 1) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.skipped = skipped
-
-    def call(self, block: nn.Module, x: Tensor) -> Any:
-        return block(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            y = self.call(block, x)
-            if number >= self.skipped:
-                x.data.mul_(0.5)
-            x = y
-        return x
-
-
-class BetweenCheckpoints(Between):
-    def call(self, block: nn.Module, x: Tensor) -> Any:
-        return checkpoint(block, x, use_reentrant=False)
-
-
-class WritesModelInput(nn.Module):
-    """The first block saves the model's input, which takes no gradient, for the gradient of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x
-        for number, block in enumerate(self.blocks):
-            y = block(y)
-            if number == 2:
-                x.data.mul_(0.5)
-        return y
-
-
 def chain(block: type[Block]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(block() for _ in range(4)))
 
@@ -209,30 +148,6 @@ def check(make: Callable[[], nn.Module], **options: Any) -> None:
     x, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     options = {"ranks": 1, "schedule": "gpipe", "microbatches": 2, "whole_batch": False, **options}
     assert verify(make, (x,), target=target, loss_fn=F.mse_loss, **options).ok
-
-
-@pytest.mark.parametrize("make", [chain(WritesInput), chain(WritesInputForReal), Between])
-def test_what_an_earlier_stage_saved_is_not_written_behind_its_back(make: Callable[[], nn.Module]) -> None:
-    check(make)
-    with pytest.raises(PartitionError, match=r"through \.data.*but on stage 1 and not on stage 0"):
-        check(make, ranks=2)
-
-
-def test_cuts_go_where_nothing_is_separated() -> None:
-    check(lambda: Between(skipped=3), ranks=2)
-    check(WritesModelInput, ranks=2)
-    stages = inspect(WritesModelInput(), (torch.randn(4, WIDTH),), stages=2).stages
-    assert stages[1].begins == "blocks.3"
-    with pytest.raises(PartitionError, match=r"of block 'blocks\.0' uses, but on stage 1"):
-        check(WritesModelInput, ranks=2, cuts=["blocks.2"])
-
-
-def test_layers_that_run_again_find_what_they_found_at_first() -> None:
-    check(Between, recompute="always")
-    with pytest.raises(PartitionError, match=r"recompute=1: the call at .* updates in place.*of 'blocks.0' uses"):
-        check(Between, recompute=1)
-    with pytest.raises(PartitionError, match="when its checkpoint runs it again, which a stage does not"):
-        check(BetweenCheckpoints)
 
 
 @pytest.mark.parametrize("block", [WritesWeight, ExchangesBufferForReal, NormalisesByAverages, WritesStray])
@@ -264,18 +179,3 @@ def test_recording_leaves_the_weights_as_they_were() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     inspect(model, (torch.randn(4, WIDTH),), stages=2)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_run_on_the_side_leaves_nothing_to_the_call_that_is_written_next() -> None:
-    """What a checkpoint keeps there is not that call's arguments."""
-    saved, x = Saved(storage_of, is_watched=True), torch.ones(3, requires_grad=True)
-    with saved.watching():
-        with (
-            saved.aside(),
-            torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), lambda one: one[0]),
-        ):
-            saved.follow([x.sin()])
-        fact = Fact(0, "unit", "block")
-        saved.belongs_to(fact, [x])
-    saved.settle()
-    assert fact.saved == frozenset()

@@ -7,7 +7,7 @@ reversible layers) becomes part of the module around it, which runs as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition import source
-from penstock.partition.run.real import on_other_values
-from penstock.partition.run.replay import Operators, operators
+from penstock.partition.run.second_run import again
+from penstock.partition.state.assumptions import words_of_class
+from penstock.partition.state.carried_over import carried
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Regroup, Unit
-from penstock.partition.values.objects import hides_tensors, tensors_in
+from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
 from penstock.trees import flatten, map_tensors
 from penstock.words import shortened
@@ -30,21 +31,17 @@ from penstock.words import shortened
 Run = Callable[[Any, Any], Any]
 
 
-class Sideways:
+class SideChannels:
     """These rules, applied to one recording."""
 
-    def __init__(
-        self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer, *, once: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
-        self._once = once
         self._swayed: dict[str, str] = {}
         self._writers: set[str] = set()
-        self._looked_at: frozenset[int] = frozenset()  # by the unit that was last tried again
+        self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
         self._units = {unit.name: unit for unit in units.values()}
         self._held: dict[str, frozenset[int]] = {}
         self.remembered: dict[str, Remembered] = {}  # by unit
-        self.own: set[str] = set()  # places that units changed while they ran, and units that may have
 
     def held_by(self, unit: Unit) -> frozenset[int]:
         """The memory of the parameters and buffers of a unit."""
@@ -74,7 +71,7 @@ class Sideways:
     def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
         """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
 
-        Notes whether anything that changed since the forward began makes the unit behave differently.
+        Notes what it finds that others have set since the forward began, and what it leaves for its next call.
         """
         self._reach.cached.forget()  # a unit must not get other units' tensors from a cache
         try:
@@ -83,81 +80,68 @@ class Sideways:
             self._reach.cached.forget()
 
     def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
-        if self._once:
-            return run(args, kwargs)[0]
-        objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
-        if any(map(hides_tensors, objects)):  # a second run could change them
-            self.own.add(unit.name)
-            return run(args, kwargs)[0]
-        changed = self._reach.changed()
-        now = {id(place): place.copied() for place in changed}
-        before = self._operators(run, args, kwargs, from_start=True) if changed else None
-        with self._observer.logging() as log:
-            result, on_fakes = run(args, kwargs)
-        updates = result[2] & self.held_by(unit)
-        written = [p for p in self._reach.changed() if p.differs(now.get(id(p), p.before))]
-        self.own |= {place.text for place in written}
-        own = [p for p in written if not self._reach.belongs_to(p, unit.name)]
-        if not on_fakes:
-            _refuse_numbers(unit, own)
-        if written and unit.name not in self.remembered and self._remembers(unit, args, kwargs, run, log, updates):
-            follows = self._follows(args, kwargs, run)
-            self.remembered[unit.name] = Remembered(_names(written), frozenset((unit.name,)), follows=follows)
-        if changed and before != log:
-            self._swayed[unit.name] = _names(changed)
+        places = self._reach.of(unit.name)
+        now = [(place, place.copied()) for place in places]
+        found = [(place, key, value) for place in places if place.is_changed() for key, value in place.changes()]
+        if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
+            self._swayed[unit.name] = shortened(names)
+        result, on_fakes = run(args, kwargs)
+        changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
+        written = list({id(place): place for place, *_ in changes}.values())
+        self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
+        own = [place for place in written if not self._reach.belongs_to(place, unit.name)]
         if own:
             self._writers.add(unit.name)
-            if on_fakes and self._operators(run, args, kwargs, from_start=False) != log:
-                self._swayed.setdefault(unit.name, _names(own))
+        if not on_fakes:
+            _refuse_numbers(unit, own)
+        if written and unit.name not in self.remembered:
+            self._look_for_state(unit, changes, args, kwargs, run)
         return result
 
-    def _operators(
-        self, run: Callable[[Any, Any], Any], args: Any, kwargs: Any, *, from_start: bool, **options: Any
-    ) -> Operators | None:
-        return operators(run, args, kwargs, self._reach, self._observer, from_start=from_start, **options)
-
-    def _remembers(
-        self, unit: Unit, args: Any, kwargs: Any, run: Run, first: Operators, updates: frozenset[int]
-    ) -> bool:
-        """Whether a unit that has just run these operators will find what it left when it is called again.
-
-        Something that it makes only once, such as a table of positions, does not count: the third run then equals the
-        second.
-        """
-        provenance, stale = self._observer.provenance, []
-
-        def takes(foreign: Foreign) -> None:
-            made = foreign.made
-            if made is not None and made.unit == unit.name and not provenance.is_steady(foreign.storage):
-                stale.append(foreign)
-
-        writes: set[int] = set()
-
-        def noting(args: Any, kwargs: Any) -> None:
-            writes.update(run(args, kwargs)[0][2])
-
-        provenance.forget_contents()
-        second = self._operators(noting, args, kwargs, from_start=False, takes=takes)
-        self._looked_at = frozenset(provenance.looked_at)
-        if second is None or stale or writes & self.held_by(unit) - updates:
-            return True
-        if second == first:
+    def _reads(self, unit: Unit, place: Holder, key: Any, value: Any) -> bool:
+        """Whether something else than this unit has set a plain value that the unit's code may read, such as the height
+        and width that Swin sets in its blocks: `blk.H, blk.W = H, W`."""
+        if self._setters.get((id(place), key)) == unit.name:
             return False
-        runs = iter((on_other_values(run), run))
+        named = not place.attributes or any(key in words_of_class(type(m)) for m in unit.module.modules())
+        return named and not holds_tensors(value)
 
-        def following(args: Any, kwargs: Any) -> None:
-            next(runs)(args, kwargs)
+    def _changes(self) -> Iterator[tuple[Holder, Any, Any]]:
+        return ((place, key, value) for place in self._reach.changed() for key, value in place.changes())
 
-        return self._operators(following, args, kwargs, from_start=False, times=2) != second
+    def set_outside(self) -> Iterator[tuple[Holder, Any, Any]]:
+        """What the forward has changed outside of units: the place, the key, and the new value."""
+        return (each for each in self._changes() if (id(each[0]), each[1]) not in self._setters)
 
-    def _follows(self, args: Any, kwargs: Any, run: Run) -> frozenset[int]:
+    def _look_for_state(
+        self, unit: Unit, changes: Sequence[tuple[Holder, Any, Any]], args: Any, kwargs: Any, run: Run
+    ) -> None:
+        """Notes what a unit that has just run leaves for its own next call: counters, and tensors that it then takes.
+
+        Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
+        """
+        counters = carried({type(module) for module in unit.module.modules()})
+        counts = any(type(value) in (int, float) and key in counters for _, key, value in changes)
+        made, kept = self._observer.provenance, set[int]()
+        objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
+        left = [t for *_, value in changes for t in tensors_in(value) if not made.is_steady(made.root(t))]
+        mine = {made.root(t) for t in left if (m := made.maker(t)) is not None and m.unit == unit.name}
+        if mine and not any(map(hides_tensors, objects)):
+            made.forget_contents()
+            again(run, args, kwargs, self._reach, self._observer)
+            kept = mine & made.looked_at  # what it overwrites first (scratch memory) is no state
+        if counts or kept:
+            names = shortened([place.name(key) for place, key, _ in changes])
+            follows = self._follows(args, kwargs, run, kept) if kept else frozenset[int]()
+            self.remembered[unit.name] = Remembered(names, unit.name, follows)
+
+    def _follows(self, args: Any, kwargs: Any, run: Run, kept: Collection[int]) -> frozenset[int]:
         """The sizes, of tensors that a unit has just left and reads when it is called again, that grow if its arguments
-        do along dimension 0 or 1. What it overwrites first (scratch memory) is no state."""
+        do along dimension 0 or 1."""
         root = self._observer.provenance.root
 
         def left() -> dict[Any, tuple[int, torch.Size]]:
-            changed = [(place, key, value) for place in self._reach.changed() for key, value in place.changes()]
-            every = (((p, key, n), t) for p, key, value in changed for n, t in enumerate(tensors_in(value)))
+            every = (((p, key, n), t) for p, key, value in self._changes() for n, t in enumerate(tensors_in(value)))
             return {entry: (root(t), t.shape) for entry, t in every}
 
         def grown(dim: int) -> dict[Any, tuple[int, torch.Size]]:
@@ -172,11 +156,10 @@ class Sideways:
                 shapes.update(left())
 
             shapes: dict[Any, tuple[int, torch.Size]] = {}
-            self._operators(running, args, kwargs, from_start=True)
+            again(running, args, kwargs, self._reach, self._observer, from_start=True)
             return shapes
 
-        looked_at = self._looked_at
-        now = {entry: shape for entry, (memory, shape) in left().items() if memory in looked_at}
+        now = {entry: shape for entry, (memory, shape) in left().items() if memory in kept}
         every = [(entry, shape) for dim in (0, 1) for entry, (_, shape) in grown(dim).items()]
         pairs = [(now[entry], other) for entry, other in every if entry in now]
         return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
@@ -187,8 +170,8 @@ class Sideways:
         if not read:
             for name, places in self._swayed.items():
                 raise Regroup(
-                    f"{name!r} behaves differently once the forward has changed {places}, but its stage would not see "
-                    "that change. Pass what it needs as an argument",
+                    f"the forward changes {places} before it runs {name!r}, but its stage would not see that change. "
+                    "Pass what it needs as an argument",
                     opened={*self._swayed, *self._writers},
                 )
             return
@@ -203,9 +186,9 @@ class Sideways:
             raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
 
 
-def _names(places: Collection[Holder]) -> str:
-    """The names of the changed entries."""
-    return shortened([p.name(key) for p in places for key, _ in p.changes()] or [p.text for p in places])
+def _differs(before: Any, key: Any, value: Any) -> bool:
+    """Whether an entry is another object than in a copy of the entries."""
+    return key is None or key not in before or before[key] is not value
 
 
 def _refusal(read: Foreign) -> str:

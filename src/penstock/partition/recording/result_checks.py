@@ -7,15 +7,11 @@ recorded. A pattern consists only of tuples and plain values, so that it can app
 
 from __future__ import annotations
 
-import array
-import datetime
 import enum
-import hashlib
 from collections.abc import Collection, Mapping
 from numbers import Number
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -24,12 +20,9 @@ from penstock.partition.recording.facts import Fact, Pattern
 from penstock.partition.units.opening import Opening, StayWhole
 from penstock.trees import LEAF, flatten
 
-CONTAINERS = ("items", "keys", "leaves", "fields")
+CONTAINERS = ("items", "keys", "leaves")
 LITERALS = (bool, int, float, str, type(None))
-VALUES = (
-    *(Number, str, bytes, bytearray, range, slice, set, frozenset, enum.Enum, array.array, np.generic, np.ndarray),
-    *(datetime.date, datetime.time, datetime.timedelta, torch.Size, torch.dtype, torch.device),
-)
+VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
 """Values of these types and their subclasses cannot appear in a stage's code, so their texts do."""
 
 
@@ -41,7 +34,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
     if kind in LITERALS:
         return "value", result
     if isinstance(result, VALUES):
-        return "text", _identity(result)
+        return "text", repr(result)
     if isinstance(result, (tuple, list)):
         return "items", tuple(pattern_of(item, shapes=shapes) for item in result)
     if isinstance(result, dict):
@@ -49,22 +42,7 @@ def pattern_of(result: Any, *, shapes: bool) -> Pattern:
     flat = flatten(result)
     if flat.structure != LEAF:
         return "leaves", tuple(pattern_of(leaf, shapes=shapes) for leaf in flat.leaves)
-    flat = flatten(result, empty=True)
-    if flat.structure == LEAF:
-        return ("any",)
-    known = [isinstance(leaf, (*LITERALS, *VALUES)) for leaf in flat.leaves]
-    pairs = zip(flat.leaves, known, strict=True)
-    return "fields", tuple(pattern_of(leaf, shapes=False) if value else ("any",) for leaf, value in pairs)
-
-
-def _identity(value: Any) -> str:
-    """A text that differs for any two different values of one type."""
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        digest = hashlib.sha1(value.tobytes(), usedforsecurity=False).hexdigest()
-        return f"an array of {value.dtype}, {value.shape}, with the digest {digest[:16]}"
-    if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__}({sorted(map(repr, value))})"
-    return repr(value)
+    return ("any",)
 
 
 def _keys(mapping: dict[Any, Any]) -> tuple[Any, ...] | str:
@@ -173,7 +151,7 @@ def _fits(value: Any, pattern: Pattern) -> bool:
             return False
         return bool(value == expected or (value != value and expected != expected))  # NaN equals NaN here
     if kind == "text":
-        return isinstance(value, VALUES) and type(value) not in LITERALS and _identity(value) == pattern[1]
+        return isinstance(value, VALUES) and type(value) not in LITERALS and repr(value) == pattern[1]
     if kind == "any":
         return not isinstance(value, Tensor)
     inside = _inside(value, pattern)
@@ -188,7 +166,7 @@ def _inside(value: Any, pattern: Pattern) -> list[Any] | None:
     elif kind == "keys":
         items = list(value.values()) if isinstance(value, dict) and _keys(value) == pattern[1] else None
     else:
-        items = flatten(value, empty=kind == "fields").leaves
+        items = flatten(value).leaves
     return items if items is not None and len(items) == len(pattern[-1]) else None
 
 
@@ -216,5 +194,5 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return f"keys {tuple(value)}"
     if isinstance(value, VALUES):
-        return _identity(value)
+        return repr(value)
     return repr(value) if type(value) in LITERALS else f"a {type(value).__name__}"

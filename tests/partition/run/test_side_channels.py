@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import Partitioner, partitioner
-from penstock.partition.run.sideways import Sideways
+from penstock.partition.run.side_channels import SideChannels
 from scaffolding.representatives import representatives
 
 WIDTH = 6
@@ -226,14 +226,14 @@ class Calling:
 
 
 def test_modules_among_the_constants_of_the_models_own_call_are_refused() -> None:
-    words = r"sideways.py:\d+ uses tensors that are not among its arguments \('layers.0.weight', .*a module"
+    words = r"side_channels.py:\d+ uses tensors that are not among its arguments \('layers.0.weight', .*a module"
     with pytest.raises(PartitionError, match=words):
         inspect(Reversible(), (torch.randn(5, WIDTH),), stages=1)
 
 
 def test_a_parameter_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the watch on each call gone, what the whole recording must satisfy still holds it."""
-    monkeypatch.setattr("penstock.partition.run.sideways.Sideways.check_call", lambda self, call: None)
+    monkeypatch.setattr("penstock.partition.run.side_channels.SideChannels.check_call", lambda self, call: None)
     with pytest.raises(PartitionError, match=r"uses 'body.layers.0.weight', .*no recorded call does.*leaves="):
         Partitioner(Stack(), 2, streams=None)((torch.randn(5, WIDTH),))  # type: ignore[arg-type]
 
@@ -261,7 +261,7 @@ def test_parameters_that_are_not_used_are_noted() -> None:
 
 def test_without_the_watch_a_block_that_reads_past_its_arguments_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: a block finds another microbatch's value, or a fake one."""
-    monkeypatch.setattr(Sideways, "check_units", lambda self, known: None)
+    monkeypatch.setattr(SideChannels, "check_units", lambda self, known: None)
     torch.manual_seed(0)
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
     try:
