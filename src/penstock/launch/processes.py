@@ -23,6 +23,7 @@ from typing import IO
 from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
+from penstock.launch.user import User
 
 VERIFY = "PENSTOCK_VERIFY"
 """Of the environment: set if pipelines are to be verified in their first step."""
@@ -64,13 +65,14 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     return status
 
 
-def explain_end(ended: Ended, failures: str, agents: Sequence[str]) -> tuple[int, str]:
+def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User | None = None) -> tuple[int, str]:
     """The job's exit status, and what failed first, in a line; none if nothing did, or a signal to this process ended
     all. The line goes into the folders of runs, too.
 
     Args:
         failures: the file that `FAILURES` named.
         agents: what to call each.
+        user: whose the ranks were, if not this process's own.
     """
     if ended.received or ended.agent is None:
         return ended.status, ""
@@ -79,7 +81,8 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str]) -> tuple[int
         status, said = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
     else:
         status, said = shell_status(first.exitcode or 1), str(first)
-    tell_folders(failures, said)
+    with user.acting() if user else contextlib.nullcontext():
+        tell_folders(failures, said)
     return status, said
 
 
@@ -246,11 +249,17 @@ def _usual_input() -> int | None:
 
 
 @contextlib.contextmanager
-def memory(name: str) -> Iterator[str]:
-    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full."""
-    if sys.platform != "linux":
-        with tempfile.NamedTemporaryFile(prefix=f"penstock-{name}-") as file:
-            yield file.name
+def memory(name: str, user: User | None = None) -> Iterator[str]:
+    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full. For
+    another user, who cannot open such a file, it is one on disk, which that user can write, but not replace."""
+    if sys.platform != "linux" or user:
+        with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as folder:
+            file = Path(folder, name)
+            file.touch()
+            if user:
+                user.own(file)
+                os.chmod(folder, 0o711)
+            yield str(file)
         return
     descriptor = os.memfd_create(f"penstock-{name}")
     try:
