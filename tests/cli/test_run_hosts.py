@@ -15,6 +15,7 @@ import pytest
 from command_line import penstock, stay
 from processes import has_ended
 
+from penstock.launch.processes import Outcome
 from penstock.network import checks, keeper, nodes
 from penstock.network.checks import why_not
 from scaffolding.patient import TEST_SECONDS, end_of, finished, started
@@ -136,7 +137,7 @@ def test_a_script_runs_as_the_user_that_is_named() -> None:
 
 @hosts_needed
 def test_a_script_is_said_to_run_as_root_under_sudo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "run", lambda *_, **__: nodes.Outcome(0))
+    monkeypatch.setattr(nodes, "run", lambda *_, **__: Outcome(0))
     monkeypatch.setenv("SUDO_USER", "ada")
     done = penstock("run", "-n", "1", "--hosts", "1", "show.py")
     said = "penstock: show.py runs as root, not as ada; pass --user ada to change that"

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.errors import ArgumentError
 from penstock.launch.endings import RankFailure, record_in
-from penstock.launch.processes import Ended, explain_end, memory
+from penstock.launch.processes import Ended, Outcome, explain_end, memory
 from penstock.launch.user import User
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become others")
@@ -86,7 +86,7 @@ def test_root_tells_no_folder_that_the_user_could_not(
         for run in (of_root, own):
             record_in(run)
         RankFailure(1, 3, 7, "why").write(path)
-        assert explain_end(Ended(0, 1), path, ["the agent"], nobody) == (3, "why")
+        assert explain_end(Ended(0, 1), path, ["the agent"], nobody) == Outcome(3, "why")
     assert (of_root / "ranks/0.json").read_text() == record
     assert json.loads((own / "ranks/0.json").read_text())["state"]["failure"] == "why"
     assert os.geteuid() == os.getegid() == 0

@@ -128,10 +128,7 @@ def _over_network(job: Job, network: Network, machines: Machines, user: str | No
         ended = nodes.run(job, machines, events=network.events)
         happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
         _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    if ended.received:
-        raise KeyboardInterrupt(ended.received)
-    _say([ended.said] if ended.said else [])
-    return ended.status
+    return ended.tell()
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from penstock.errors import ArgumentError
 from penstock.launch.agent import agent_command
 from penstock.launch.endings import FAILURES
-from penstock.launch.processes import QUIET, Patience, check, cores_for, explain_end, memory, supervise
+from penstock.launch.processes import QUIET, Outcome, Patience, check, cores_for, explain_end, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
 from penstock.launch.user import User
-from penstock.network.director import Happened, playing
+from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event
 
@@ -86,23 +86,6 @@ class Job:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        said: what failed first, in words; "" if nothing did, or if a signal to this process ended everything.
-        happened: what the scenario changed, in order.
-        received: that signal, if any.
-    """
-
-    status: int
-    said: str = ""
-    happened: tuple[Happened, ...] = ()
-    received: int | None = None
-
-
 def run(
     job: Job,
     machines: Machines,
@@ -138,8 +121,7 @@ def run(
                 forwards=forwards,
                 patience=PATIENCE,
             )
-        status, said = explain_end(ended, failures, _agents(job), job.user)
-        return Outcome(status, said, tuple(played.happened), ended.received)
+        return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(played.happened))
 
 
 def _agents(job: Job) -> list[str]:
