@@ -20,6 +20,7 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_design",
     "figures",
     "formulas",
@@ -41,6 +42,8 @@ highlight_language = "text"  # blocks without a language are commands and what t
 
 # Whatever is installed, and seconds faster. Not autodoc_mock_imports: autodoc also imports where that does not hold.
 sys.meta_path.insert(0, MockFinder(["accelerate", "lightning", "transformers"]))
+copybutton_prompt_text = "$ "  # a command is copied without its prompt, and without what it prints
+
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures are long; Args say what each argument is
 autodoc_class_signature = "mixed"
@@ -50,7 +53,8 @@ napoleon_use_ivar = True
 
 html_math_renderer = "mathml"
 html_theme = "furo"
-html_title = "Penstock"
+html_title = f"Penstock {release}"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_search_summary = False  # it would fetch pages, which browsers refuse to do from disk

@@ -95,8 +95,8 @@ def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
         "share": 0.5,
     }
     text = " ".join(output(*options).split())
-    assert "placement in a loop; the bound and the best by name are of this one alone" in text
-    assert f"elsewhere {best['name']} on a V is " in text
+    assert "placement in a loop; bound and baseline hold for this placement only" in text
+    assert f"alternative {best['name']} on a V is " in text
     assert "take --placement v, and multiply the costs by 0.5" in text
 
 
@@ -106,7 +106,7 @@ def test_nothing_is_shorter_elsewhere_at_the_same_costs_of_a_rank() -> None:
         "search", "--ranks", "4", "--microbatches", "8", "--seconds", "0.2", "--placement", "v", "--memory-limit", "2"
     )
     assert (made["placement"], made["shorter_elsewhere"]) == ("v", None)
-    assert "elsewhere" not in output("search", "--ranks", "2", "--microbatches", "4", "--seconds", "0.2")
+    assert "alternative" not in output("search", "--ranks", "2", "--microbatches", "4", "--seconds", "0.2")
 
 
 def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> None:

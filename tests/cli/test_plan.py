@@ -37,8 +37,8 @@ def test_the_best_plan_is_printed_and_written(profile: str, tmp_path: Path) -> N
     assert float(first[6]) == pytest.approx(best[0].step_seconds, rel=1e-3)
     for name in best[0].cuts:
         assert f" {name} " in text
-    why = text.partition("Why not")[2]
-    assert "1f1b, dp 4 x pp 1, " in why.partition("Do not fit:")[2]
+    why = text.partition("Rejected plans")[2]
+    assert "1f1b, dp 4 x pp 1, " in why.partition("Out of memory:")[2]
     assert "% slower: idle" in why.partition("Slower:")[2]
     assert f"plan={str(file)!r}" in text
 
@@ -101,7 +101,7 @@ def test_each_change_that_is_named_does_fit(profile: str) -> None:
     job = ("plan", "--global-batch", "16", "--profile", profile, "--search", "0", "--schedule", "1f1b")
     done = penstock(*job, "--devices", "2", "--memory", "600mib", columns=400)
     assert done.exit_code == 1
-    told = done.stdout.partition("as tried:")[2]
+    told = done.stdout.partition("changes fits:")[2]
     devices = told.partition("--devices ")[2].partition(":")[0]
     assert penstock(*job, "--devices", devices, "--memory", "600mib").exit_code == 0
     assert penstock(*job, "--devices", str(int(devices) - 1), "--memory", "600mib").exit_code == 1
@@ -114,7 +114,7 @@ def test_devices_of_several_kinds(profile: str) -> None:
     job = ("plan", *kinds, "--global-batch", "16", "--profile", profile, "--search", "0")
     text = output(*job, columns=80)
     assert max(map(len, text.splitlines())) <= 80
-    ranks = text.partition("Ranks of the first")[2].partition("Why not")[0]
+    ranks = text.partition("Rank layout of the best plan")[2].partition("Rejected plans")[0]
     assert {"1.1 GB", "4.3 GB"} >= {line[-6:] for line in ranks.splitlines()[3:] if line.strip()}
     found = as_json(*job)["plans"][0]
     assert sorted(found["limit_bytes"])[0] == 2**30
@@ -205,13 +205,13 @@ def test_plans_that_are_alike_share_a_row_and_other_ranks_are_told(profile: str)
     text = output(*job, "--link", "1tbit delay 1us", columns=200)
     assert "1f1b, dp 2 x pp 1" in text
     assert (
-        "1f1b, dp 1 x pp 2, 8 x 1" in text.partition("Why not")[2]
+        "1f1b, dp 1 x pp 2, 8 x 1" in text.partition("Rejected plans")[2]
     )  # chimera and dualpipe, dp 2 in disguise, are above
 
 
 def test_kinds_are_named_and_a_last_host_with_fewer_devices(profile: str) -> None:
     job = ("plan", "--profile", profile, "--global-batch", "16", "--search", "0", "--schedule", "1f1b")
-    ranks = output(*job, "--devices", "2xold,2xnew", columns=200).partition("Ranks of the first")[2]
+    ranks = output(*job, "--devices", "2xold,2xnew", columns=200).partition("Rank layout of the best plan")[2]
     assert "(old)" in ranks
     assert "(new)" in ranks
     text = output(*job, "--devices", "4", "--per-host", "3", columns=200)

@@ -315,8 +315,19 @@ def test_block_of_a_parameter(name: str, expected: str) -> None:
     assert block(name) == expected
 
 
+def test_the_function_of_a_target_is_make_unless_it_is_named(folder: Path) -> None:
+    (folder / "its.py").write_text("from cases import good as make\n")
+    assert verify("its.py", "--ranks", "1").exit_code == 0
+
+
+def test_a_script_without_make_is_not_run(folder: Path) -> None:
+    (folder / "trains.py").write_text("open('trained', 'w')\n")
+    assert "it has no function make" in verify("trains.py").stderr
+    assert not (folder / "trained").exists()
+
+
 BAD = [
-    ("cases.py", "expected a colon between a module and a function"),
+    ("cases.py", "TARGET 'cases.py': it has no function make; add one that returns a case, such as 'def make(): "),
     ("cases.py:", "expected a colon between a module and a function"),
     ("missing.py:good", "there is no file 'missing.py'"),
     ("no_such_module:good", "there is no module 'no_such_module'"),

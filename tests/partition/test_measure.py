@@ -437,7 +437,7 @@ def test_a_slow_stage_is_reported_whatever_chose_the_cuts(
     (note,) = partitioner((X,)).notes
     slow = 1 if much in ([5], []) else 0
     assert note.startswith((f"stage {slow} takes 1.", f"stage {slow} does 1.", f"stage {slow} does 2.00"))
-    assert "times the mean of the stages" in note
+    assert "times the mean stage time" in note
     assert any(remedy in note for remedy in ("fewer stages", "another balance=", "leave cuts= out"))
 
 

@@ -62,7 +62,7 @@ def test_a_batch_of_another_size_is_not_the_planned_one() -> None:
 def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PLAN.save(tmp_path / "plan.json")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
-    with pytest.warns(UserWarning, match="microbatches: as in .*plan.json, the plan of penstock run"):
+    with pytest.warns(UserWarning, match="microbatches: overridden by the plan .*plan.json of penstock run"):
         assert _gradients(microbatches=8)[:2] == (PLAN.cuts, "interleaved-1f1b")
 
 

@@ -48,6 +48,7 @@ CPU_SECONDS = {
     "tests/studio/test_runs_page.py": 5,
     "tests/studio/test_opened_page.py": 10,
     "tests/cli/test_demo.py": 20,
+    "tests/cli/test_init.py": 10,
     "tests/documents/test_shown_output.py": 15,
     "tests/cli/test_run_hosts.py": 20,
     "tests/distributed/test_layout_ranks.py": 20,

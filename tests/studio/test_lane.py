@@ -97,7 +97,7 @@ def test_too_many_questions_are_refused_at_once(studio: Start, slow: Slow, tmp_p
         time.sleep(0.05)
     refused = [found[0] for _, found in waiting if found]
     assert {one.status_code for one in refused} == {503}
-    assert "ask again in a moment" in refused[0].json()["error"]
+    assert "retry in a moment" in refused[0].json()["error"]
     assert get(link, "api/live?name=gpt").status_code == 200
     slow.let.set()
     for thread, _ in waiting:

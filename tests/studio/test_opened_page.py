@@ -66,7 +66,7 @@ def test_a_plan_opens_with_the_plans_figures(open_page: Any, studio: Start, tmp_
     assert page.inner_text("[data-fact=schedule]") == best["choice"]["schedule"]
     assert "its cuts cannot be dragged" in page.inner_text("#runs .facts + .notes")
     page.goto(page.evaluate("document.querySelector('[data-report]').href"))  # in this browser, which has the cookie
-    assert "a plan, nothing has run" in page.inner_text("header")
+    assert "plan (prediction only)" in page.inner_text("header")
 
 
 @pytest.mark.long
@@ -157,7 +157,7 @@ def test_a_damaged_run_is_one_entry_with_its_reason(open_page: Any, studio: Star
     assert entry.damage.startswith("run.json is not JSON")
     page = open_page(f"{studio(tmp_path).link}&view=runs")
     page.wait_for_selector(".damage")
-    (text,) = page.locator(".library li").all_inner_texts()
+    (text,) = page.locator(".library tbody tr").all_inner_texts()
     assert "damaged run" in text
     assert "run.json is not JSON" in text
     write_whole(folder / "run.json", {**ABOUT.to_dict(), "version": 99})

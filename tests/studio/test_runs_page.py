@@ -49,7 +49,7 @@ def test_ranks_in_words() -> None:
     state = RankState(0, 0, (0,), action="2W1", failure="out of memory")
     assert in_words(state, "failed") == "failed: out of memory"
     assert in_words(state, "computes") == "computes the weight gradient of microbatch 1 on stage 2"
-    assert in_words(state, "silent") == "says nothing any more; it was at 2W1"
+    assert in_words(state, "silent") == "no heartbeat; last action: 2W1"
     assert in_words(state, "between steps") == "is between steps"
 
 
@@ -163,3 +163,19 @@ def test_a_run_that_is_resumed_or_dead(open_page: Any, studio: Start, tmp_path: 
     page.wait_for_function("() => document.querySelector('[data-live=steps]')?.textContent === '11 of 100'")
     assert "step 1step 11" in page.inner_text(".charts").replace("\n", "")
     assert page.inner_text("[data-live=left]") == "\u2013"  # no rank of this run lives
+
+
+def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_path: Path) -> None:
+    for name, schedule in (("b", "gpipe"), ("a", "zb-h1")):
+        write_whole(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})
+    page = open_page(f"{studio(tmp_path).link}&view=runs")
+    page.wait_for_selector(".entries tbody tr")
+    names = page.locator(".entries tbody th")
+    page.click(".entries thead button:text('Schedule')")
+    assert names.all_inner_texts() == ["b", "a"]
+    page.click(".entries thead button:text('Schedule')")
+    assert names.all_inner_texts() == ["a", "b"]
+    assert page.get_attribute(".entries thead th:has-text('Schedule')", "aria-sort") == "descending"
+    assert "250 ms" in page.inner_text(".entries tbody tr"), "from one step's end to the next"
+    page.fill("input[type=search]", "gpipe training")
+    assert names.all_inner_texts() == ["b"]

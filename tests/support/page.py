@@ -30,7 +30,7 @@ def page() -> str:
             pair = (one, other)
             crossed[-1].append(said(*((family, *pair) for family in PAIRED)) if pair in known else "")
     footnotes = "\n".join(f"- {letter}: {text}" for text, letter in letters.items())
-    return f"""# What goes together
+    return f"""# Feature compatibility
 
 Every cell is run by `tests/distributed/test_support_matrix.py`, on four processes: *ok* means that two steps of
 training give the gradients of plain torch with the whole batch; a letter that it is refused by name, for the reason

@@ -26,6 +26,7 @@ from penstock.words import printable
 VERBS: dict[str, dict[str, Any]] = {
     "run": {"context_settings": {"allow_interspersed_args": False}},
     "demo": {},
+    "init": {},
     "inspect": {},
     "profile": {},
     "verify": {},
@@ -38,6 +39,8 @@ VERBS: dict[str, dict[str, Any]] = {
     "explain": {},
     "report": {},
     "top": {},
+    "runs": {},
+    "compare": {},
     "devices": {},
     "fabric": {},
     "studio": {},

@@ -28,7 +28,7 @@ _option = options_on("Devices")
 class ClusterOptions:
     """The devices to plan for."""
 
-    devices: Annotated[str, _option("How many there are; of several kinds, 4xold,8xnew.", "--devices", "-n")]
+    devices: Annotated[str, _option("Number of devices, or a count for each kind: 4xold,8xnew.", "--devices", "-n")]
     memory: Annotated[
         str | None, _option("What each has: 80GiB, or by kind, old=40GiB,new=80GiB. By default no limit.")
     ] = None
@@ -43,9 +43,9 @@ class ClusterOptions:
         ),
     ] = None
     per_host: Annotated[int | None, _option("How many of them a host has; by default one host has all.")] = None
-    between_hosts: Annotated[
-        str | None, _option("Between devices of two hosts, if not as --link says; needs --per-host.")
-    ] = None
+    between_hosts: Annotated[str | None, _option("The link between hosts [default: as --link]; needs --per-host.")] = (
+        None
+    )
     host_link: Annotated[
         str | None, _option("To the host's memory and back; if given, stages may offload activations.")
     ] = None

@@ -47,7 +47,7 @@ class CostOptions:
     """What stages and links cost. None means not given."""
 
     forward: Annotated[
-        float | None, _option("F, the forward. Of F, I and W, those not given are as long as those given; otherwise 1.")
+        float | None, _option("Forward time (F). Of F, I and W, missing values default to a given one, or to 1.")
     ] = None
     backward_input: Annotated[float | None, _option("I, the backward that gives the input's gradient.")] = None
     backward_weight: Annotated[

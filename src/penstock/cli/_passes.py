@@ -38,9 +38,7 @@ class PassOptions:
         float | None, _option("What a rank's part of the embedding takes, forward and backward each; default 0.")
     ] = None
     collective: Annotated[float | None, _option("How long a collective of all ranks takes; default 0.")] = None
-    optimizer: Annotated[
-        float | None, _option("What a rank does once a step after its last action, such as the optimizer's step.")
-    ] = None
+    optimizer: Annotated[float | None, _option("Time per step after the last action, e.g. the optimizer's.")] = None
     last_collective: Annotated[
         float | None,
         _option("What all ranks do together once a step, before the optimizer: as the sum of the gradients' norms."),

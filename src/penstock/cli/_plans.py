@@ -56,7 +56,7 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     shown = [plans[0] for plans in alike]
     print_unbroken(console, _plans(alike))
     if any(plan.bubble >= _SEEN for plan in found.best):
-        console.print("\nWhy their ranks are idle, in % of the ranks' time")
+        console.print("\nIdle time by cause, % of rank time")
         print_unbroken(console, _idle(shown))
     console.print()
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in shown)
@@ -66,10 +66,10 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
         f"the ranks' time that is lost. Memory: of the fullest rank.{tie}",
         style="dim",
     )
-    console.print("\n[bold]Ranks of the first[/]")
+    console.print("\n[bold]Rank layout of the best plan[/]")
     print_unbroken(console, _ranks(best, cluster))
     if reasons := [*_reasons(found)]:
-        console.print("\n[bold]Why not[/]")
+        console.print("\n[bold]Rejected plans[/]")
         for head, lines in reasons:
             console.print(f"{head}")
             others = table("", "", left=2)
@@ -193,11 +193,11 @@ def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         yield "Slower:", _lines(slower, lambda one: _why(one, best))
     if bounded:
         yield (
-            "Not simulated, since the work of its busiest rank alone takes longer:",
+            "Pruned (a lower bound exceeds the best plan):",
             _lines(bounded, lambda one: f"at least {_slower(one, best)}"),
         )
     if lacking:
-        yield "Do not fit:", _lines(lacking, lambda one: f"the fullest rank needs {sized(one.lacking_bytes)} more")
+        yield "Out of memory:", _lines(lacking, lambda one: f"the fullest rank needs {sized(one.lacking_bytes)} more")
 
 
 def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str, str]]:
@@ -253,12 +253,12 @@ def show_lack(found: Planned, cluster: Cluster, told: Sequence[Remedy], console:
     needed, held = nearest.memory_bytes[rank], nearest.held_bytes[rank]
     console.print(
         f"[bold]Nothing fits[/] into {sized(nearest.limit_bytes[rank])} a device. {_named(nearest.choice)}, with "
-        f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, comes nearest: its rank {rank} needs "
+        f"{len(nearest.recompute)} of {nearest.choice.stages} stages recomputed, is closest: rank {rank} needs "
         f"{sized(needed)}, {sized(nearest.lacking_bytes)} more than there is: {sized(held)} for parameters, gradients "
         f"and the optimizer, and {sized(needed - held)} for activations."
     )
     if told:
-        console.print("\nEach of these would fit, as tried:")
+        console.print("\nAny of these changes fits:")
         for one in told:
             console.print(f"  {_change(one, cluster, group)}: {_named(one.plan.choice)}")
 

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from penstock.launch.target import Target
     from penstock.simulate import LinkCost
 
-TargetName = Annotated[str, typer.Argument(metavar="TARGET", help="module:function or file.py:function.")]
+TargetName = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
+]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[
     str | None,
-    typer.Option(
-        help="Modules to take apart, so that cuts can fall inside them: a,b,c; others are found automatically."
-    ),
+    typer.Option(help="Modules that cuts may split, besides those found automatically: a,b,c."),
 ]
 Leaves = Annotated[
     str | None, typer.Option(help="Modules to run as a whole: a,b,c. For what a recording cannot follow.")

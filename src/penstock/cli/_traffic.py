@@ -54,7 +54,7 @@ class TrafficOptions:
         None
     )
     cuts: Annotated[str | None, _of_model("The modules that begin a new stage: a,b,c; by default balanced.")] = None
-    opens: Annotated[str | None, _of_model("Modules to take apart, so that cuts can fall inside them: a,b,c.")] = None
+    opens: Annotated[str | None, _of_model("Modules that cuts may split, besides those found: a,b,c.")] = None
     ranks: Annotated[
         int | None, _of_model("Ranks of a pipeline; hosts divided by this is the number of replicas. Default 1.")
     ] = None

@@ -1,4 +1,4 @@
-"""Options of `penstock plan` for a model that is only numbers yet, on devices that are only specifications."""
+"""Options of `penstock plan` for a model that is only numbers yet, on device specifications."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TransformerOptions:
         ),
     ] = None
     sequence: Annotated[int, _option("Tokens of a row.")] = 4096
-    tensor_parallel: Annotated[int, _option("Devices that share every layer, and their norms by tokens.")] = 1
+    tensor_parallel: Annotated[int, _option("Tensor-parallel size (with sequence parallelism).")] = 1
     optimizer_shards: Annotated[
         str, _option("Replicas that share the optimizer's state, as with ZeRO-1; dp: all that a plan has.")
     ] = "1"

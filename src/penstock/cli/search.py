@@ -28,7 +28,7 @@ from penstock.simulate.figures import units_of_memory, with_activations
 if TYPE_CHECKING:
     from penstock.search import Found
 
-CUT_OFF = ", cut off by the clock: another run may find something else"
+CUT_OFF = ", time limit reached: another run may find something else"
 
 
 _option = options_on("What to look for")
@@ -51,7 +51,7 @@ class Question:
     ] = None
     objective: Annotated[
         Literal["span", "makespan"],
-        _option("What to minimise: the longest time of a rank from its first F to its end, or the whole."),
+        _option("Objective: span (the longest rank, first F to last action) or makespan."),
     ] = "span"
     seconds: Annotated[float, _option("How long to search, approximately.")] = 5.0
     seed: Annotated[int, _option("The seed of random choices.")] = 0
@@ -152,20 +152,20 @@ def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool =
     """What a search adds to its schedule's figures, one line each. `measured`: costs are cut for each placement."""
     bound = format_of([found.lower_bound_seconds])(found.lower_bound_seconds)
     lines = {
-        "placement": f"{place(found.schedule.placement)}; the bound and the best by name are of this one alone",
+        "placement": f"{place(found.schedule.placement)}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
-        "found in": f"{found.search_seconds:.1f} s{CUT_OFF if found.cut_off else ''}",
+        "search time": f"{found.search_seconds:.1f} s{CUT_OFF if found.cut_off else ''}",
     }
     if found.known is not None:
         shorter = found.objective_seconds < found.known_seconds
         gain = f"{found.known_seconds / found.objective_seconds - 1:.1%} longer than this" if shorter else "as short"
-        lines["best by name"] = f"{found.known}: {gain}"
+        lines["best named"] = f"{found.known}: {gain}"
     if elsewhere is not None:
         seconds = format_of([elsewhere.seconds])(elsewhere.seconds)
         less = f"{1 - elsewhere.seconds / found.objective_seconds:.1%}"
         scaled = f", and multiply the costs by {elsewhere.share:g}, since they are per stage"
         costs = "" if elsewhere.share == 1 or measured else scaled
-        lines["elsewhere"] = (
+        lines["alternative"] = (
             f"{elsewhere.name} {elsewhere.where} is {less} shorter: {seconds}; take {elsewhere.option}{costs}"
         )
     return lines

@@ -23,7 +23,7 @@ def studio(
         Path, typer.Option(metavar="FOLDER", help="Where runs, plans and traces are that can be opened.")
     ] = Path("runs"),
     host: Annotated[str, typer.Option(help="The address to listen on.")] = ("127.0.0.1"),
-    port: Annotated[int, typer.Option(help="0: any that is free.")] = 8470,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 8470,
     browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Play with schedules in a page, open runs, plans and traces, and watch a run. Ctrl-C ends it."""

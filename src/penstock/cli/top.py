@@ -1,14 +1,12 @@
-"""`penstock top`: how far a run has come, and what each of its ranks does just now."""
+"""`penstock top`: a run's progress and the state of each rank."""
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,10 +42,10 @@ _LINES_AROUND = 3
 @spread
 def top(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder, as in penstock.pipeline(run='runs/gpt').")],
-    once: Annotated[bool, typer.Option("--once", help="Print it once; so it is if this is no terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit (the default without a terminal).")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far a run has come, and what each of its ranks does just now.
+    """Show a run's progress and the state of each rank.
 
     Refreshes until all ranks have ended, or Ctrl-C.
     """
@@ -101,20 +99,13 @@ class Seen:
             "replicas": about.replicas,
             "microbatches": about.microbatches,
             "device": about.device,
-            "progress": self._progress(),
+            "progress": None if self.progress is None else self.progress.to_dict(),
             "damaged": list(self.damaged),
             "ranks": [
                 {**state.to_dict(), "health": how, "heard": state.heard, "seconds": round(self._seconds(state), 3)}
                 for state, how in self.ranks
             ],
         }
-
-    def _progress(self) -> dict[str, Any] | None:
-        """A loss that is no number is text: JSON has none."""
-        values = None if self.progress is None else asdict(self.progress)
-        if values is not None and values["loss"] is not None and not math.isfinite(values["loss"]):
-            values["loss"] = str(values["loss"])
-        return values
 
     def _seconds(self, state: RankState) -> float:
         """For how long it has been in its action, as far as it has said."""
@@ -136,7 +127,7 @@ class Seen:
             "-" if state.step is None else f"{state.step:,}",
             "-" if state.rss_bytes is None else sized(state.rss_bytes),
             "-" if state.device_bytes is None else sized(state.device_bytes),
-            f"{state.host}:{state.pid}" if state.pid else "(heard by rank 0)",
+            f"{state.host}:{state.pid}" if state.pid else "(via rank 0)",
         ]
 
 
@@ -215,7 +206,7 @@ def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | 
         Text(""),
     ]
     if not seen.ranks:
-        return [*parts, Text("no rank has said anything yet")]
+        return [*parts, Text("waiting for the first heartbeat")]
     ranks = list(seen.ranks)
     if most is not None and len(ranks) > most:
         ranks.sort(key=lambda one: one[1] not in ("failed", "gone", "silent"))

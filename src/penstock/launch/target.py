@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -25,6 +26,8 @@ from penstock.words import a, line_of
 _FORM = "give module:function or file.py:function"
 _MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
+_USUAL = "make"
+"""The function of a TARGET that names none."""
 
 SEED = 0
 """Of torch's, Python's and numpy's generators when a TARGET is called."""
@@ -64,12 +67,12 @@ def load(text: str) -> Target:
     The function returns `(model, args, target, loss)`: `args` is the tuple of the model's positional inputs, or a pair
     of such a tuple and a dict of inputs by keyword. Behind these may come a dict that says how a batch is cut:
     `batch_dims`, `split` and `merge`. Modules are looked up in the current folder too; a file finds the
-    modules next to it.
+    modules next to it. Without a colon, the function is `make`.
 
     Raises:
         ArgumentError: there is no such module, file or function, it raises, or it returns something else.
     """
-    return _call(text, function_named(text))
+    return _call(text, function_named(text if ":" in text else _with_usual(text)))
 
 
 def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
@@ -85,6 +88,29 @@ def function_named(text: str, what: str = "TARGET") -> Callable[..., Any]:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ArgumentError(f"{what} {text!r}: {place} has no function {name!r}; it has {', '.join(there) or 'none'}")
     return function
+
+
+def _with_usual(place: str) -> str:
+    """The TARGET with its usual function. Its code is read before it runs: a script may train when it is imported."""
+    path = Path(place)
+    if place.endswith(".py") and path.is_file():
+        with user_code(f"TARGET {place!r}"):
+            names = {name for one in ast.parse(path.read_bytes(), path.name).body for name in _bound(one)}
+        if _USUAL not in names:
+            raise ArgumentError(
+                f"TARGET {place!r}: it has no function {_USUAL}; add one that returns a case, such as "
+                f"'def {_USUAL}(): return model, (inputs,), target, loss_fn', or name another: {place}:function"
+            )
+    return f"{place}:{_USUAL}"
+
+
+def _bound(statement: ast.stmt) -> list[str]:
+    """The names that a statement of a module may give to a function."""
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return [name.asname or name.name for name in statement.names]
+    if isinstance(statement, ast.Assign):
+        return [one.id for one in statement.targets if isinstance(one, ast.Name)]
+    return [statement.name] if isinstance(statement, (ast.FunctionDef, ast.ClassDef)) else []
 
 
 def _call(text: str, function: Callable[[], Any]) -> Target:

@@ -237,11 +237,11 @@ def uneven(
         return ()
     heaviest = max(stages[slowest], key=seconds.__getitem__)
     alone = seconds[heaviest] / mean
-    text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean of the stages, and all wait for it"
+    text = f"stage {slowest} takes {loads[slowest] / mean:.2f} times the mean stage time, and limits throughput"
     if alone > UNEVEN:
         remedy = f"{names[heaviest]!r} alone takes {alone:.2f} times the mean: take fewer stages, or open it (opens=)"
     else:
-        remedy = "no cut is more even: take another number of stages, or opens=[...] where a module has parts"
+        remedy = "no better cut exists: change the number of stages, or pass opens=[...] where a module has parts"
     return (f"{text}; {remedy}",)
 
 
@@ -260,7 +260,7 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
     remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else mine
     return (
         *decision.notes,
-        f"stage {slowest} does {work[slowest] / mean:.2f} times the mean of the stages' work (an estimate), and all "
+        f"stage {slowest} does {work[slowest] / mean:.2f} times the mean stage time' work (an estimate), and all "
         f"wait for it; {remedy}",
     )
 

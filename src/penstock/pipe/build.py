@@ -191,7 +191,7 @@ def pipeline(
             cuts, recompute and offload, and, in one process, ranks. A plan with replicas needs a `mesh` as well:
             `DeviceMesh(type, plan.grid, mesh_dim_names=("dp", "pp"))`.
         run: a folder, such as "runs/gpt", in which to record the run: each step's loss and time, some timelines,
-            memory, and what each rank does just now; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
+            memory, and the current state of each rank; see `penstock.runs`. Or a `penstock.runs.RunFolder`, which also
             says how often, and how many steps there will be.
         verify: verify the first step before it is taken, unless this model, schedule and options have passed
             `penstock.verify`: it raises VerificationError if a value differs from the unsplit model's. Each process
@@ -202,6 +202,7 @@ def pipeline(
         PartitionError: the model cannot be recorded or cut as asked.
         ScheduleError: the schedule is not legal, or could deadlock.
     """
+    given = locals()  # the arguments by name: most are fields of Options
     followed = Followed.of(
         plan,
         schedule=schedule,
@@ -216,37 +217,7 @@ def pipeline(
     model = as_module(model)
     check_plain(model)
     example = checked_inputs(args, kwargs)
-    options = Options(
-        loss_fn=loss_fn,
-        reduction=reduction,
-        batch_dims=batch_dims,
-        split=split,
-        merge=merge,
-        cuts=cuts,
-        leaves=leaves,
-        opens=opens,
-        balance=balance,
-        memory_limit=memory_limit,
-        link=link,
-        devices=devices,
-        share_loss=share_loss,
-        transport=transport,
-        materialize=materialize,
-        parallelize=parallelize,
-        unshard_window=unshard_window,
-        seed=seed,
-        recompute=recompute,
-        offload=offload,
-        deferred_batch_norm=deferred_batch_norm,
-        compile=compile,
-        check_finite=check_finite,
-        features=features,
-        gradient_dtype=gradient_dtype,
-        lost_after=lost_after,
-        group_timeout=group_timeout,
-        pg_options=pg_options,
-        run=run,
-    )
+    options = Options.of({**given, "cuts": cuts, "recompute": recompute, "offload": offload})
     kind = (
         device_named(devices).type if isinstance(devices, (str, torch.device)) else device_of_run(model, example).type
     )

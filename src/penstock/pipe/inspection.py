@@ -199,27 +199,15 @@ def inspect(
         PartitionError: the model cannot be recorded or cut; the text names the module, the line and the remedy.
         ScheduleError: the schedule is not legal.
     """
+    given = locals()  # the arguments by name: most are fields of Options
     example = checked_inputs(args, kwargs)
     order = _order(schedule, stages, chunks, microbatches, example, Cutting.of(batch_dims, split, merge))
     asked = checked_dtype(gradient_dtype)
     on_meta = any(parameter.is_meta for parameter in as_module(model).parameters())
-    options = Options(
-        loss_fn=None if loss_fn is ... else loss_fn,
-        reduction=reduction,
-        batch_dims=batch_dims,
-        split=split,
-        merge=merge,
-        cuts=cuts,
-        leaves=leaves,
-        opens=opens,
-        balance=balance,
-        memory_limit=memory_limit,
-        link=link,
-        devices=["meta"] * order.ranks if on_meta else None,
-        recompute=recompute,
-        offload=offload,
-        deferred_batch_norm=deferred_batch_norm,
-    )
+    devices = ["meta"] * order.ranks if on_meta else None
+    # Nothing accumulates here: `gradient_dtype` is only counted with.
+    replaced = {"loss_fn": None if loss_fn is ... else loss_fn, "devices": devices, "gradient_dtype": None}
+    options = Options.of({**given, **replaced})
     with torch.enable_grad(), build(model, example, World(order.ranks), order, options, sees_saved=True) as pipe:
         untried = pipe.session.rehearse(*example, target, loss=loss_fn is not ...)
         recorded = pipe.session.partition

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -87,6 +87,11 @@ class Options:
         object.__setattr__(self, "recorded", RunFolder.of(self.run))
         self._check_kinds()
         self._check_together()
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Options:
+        """Those among `arguments`, by name, that are options; the others have their defaults."""
+        return cls(**{each.name: arguments[each.name] for each in fields(cls) if each.init and each.name in arguments})
 
     def decide(self, name: str, value: Any) -> None:
         """Replaces an option by what an example has shown that it has to be."""

@@ -56,7 +56,7 @@ class Followed:
         if twice and plan is not None:
             raise ArgumentError(f"plan= already decides {', '.join(twice)}; give only one of the two")
         if twice:
-            warn(f"{', '.join(twice)}: as in {path}, the plan of penstock run, rather than as in the script")
+            warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
         return cls(found, _decided(found))
 
     @property

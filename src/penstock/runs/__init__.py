@@ -1,4 +1,4 @@
-"""The folder that a training run leaves: what it is, each step, timelines, memory, and what each rank does just now.
+"""The folder that a training run leaves: what it is, each step, timelines, memory, and the current state of each rank.
 
 `penstock.pipeline(..., run="runs/gpt")` writes one; whoever looks at it reads it through this package:
 

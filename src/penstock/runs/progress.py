@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from penstock.runs.records import StepRecord
 
@@ -55,6 +57,11 @@ class Progress:
             next((one.bubble for one in reversed(steps) if one.bubble is not None), None),
             left,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, which has no number for a loss that is none: that is text."""
+        finite = self.loss is None or math.isfinite(self.loss)
+        return {**asdict(self), "loss": self.loss if finite else str(self.loss)}
 
     def __str__(self) -> str:
         """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""

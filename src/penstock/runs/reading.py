@@ -62,9 +62,12 @@ class RunRead:
     path: Path
     about: About
 
-    def steps(self) -> list[StepRecord]:
-        """All steps so far, by number. Of one that ran twice, after a resumption, the last counts."""
-        return joined([], self.steps_after(0)[0])
+    def steps(self, most_bytes: int | None = None) -> list[StepRecord]:
+        """All steps so far, by number, or those at the end of the file that so many bytes hold. Of one that ran twice,
+        after a resumption, the last counts."""
+        file = self.path / STEPS
+        start = max(0, file.stat().st_size - most_bytes) if most_bytes is not None and file.exists() else 0
+        return joined([], self.steps_after(start)[0])
 
     def steps_after(self, place: int) -> tuple[list[StepRecord], int]:
         """The steps that were added after a place in the file (0: all), in order of writing, and the place after them.

@@ -29,7 +29,7 @@ class Lane:
         """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
         CrowdedError: too many wait already."""
         if self._waiting >= _MOST_WAITING:
-            raise CrowdedError("the studio is busy with as many questions as it takes; ask again in a moment")
+            raise CrowdedError("server busy; retry in a moment")
         self._waiting += 1
         try:
             async with self._turn:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
@@ -16,6 +16,7 @@ from penstock.files import read_bytes, read_json, reported_as_damage
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
+from penstock.runs.summary import Summary
 
 _MOST_ENTRIES = 500
 _DEEPEST = 4
@@ -24,6 +25,8 @@ MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _MOST_ABOUT = 2 << 20
 """Of the file that says what a run is: of each run, whenever the list is asked for."""
+_MOST_STEPS = 64 << 10
+"""Bytes of a run's last steps that are read for the list."""
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
 
@@ -37,12 +40,14 @@ class Entry:
         kind: "run", "file", or "folder": of files whose names differ by a number, which are opened together.
         modified: in seconds since 1970.
         damage: of a run, why it cannot be read; empty: it can.
+        summary: of a run that can be read, its figures, as `runs.summary.Summary.to_dict` gives them.
     """
 
     name: str
     kind: str
     modified: float
     damage: str = ""
+    summary: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +74,8 @@ class Library:
             seen += 1 + len(files)
             if seen > _MOST_SEEN or depth >= _DEEPEST:
                 folders.clear()
-            if (damage := self._damage(folder)) is not None:
-                yield self._entry(folder, "run", damage)
+            if (found := self._run(folder)) is not None:
+                yield self._entry(folder, "run", **found)
                 folders.clear()
                 continue
             there = [name for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
@@ -84,8 +89,8 @@ class Library:
         """Whether a file is one that may be opened: none that a link leads to elsewhere."""
         return path.is_file() and (not path.is_symlink() or path.resolve().is_relative_to(self._real_root))
 
-    def _damage(self, folder: Path) -> str | None:
-        """Why the run in a folder cannot be read; empty: it can; None: there is none, or another tool's."""
+    def _run(self, folder: Path) -> dict[str, Any] | None:
+        """The summary of the run in a folder, or its damage; None: there is none, or another tool's."""
         about = (folder / ABOUT).resolve()
         if not (about.is_relative_to(self._real_root) and about.is_file()):
             return None
@@ -95,17 +100,17 @@ class Library:
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            self.readable(lambda: read_run(folder), ABOUT)
+            summary = self.readable(lambda: Summary.of(read_run(folder), _MOST_STEPS), ABOUT)
         except ArgumentError as error:
-            return str(error)
-        return ""
+            return {"damage": str(error)}
+        return {"summary": summary.to_dict()}
 
-    def _entry(self, path: Path, kind: str, damage: str = "") -> Entry:
+    def _entry(self, path: Path, kind: str, **more: Any) -> Entry:
         try:
             modified = (path / ABOUT if kind == "run" else path).stat().st_mtime
         except OSError:
             modified = 0.0
-        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, damage)
+        return Entry(path.relative_to(self._real_root).as_posix(), kind, modified, **more)
 
     def readable(self, read: Callable[[], _Read], name: str) -> _Read:
         """What `read` returns.
@@ -133,7 +138,7 @@ class Library:
         steps = name.split("/")
         if not name or "\0" in name or "\\" in name or ":" in name or any(step in ("", ".", "..") for step in steps):
             raise ArgumentError(
-                f"{name[:80]!r} is no name in the runs folder; expected one as in the list, such as 'gpt'"
+                f"{name[:80]!r}: no run of this name in the runs directory; expected one of the list, such as 'gpt'"
             )
         try:
             path = self.root.joinpath(*steps).resolve(strict=True)

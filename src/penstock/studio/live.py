@@ -89,9 +89,9 @@ def in_words(state: RankState, how: Health) -> str:
         case "ended":
             return "has ended"
         case "gone":
-            return "is gone: its process ended without a word"
+            return "process exited unexpectedly"
         case "silent":
-            return f"says nothing any more; it was at {state.action}" if state.action else "says nothing any more"
+            return f"no heartbeat; last action: {state.action}" if state.action else "no heartbeat"
         case "waits":
             return f"waits for a message of rank {' and '.join(map(str, state.waits_for))} ({state.action})"
         case "computes":

@@ -150,8 +150,5 @@ def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:
     )
 
 
-TURNS_NOTE = (
-    "One process ran all ranks in turns. Durations are real, but starts say nothing of ranks with a device each: "
-    f"{TURNS}."
-)
+TURNS_NOTE = f"One process ran all ranks in turn. Durations are valid; start times and bubbles are not: {TURNS}."
 """What is said of ranks that took turns."""

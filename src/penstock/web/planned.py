@@ -47,7 +47,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
     worst = max(plan.idle, key=plan.idle.__getitem__, default="")
     return Shown(
         title=title(schedule),
-        headings=(name, "a plan, nothing has run", counted(choice.replicas, "replica")),
+        headings=(name, "plan (prediction only)", counted(choice.replicas, "replica")),
         figures=(
             Figure("a step takes", duration(plan.step_seconds), "predicted, without the optimizer"),
             Figure("speed", f"{plan.rows_per_second:,.4g} rows/s", f"{counted(choice.devices, 'device')}"),

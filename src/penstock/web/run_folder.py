@@ -62,7 +62,7 @@ def of_run(
     states, damaged = run.ranks_and_damage()
     warnings = [*doubts, *(found.run.notes if found else ()), *damaged]
     if step is None and not doubts:
-        warnings.append("No timeline was recorded: the first comes with step 5, and timeline_every=0 asks for none.")
+        warnings.append("No timeline was recorded: the first is recorded at step 5; timeline_every=0 disables them.")
     if step is not None:
         timeline = run.timeline(step)
         if timeline.in_turns:
@@ -120,7 +120,7 @@ def _figures(run: RunRead, steps: Sequence[StepRecord], memory: Sequence[Held]) 
         figures.append(Figure("loss", f"{losses[-1].loss:.5g}", f"step {losses[-1].step}; first {losses[0].loss:.5g}"))
     if memory:
         fullest = max(memory, key=lambda one: one.peak / (one.limit or math.inf) or one.peak)
-        of = f"of {sized(fullest.limit)}" if fullest.limit is not None else "no limit given"
+        of = f"of {sized(fullest.limit)}" if fullest.limit is not None else "no memory limit set"
         figures.append(Figure("memory", sized(fullest.peak), f"{of}, rank {fullest.rank}, {fullest.source}"))
     return figures
 

@@ -98,7 +98,7 @@ def test_wait_chain_names_those_that_have_not_come() -> None:
     assert wait_chain(0, [gather, gather, working, Sighting(left=True), gather, working, working, working]) == (
         2,
         "rank 0 has waited 31 s for gather from ranks 1, 2, 3, 4, 5, 6, 7; rank 2 runs 2F0 (3 s so far); rank 3 has "
-        "left the run; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
+        "exited; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
     )
 
 
@@ -335,7 +335,7 @@ def test_long_wait_warns_every_half_minute_and_ends_after_half_an_hour(
     bench.beats(65)
     warnings = capsys.readouterr().err.splitlines()
     assert warnings[0] == (
-        "penstock: rank 1 has waited 30 s for 1RECV_F0 from rank 0; rank 0 is outside of a step (0 s so far)"
+        "penstock: rank 1 has waited 30 s for 1RECV_F0 from rank 0; rank 0 is not running a step (0 s so far)"
     )
     assert len(warnings) == 2
     bench.beats(1740)
@@ -354,7 +354,7 @@ def test_long_action_is_told_every_half_minute_and_is_no_failure(
     bench.dog.partners = (0,)
     bench.beats(2000)
     assert capsys.readouterr().err.splitlines()[0] == (
-        "penstock: rank 1 runs 1F0 (60 s so far); rank 0 is outside of a step (0 s so far), with the same stages"
+        "penstock: rank 1 runs 1F0 (60 s so far); rank 0 is not running a step (0 s so far), with the same stages"
     )
     assert bench.dog.failure is None
     bench.dog.position = OUTSIDE
@@ -745,7 +745,7 @@ def test_stopped_rank_is_named(
 @pytest.mark.distributed
 def test_rank_that_left_too_early_is_named(nursery: Nursery, tmp_path: Path) -> None:
     said = nursery.fall(tmp_path, 1, "leave", None, stall_seconds=1.5)
-    assert "rank 0 stops: rank 1 has left the run: its program ended while rank" in said[0]
+    assert "rank 0 stops: rank 1 has exited: its program ended while rank" in said[0]
 
 
 @pytest.mark.distributed
@@ -768,7 +768,7 @@ def test_a_rank_whose_device_is_behind_is_where_its_device_is() -> None:
     last = "the device of rank 1 runs 1F2 (40 s so far; it has finished 1F1; the host waits for the loss from rank 2)"
     assert wait_chain(2, sightings) == (
         1,
-        f"the device of rank 2 has waited 35 s for 2RECV_F2 from rank 1 (the host is outside of a step); {last}",
+        f"the device of rank 2 has waited 35 s for 2RECV_F2 from rank 1 (the host is not running a step); {last}",
     )
     assert wait_chain(0, sightings)[1].endswith(f"from rank 1 (it has finished 0F3; the host {hosts}); {last}")
 

@@ -33,7 +33,7 @@ class Position:
     def __str__(self) -> str:
         if self.peers:
             return f"waits for {self.action} from {name_ranks(self.peers)}"
-        return f"runs {self.action}" if self.action else "is outside of a step"
+        return f"runs {self.action}" if self.action else "is not running a step"
 
 
 OUTSIDE = Position()
@@ -79,7 +79,7 @@ class Failure:
         how = {
             "raised": f"failed {where}",
             "lost": f"was lost, last seen {where}",
-            "left": "has left the run",
+            "left": "has exited",
             "stalled": f"stalled {where}",
         }
         return f"rank {self.rank} {how[self.kind]}: {self.error}"
@@ -211,7 +211,7 @@ def long_action(rank: int, sightings: Sequence[Sighting], partners: Sequence[int
 
 def _told(rank: int, sighting: Sighting) -> str:
     if sighting.left:
-        return f"rank {rank} has left the run"
+        return f"rank {rank} has exited"
     return f"{_subject(rank, sighting)} {sighting.doing}{_aside(sighting, f'{sighting.seconds:.0f} s so far')}"
 
 

@@ -149,7 +149,7 @@ class Missing:
     def _words(self, waited: str) -> str:
         words = f"rank {self._rank} {waited} {time.monotonic() - self._began:.0f} s"
         if not self.ranks:
-            return f"{words} in init_process_group, to which all ranks have come"
+            return f"{words} in init_process_group, which all ranks have entered"
         if self.address and not self.reached:
             return f"{words} for rank 0 {_state_of(*self.address)}"
         have = "has" if len(self.ranks) == 1 else "have"

@@ -1,25 +1,21 @@
-// The sliders and the schedules to choose from.
+// The numbers, by slider or typed, and the schedules to choose from.
 
 import { make } from "./dom.js";
 import { change, state } from "./state.js";
 
-const none = (text) => (value) => (Number(value) ? value : text);
-
 const SLIDERS = [
   { name: "ranks", label: "Ranks", from: 1, to: 16, step: 1, most: 64 },
   { name: "microbatches", label: "Microbatches", from: 1, to: 64, step: 1, most: 512 },
-  { name: "chunks", label: "Chunks a rank", from: 0, to: 8, step: 1, most: 8, text: none("usual"), empty: true },
+  { name: "chunks", label: "Chunks a rank", from: 0, to: 8, step: 1, most: 8, empty: "usual" },
   { name: "forward", label: "F, forward", from: 0, to: 4, step: 0.05, cost: true },
   { name: "backward_input", label: "I, input gradient", from: 0, to: 4, step: 0.05, cost: true },
   { name: "backward_weight", label: "W, weight gradient", from: 0, to: 4, step: 0.05, cost: true },
   { name: "comm", label: "Latency of a message", from: 0, to: 2, step: 0.05, cost: true },
   {
-    name: "head", label: "Last stage heavier by", from: 0, to: 3, step: 0.05, cost: true,
-    text: (value) => `${Math.round(100 * value)}%`,
+    name: "head", label: "Last stage heavier, %", from: 0, to: 3, step: 0.05, cost: true, times: 100,
   },
   {
-    name: "memory_limit", label: "Memory limit (microbatches)", from: 0, to: 32, step: 0.5, cost: true, empty: true,
-    text: none("none"),
+    name: "memory_limit", label: "Memory limit (microbatches)", from: 0, to: 32, step: 0.5, cost: true, empty: "none",
   },
 ];
 
@@ -34,27 +30,36 @@ export function controls(panel, catalogue, changed) {
 }
 
 function slider(given, changed) {
+  const times = given.times ?? 1;
   const input = make("input", { type: "range", id: `in-${given.name}`, min: given.from, max: given.to, step: given.step, name: given.name });
-  const output = make("output", { htmlFor: input.id });
-  const label = make("label", { htmlFor: input.id }, given.label);
-  const show = () => {
-    const text = (given.text ?? String)(input.value);
-    output.textContent = text;
-    input.setAttribute("aria-valuetext", text);
-  };
-  input.addEventListener("input", () => {
-    show();
-    change({ [given.name]: given.empty && !Number(input.value) ? "" : input.value });
+  const typed = make("input", {
+    type: "number", className: "typed", min: times * given.from, max: given.most ?? "", step: "any", placeholder: given.empty ?? "",
+    aria: { label: `${given.label}, typed` },
+  });
+  const take = (value) => {
+    change({ [given.name]: given.empty && !value ? "" : value });
+    show(value);
     changed();
+  };
+  input.addEventListener("input", () => take(Number(input.value)));
+  typed.addEventListener("change", () => {
+    const value = Math.max(given.from, Math.min(Number(typed.value) / times, given.most ?? Infinity));
+    take(given.step === 1 ? Math.round(value) : value);
+    refresh();
   });
   const refresh = () => {
     const value = Number(state[given.name] || 0);
     input.max = Math.max(given.to, Math.min(value, given.most ?? value));
     input.value = value;
-    show();
+    show(value);
+  };
+  const show = (value) => {
+    typed.value = given.empty && !value ? "" : String(Number((times * value).toPrecision(6)));
+    input.setAttribute("aria-valuetext", typed.value || given.empty);
   };
   refresh();
-  return { row: make("div", { className: `slider${given.cost ? " cost" : ""}` }, label, input, output), refresh };
+  const label = make("label", { htmlFor: input.id }, given.label);
+  return { row: make("div", { className: `slider${given.cost ? " cost" : ""}` }, label, input, typed), refresh };
 }
 
 function chosen(catalogue, changed) {

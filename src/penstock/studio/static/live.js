@@ -58,8 +58,8 @@ export function watch(element, name, signal, renewed) {
     ranks(table, now);
     charts.replaceChildren(
       chart("Loss", steps.map((one) => [one.step, one.loss === null ? NaN : Number(one.loss)]), digits),
-      chart("Seconds a step", steps.map((one) => [one.step, one.seconds]), seconds),
-      ...(held.length > 1 ? [chart("Fullest process", held, bytes)] : []),
+      chart("Step time (s)", steps.map((one) => [one.step, one.seconds]), seconds),
+      ...(held.length > 1 ? [chart("Peak process memory", held, bytes)] : []),
     );
   }
 
@@ -81,7 +81,7 @@ function figure(name, value, of, key) {
 
 function ranks(table, now) {
   table.replaceChildren(
-    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Does", "For", "Memory", "Heard"].map((text) => make("th", { scope: "col", className: text === "Does" ? "left" : "" }, text)))),
+    make("thead", {}, make("tr", {}, ...["Rank", "Step", "Activity", "Duration", "Memory", "Last heartbeat"].map((text) => make("th", { scope: "col", className: text === "Activity" ? "left" : "" }, text)))),
     make("tbody", {}, ...now.states.map((one) =>
       make("tr", { data: { rank: one.number }, className: ["failed", "gone", "silent"].includes(one.health) ? "over" : "" },
         make("th", { scope: "row" }, one.ranks.length > 1 ? `${one.ranks[0]} to ${one.ranks[one.ranks.length - 1]}` : String(one.number)),

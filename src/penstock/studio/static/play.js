@@ -143,7 +143,7 @@ async function drawn(file) {
 
 /** The button that searches, and its answer for the question as it is. */
 function searching(changed) {
-  const where = make("select", { aria: { label: "Where stages are" } },
+  const where = make("select", { aria: { label: "Placement" } },
     make("option", { value: "loop" }, "in a loop"), make("option", { value: "v" }, "on a V, 2 chunks"));
   where.value = state.placement;
   const box = make("input", { type: "checkbox", checked: Boolean(state.searched), id: "searched" });
@@ -156,12 +156,12 @@ function searching(changed) {
   where.addEventListener("change", ticked);
   return {
     row: make("p", { className: "searching" },
-      make("label", {}, box, " Search for a better one,"), " ", where, " ", status),
+      make("label", {}, box, " Search for a better schedule,"), " ", where, " ", status),
     async find() {
       status.textContent = "searching…";
       try {
         const found = await ask("api/search", { ...question(), schedules: "naive", placement: state.placement, seconds: state.searched });
-        status.textContent = found.cut_off ? "cut off by the clock" : "";
+        status.textContent = found.cut_off ? "time limit reached" : "";
         return found;
       } catch (error) {
         status.textContent = error.message;

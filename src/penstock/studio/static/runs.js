@@ -7,7 +7,7 @@ import { changes, whatIf } from "./whatif.js";
 import { Timeline } from "../web/timeline.js";
 
 export function runs(panel, catalogue) {
-  const list = make("ul", { className: "library" });
+  const list = make("div", { className: "library" });
   const title = make("h2", {});
   const now = make("div", {});
   const facts = make("div", {});
@@ -31,20 +31,11 @@ export function runs(panel, catalogue) {
   async function entries() {
     try {
       const { folder, entries: found } = await ask("api/library");
-      list.replaceChildren(...found.map(item));
-      if (!found.length) list.append(make("li", { className: "muted" },
-        `Nothing in ${folder}/ yet: penstock.pipeline(..., run="${folder}/NAME") records a run; plans and traces can be put there.`));
+      list.replaceChildren(...(found.length ? [catalogueOf(found, choose)] : [make("p", { className: "muted" },
+        `Nothing in ${folder}/ yet: penstock.pipeline(..., run="${folder}/NAME") records a run; plans and traces can be put there.`)]));
     } catch (error) {
       tell(error.message);
     }
-  }
-
-  function item(one) {
-    const button = make("button", { data: { entry: one.name, kind: one.damage ? "damaged" : one.kind }, on: { click: () => choose(one.name) } }, one.name);
-    const when = new Date(1000 * one.modified).toLocaleString();
-    const what = one.damage ? `damaged ${one.kind}` : one.kind;
-    return make("li", {}, button, make("span", { className: "muted" }, ` ${what}, ${when}`),
-      one.damage ? make("span", { className: "damage" }, one.damage) : null);
   }
 
   function choose(name) {
@@ -54,7 +45,6 @@ export function runs(panel, catalogue) {
 
   const update = newestOnly(async () => {
     await entries();
-    for (const button of list.querySelectorAll("[data-entry]")) button.setAttribute("aria-pressed", String(button.dataset.entry === state.run));
     if (!state.run) return;
     if (open !== state.run) follow();
     try {
@@ -131,6 +121,54 @@ export function runs(panel, catalogue) {
   }
 
   return { update, stop: () => { watching.abort(); open = null; } };
+}
+
+const COLUMNS = [
+  ["Name", (one) => one.name],
+  ["Kind", (one) => (one.damage ? `damaged ${one.kind}` : one.kind)],
+  ["Model", (one) => one.summary?.settings.model],
+  ["Schedule", (one) => one.summary?.settings.schedule],
+  ["Ranks", (one) => one.summary?.settings.ranks, digits],
+  ["Microbatches", (one) => one.summary?.settings.microbatches, digits],
+  ["Step time", (one) => one.summary?.progress?.seconds, seconds],
+  ["Loss", (one) => one.summary?.progress?.loss, (value) => (typeof value === "string" ? value : digits(value))],
+  ["Bubble", (one) => one.summary?.progress?.bubble, percent],
+  ["State", (one) => one.summary?.state],
+  ["When", (one) => one.modified, (value) => new Date(1000 * value).toLocaleString()],
+];
+let sorted = ["When", -1]; // newest first, until another heading is clicked
+let wanted = "";
+
+/** What can be opened, a row each, sorted by the column whose heading is clicked, and of those only what the filter names. */
+function catalogueOf(entries, choose) {
+  const body = make("tbody");
+  const heads = COLUMNS.map(([name]) => make("th", { scope: "col" }, make("button", { on: { click: () => {
+    sorted = [name, sorted[0] === name ? -sorted[1] : 1];
+    fill();
+  } } }, name)));
+  const filter = make("input", { type: "search", value: wanted, placeholder: "filter", aria: { label: "Filter runs, plans and traces" } });
+  filter.addEventListener("input", () => {
+    wanted = filter.value;
+    fill();
+  });
+  const row = (one) => make("tr", { data: { state: one.summary?.state ?? "" } }, ...COLUMNS.map(([name, value, text = (found) => found ?? ""]) => {
+    if (name !== "Name") return make("td", {}, value(one) === undefined || value(one) === null ? "" : text(value(one)));
+    const kind = one.damage ? "damaged" : one.kind;
+    const button = make("button", { data: { entry: one.name, kind }, on: { click: () => choose(one.name) } }, one.name);
+    button.setAttribute("aria-pressed", String(one.name === state.run));
+    return make("th", { scope: "row" }, button, one.damage ? make("span", { className: "damage" }, one.damage) : null);
+  }));
+  const fill = () => {
+    const [name, way] = sorted;
+    const value = COLUMNS.find(([one]) => one === name)[1];
+    const words = wanted.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = entries.filter((one) => words.every((word) => COLUMNS.some(([, of]) => String(of(one) ?? "").toLowerCase().includes(word))));
+    const given = shown.filter((one) => value(one) !== undefined && value(one) !== null).sort((a, b) => way * (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0));
+    body.replaceChildren(...[...given, ...shown.filter((one) => !given.includes(one))].map(row));
+    heads.forEach((head, place) => head.setAttribute("aria-sort", COLUMNS[place][0] !== name ? "none" : way > 0 ? "ascending" : "descending"));
+  };
+  fill();
+  return make("div", { className: "wide" }, filter, make("table", { className: "entries" }, make("thead", {}, make("tr", {}, ...heads)), body));
 }
 
 function notes(found) {

@@ -29,16 +29,16 @@ export function whatIf(explanation, own, depth, text, schedules, tried) {
   const { moved, others } = parsed(text);
   const said = () => tried(written(moved, [...boxes.filter((box) => box.checked).map((box) => box.value), ...(other.value ? [`schedule=${other.value}`] : [])]));
   const stages = explanation.stages.slice(0, depth).map((one) => one.seconds);
-  const bar = make("div", { className: "stages", aria: { role: "group", label: "Stages, as long as they take" } });
+  const bar = make("div", { className: "stages", aria: { role: "group", label: "Stage durations" } });
   bar.style.minWidth = `${4.2 * stages.length}rem`;
   const ranks = Array.from({ length: explanation.ranks }, (_, rank) => [`rank=${rank}`, `rank ${rank} is not slow`]);
-  const boxes = [["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks.slice(0, 16)]
+  const boxes = [["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "balanced stages"], ...ranks.slice(0, 16)]
     .map(([value]) => make("input", { type: "checkbox", value, data: { key: value }, checked: others.includes(value), on: { change: said } }));
-  const names = Object.fromEntries([["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "stages all alike"], ...ranks]);
+  const names = Object.fromEntries([["stragglers=none", "no stragglers"], ["microbatches=equal", "equal microbatches"], ["cut=even", "balanced stages"], ...ranks]);
   const other = make("select", { data: { key: "schedule" }, aria: { label: "Another schedule" }, on: { change: said } }, make("option", { value: "" }, `${own}, its own`),
     ...schedules.filter((one) => one.comparable && one.name !== own).map((one) => make("option", { value: one.name }, one.name)));
   other.value = others.find((part) => part.startsWith("schedule="))?.slice("schedule=".length) ?? "";
-  const back = make("button", { on: { click: () => tried("") } }, "As it was");
+  const back = make("button", { on: { click: () => tried("") } }, "Reset");
   draw();
   return make("div", { className: "what-if" }, make("h2", {}, "What if"),
     make("p", { className: "notes" }, "Drag a cut between two stages, or move it with the arrow keys; the gain is simulated on the replay of this step."),

@@ -4,7 +4,7 @@
 import { KINDS, lastAtMost } from "./bands.js";
 
 const NARROW = 3; // pixels: below this, on average, boxes cannot be told apart
-const NAMED = 16; // pixels: from this width on a box may have its name
+const NAMED = 10; // pixels: from this width on a box may have its name
 
 /** A window on the time axis: moments from t0 to t1 on pixels from left to left + width. */
 export class Scale {
@@ -50,8 +50,9 @@ function paintBoxes(canvas, band, lane, scale, top, height, colours, marks, begi
     canvas.fillStyle = kind.fills[lane.variant[place]];
     canvas.fillRect(from, y, width - gap, own - (half === 1 ? 1 : 0));
     if (width > NAMED && own >= 9) {
-      const label = band.label(lane, place);
-      if (label.length * 6.6 < width - 2) {
+      const name = band.label(lane, place);
+      const label = [name, name.replace(/^\D+/, "")].find((one) => one.length * 6.6 < width - 2); // the microbatch at least
+      if (label) {
         canvas.fillStyle = kind.inks[lane.variant[place]];
         canvas.fillText(label, from + (width - gap) / 2, y + own / 2 + 0.5);
       }

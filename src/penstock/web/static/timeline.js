@@ -13,7 +13,7 @@ const PAPER = 740; // pixels: about the width of a sheet, to which the style she
 const LEAST = 1e-9; // of the whole: no zoom goes further
 const HELP = "Arrows pan, + and − zoom, 0 fits all; Enter and Tab go through the actions, Escape leaves them.";
 const IN_A_PICTURE = 10_000;
-const MORE = "There are more ranks below: scroll in the picture.";
+const MORE = "Scroll for more ranks.";
 
 /**
  * A timeline on a canvas.

@@ -35,7 +35,7 @@ export function described(band, number, unit) {
   if (needs.length) facts.push(["needs", listed(band, needs)]);
   const users = band.users(number);
   if (users.length) facts.push(["is needed by", listed(band, users)]);
-  if (lane.critical?.[place]) facts.push(["on the critical path", "the step ends later if this does"]);
+  if (lane.critical?.[place]) facts.push(["on the critical path", "delaying it delays the step"]);
   return {
     label: band.label(lane, place, true),
     title: `${said(band, lane, place)}, ${lane.name}`,

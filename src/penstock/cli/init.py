@@ -1,0 +1,35 @@
+"""`penstock init`: a training script to begin with."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from penstock.cli._spread import spread
+from penstock.errors import ArgumentError
+from penstock.files import write_text
+
+
+@spread
+def init(
+    file: Annotated[Path, typer.Argument(help="The script to write.")] = Path("train.py"),
+    model: Annotated[Literal["gpt", "cnn", "transformers"], typer.Option(help="The model that it trains.")] = "gpt",
+) -> None:
+    """Write a training script that runs as it is, with a make() for the other commands."""
+    if file.exists():
+        raise ArgumentError(f"{file}: there is such a file already; pass another name")
+    write_text(file, files("penstock.cli").joinpath("scripts", f"{model}.txt").read_text(encoding="utf-8"))
+    next_commands = {
+        f"penstock run --ranks 2 {file}": "train it in two processes",
+        f"penstock verify {file} --ranks 2": "compare it with one device",
+        "penstock report runs/first": "see where the time went",
+    }
+    width = max(map(len, next_commands))
+    console = Console(highlight=False)
+    console.print(f"wrote {file}. Next:", markup=False)
+    for command, what in next_commands.items():
+        console.print(f"  {command:<{width}}  # {what}", markup=False)

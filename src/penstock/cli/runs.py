@@ -1,0 +1,105 @@
+"""`penstock runs`: the runs in a folder, a line for each."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from penstock.cli._outcome import print_unbroken, table
+from penstock.cli._spread import Json, spread
+from penstock.errors import ArgumentError
+from penstock.words import sized
+
+if TYPE_CHECKING:
+    from penstock.runs.summary import Summary
+
+EPILOG = "Step time is from one step's end to the next, the median of the last 20; the loss is the last step's."
+"""Printed below the options."""
+
+_DEEPEST = 3
+_STYLES = {"failed": "red", "silent": "red", "training": "green"}
+
+
+@spread
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
+    sort: Annotated[Literal["started", "name", "loss", "seconds"], typer.Option(help="What to sort by.")] = "started",
+    as_json: Json = False,
+) -> None:
+    """List recorded runs: what each is, how fast it is, and how far it has come."""
+    found, damaged = summaries(folder)
+    found.sort(key=lambda run: _key(run, sort))
+    if as_json:
+        print(json.dumps({"runs": [{"run": str(run.path), **run.to_dict()} for run in found], "damaged": damaged}))
+        return
+    console = Console(highlight=False)
+    if not found and not damaged:
+        console.print(f"no runs in {folder}/: penstock.pipeline(..., run='{folder}/NAME') records one", markup=False)
+        return
+    lines = table(
+        "run", "model", "schedule", "ranks", "m", "step", "step time", "loss", "bubble", "state", "started", left=3
+    )
+    for run in found:
+        lines.add_row(*_line(run, folder), style=_STYLES.get(run.state))
+    print_unbroken(console, lines)
+    for sentence in damaged:
+        console.print(sentence, style="red", markup=False)
+
+
+def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
+    """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
+    from penstock.runs import is_run, read_run
+    from penstock.runs.folder import ABOUT
+    from penstock.runs.summary import Summary
+
+    if not folder.is_dir():
+        raise ArgumentError(
+            f"there is no folder {str(folder)!r}; penstock.pipeline(..., run='{folder}/NAME') makes one"
+        )
+    found, damaged = [], []
+    for depth in range(_DEEPEST + 1):
+        for about in sorted(folder.glob("*/" * depth + ABOUT)):
+            if "earlier" in about.relative_to(folder).parts or not is_run(about.parent):
+                continue
+            try:
+                found.append(Summary.of(read_run(about.parent)))
+            except ArgumentError as error:
+                damaged.append(str(error))
+    return found, damaged
+
+
+def figures(run: Summary) -> dict[str, str]:
+    """What of a run is compared, as text."""
+    from penstock.runs.progress import in_time
+
+    said = run.progress
+    return {
+        "steps": "-" if said is None else f"{said.step:,}",
+        "step time": "-" if said is None or said.seconds is None else in_time(said.seconds),
+        "rows/s": "-" if said is None or said.rows_per_second is None else f"{said.rows_per_second:,.4g}",
+        "loss": "-" if said is None or said.loss is None else f"{said.loss:.4g}",
+        "bubble": "-" if said is None or said.bubble is None else f"{said.bubble:.0%}",
+        "most memory of a process": "-" if run.peak_bytes is None else sized(run.peak_bytes),
+    }
+
+
+def _line(run: Summary, folder: Path) -> list[str]:
+    about, said = run.about, figures(run)
+    ranks = f"{about.replicas} x {about.ranks}" if about.replicas > 1 else str(about.ranks)
+    name = "." if run.path == folder else run.path.relative_to(folder).as_posix()
+    started = datetime.fromisoformat(about.started).astimezone().strftime("%Y-%m-%d %H:%M")
+    shown = [said[key] for key in ("steps", "step time", "loss", "bubble")]
+    return [name, about.model, about.schedule, ranks, str(about.microbatches), *shown, run.state, started]
+
+
+def _key(run: Summary, by: str) -> tuple[bool, float | str]:
+    """Runs without a figure come last."""
+    if by in ("started", "name"):
+        return False, getattr(run.about, by)
+    value = None if run.progress is None else getattr(run.progress, by)
+    return value is None or value != value, value or 0.0

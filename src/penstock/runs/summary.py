@@ -1,0 +1,86 @@
+"""A run in a few figures, by which runs are listed and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.runs.about import About
+from penstock.runs.health import health
+from penstock.runs.progress import Progress
+from penstock.runs.reading import RunRead
+from penstock.runs.records import RankState, StepRecord
+
+State = Literal["training", "ended", "failed", "silent", "unknown"]
+
+SETTINGS = (
+    "model", "device", "schedule", "ranks", "replicas", "chunks", "microbatches", "rows", "processes", "cuts",
+    "memory_limit", "verified", "torch", "penstock", "host",
+)  # fmt: skip
+"""The fields of `About` by which two runs may differ in what they compute, and on what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run at one moment.
+
+    Attributes:
+        path: its folder.
+        about: what does not change.
+        state: "training" while a rank does; "failed" if one raised or its process is gone; "silent" if none says
+            anything; "unknown" if none ever said what it does.
+        progress: the last step, its loss, and the speed; None before the first step's end.
+        steps: by number.
+        peak_bytes: the most that a process has held so far; None if none said so.
+    """
+
+    path: Path
+    about: About
+    state: State
+    progress: Progress | None
+    steps: tuple[StepRecord, ...]
+    peak_bytes: int | None
+
+    @classmethod
+    def of(cls, run: RunRead, most_bytes: int | None = None) -> Summary:
+        """Reads it. `most_bytes`: of its steps' file, read the end only, and so the last steps. Raises ArgumentError if
+        a file is damaged in a way that leaves no answer."""
+        steps, ranks = run.steps(most_bytes), run.ranks()
+        held = [state.rss_bytes for state in ranks if state.rss_bytes is not None]
+        progress = Progress.of(steps, run.about.total_steps)
+        return cls(run.path, run.about, _state(ranks), progress, tuple(steps), max(held, default=None))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON, without the path and the steps."""
+        settings = {name: getattr(self.about, name) for name in SETTINGS}
+        progress = None if self.progress is None else self.progress.to_dict()
+        return {
+            "name": self.about.name, "started": self.about.started, "state": self.state,
+            "settings": settings, "progress": progress, "peak_bytes": self.peak_bytes,
+        }  # fmt: skip
+
+
+def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
+    """The settings in which runs differ, each with every run's."""
+    found = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def same_steps(runs: Sequence[Summary], most: int = 8) -> list[int]:
+    """Numbers of steps that all runs have taken, evenly apart, the last one included."""
+    both = sorted(set.intersection(*({one.step for one in run.steps} for run in runs)))
+    each = max(1, -(-len(both) // most))
+    return both[::-1][::each][::-1]
+
+
+def _state(ranks: Sequence[RankState]) -> State:
+    found = {health(state) for state in ranks}
+    if not found:
+        return "unknown"
+    if found & {"failed", "gone"}:
+        return "failed"
+    if found <= {"ended"}:
+        return "ended"
+    return "silent" if found <= {"silent", "ended"} else "training"

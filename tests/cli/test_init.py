@@ -1,0 +1,34 @@
+"""`penstock init`: each script trains as it is, the same in two processes, and is a target for the other commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import output, refusal
+
+from scaffolding.ranks import Ranks
+from scaffolding.scripts import lines_here, lines_of_rank
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["gpt", pytest.param("cnn", marks=pytest.mark.long), "transformers"])
+def test_a_script_trains_and_is_verified(
+    model: str, ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = output("init", "--model", model)
+    script = tmp_path / "train.py"
+    script.write_text(script.read_text().replace("range(1, 101)", "range(1, 41)").replace("runs/", f"{tmp_path}/runs/"))
+    assert "penstock verify train.py --ranks 2" in said
+    alone = lines_here(script)
+    assert ranks2.run(lines_of_rank, script) == [alone, []]
+    losses = [float(line.split()[3]) for line in alone]
+    assert losses[1] < losses[0]
+    assert "gradients are equal to the bit" in output("verify", str(script), "--ranks", "2")
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mine")
+    assert "there is such a file already; pass another name" in refusal("init", str(tmp_path / "train.py"))
+    assert (tmp_path / "train.py").read_text() == "mine"

@@ -1,0 +1,71 @@
+"""`penstock runs` and `penstock compare`: recorded runs in a list and side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import as_json, output, refusal
+from test_top import STATE
+
+from penstock.runs import StepRecord
+from penstock.runs.folder import append_lines, write_whole
+from scaffolding.run_folders import about, says
+
+
+def a_run(folder: Path, schedule: str, seconds: float, losses: list[float | None], *, ended: bool = True) -> Path:
+    given = replace(about(2, 4), name=folder.name, schedule=schedule, started=f"2026-01-0{len(losses)}T00:00:00+00:00")
+    (folder / "ranks").mkdir(parents=True)
+    write_whole(folder / "run.json", given.to_dict())
+    steps = [StepRecord(n, loss, seconds, 8, n * seconds, 0.25) for n, loss in enumerate(losses, 1)]
+    append_lines(folder / "steps.jsonl", [step.to_line() for step in steps])
+    says(folder, replace(STATE, ended=ended, host="another"), at=1.0)
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    a_run(tmp_path / "first", "1f1b", 0.5, [4.0, 3.0, 2.0])
+    a_run(tmp_path / "sweep" / "second", "zb-h1", 0.4, [4.0, 3.0, 2.0, 1.5])
+    return tmp_path
+
+
+def test_runs_are_listed_with_their_figures(two: Path) -> None:
+    found = as_json("runs", str(two))
+    assert [(run["name"], run["state"]) for run in found["runs"]] == [("first", "ended"), ("second", "ended")]
+    assert [run["progress"]["seconds"] for run in found["runs"]] == pytest.approx([0.5, 0.4])
+    rows = [line.split() for line in output("runs", str(two), columns=200).splitlines()]
+    assert rows[1][:10] == ["first", "GPT", "1f1b", "2", "4", "3", "500", "ms", "2", "25%"]
+    assert rows[2][0] == "sweep/second"
+    assert as_json("runs", str(two), "--sort", "seconds")["runs"][0]["name"] == "second"
+
+
+def test_a_damaged_run_is_named_beside_the_others(two: Path) -> None:
+    text = (two / "first" / "run.json").read_text()
+    (two / "first" / "run.json").write_text(text.replace('"ranks": 2', '"ranks": 0'))
+    found = as_json("runs", str(two))
+    assert [run["name"] for run in found["runs"]] == ["second"]
+    assert "first" in found["damaged"][0]
+    assert "ranks=0" in found["damaged"][0]
+
+
+def test_a_folder_without_runs_says_how_one_is_made(tmp_path: Path) -> None:
+    assert "penstock.pipeline(..., run=" in output("runs", str(tmp_path), columns=400)
+    assert "there is no folder" in refusal("runs", str(tmp_path / "none"))
+
+
+def test_runs_are_compared_where_they_differ_and_at_the_same_steps(two: Path) -> None:
+    paths = [str(two / "first"), str(two / "sweep" / "second")]
+    found = as_json("compare", *paths)
+    assert found["differ"] == {"schedule": ["1f1b", "zb-h1"]}
+    assert (found["steps"], found["losses"]) == ([1, 2, 3], [[4.0, 3.0, 2.0]] * 2)
+    text = output("compare", *paths, columns=200)
+    assert "400 ms (-20.0%)" in text
+    assert "loss at step 3" in text
+    assert "expected two runs or more" in refusal("compare", paths[0])
+
+
+def test_a_run_of_silent_ranks_is_no_training(tmp_path: Path) -> None:
+    a_run(tmp_path / "run", "1f1b", 0.5, [1.0], ended=False)
+    assert as_json("runs", str(tmp_path))["runs"][0]["state"] == "silent"
