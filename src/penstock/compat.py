@@ -32,6 +32,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from penstock.closures import Closure, apart
+
 __all__ = [
     "DATA_DEPENDENT",
     "UNSUPPORTED",
@@ -39,6 +41,7 @@ __all__ = [
     "FakeTensorMode",
     "WeakStorage",
     "fake_mode",
+    "flex_attention",
     "holders",
     "is_block_mask",
     "packed_by",
@@ -95,9 +98,11 @@ def opened(value: Any) -> Opened | None:
 
     None for any other value.
     """
-    if is_block_mask(value) and hasattr(value, "_flatten"):
-        children, context = value._flatten()  # with what its mask function closes over
-        return Opened(children, [f".tensor_{k}" for k in range(len(children))], context, _block_mask)
+    if type(value) is Closure:
+        return Opened(value.contents, ["[0]", "[1]", "[2]"], value.make, lambda contents, make: make(*contents))
+    if is_block_mask(value):
+        names = tuple(vars(value))
+        return Opened(apart([*vars(value).values()]), [f".{name}" for name in names], names, _block_mask)
     plain_tuple = type(value).__bases__ == (tuple,) and pytree.is_namedtuple_instance(value)
     kind: Any = collections.namedtuple if plain_tuple else type(value)
     node = pytree.SUPPORTED_NODES.get(kind)
@@ -113,12 +118,19 @@ def opened(value: Any) -> Opened | None:
 
 def is_block_mask(value: Any) -> bool:
     """Whether this is a `BlockMask` of FlexAttention."""
-    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")  # if it is not loaded, there are no masks
+    flex = flex_attention()
     return flex is not None and isinstance(value, flex.BlockMask)
 
 
-def _block_mask(children: Sequence[Any], context: Any) -> Any:
-    return sys.modules["torch.nn.attention.flex_attention"].BlockMask._unflatten(tuple(children), context)
+def flex_attention() -> Any:
+    """The module of FlexAttention; None if it is not loaded: there are no masks then."""
+    return sys.modules.get("torch.nn.attention.flex_attention")
+
+
+def _block_mask(children: Sequence[Any], names: Sequence[str]) -> Any:
+    mask = object.__new__(flex_attention().BlockMask)
+    vars(mask).update(zip(names, children, strict=True))
+    return mask
 
 
 def storage_of(tensor: Tensor) -> int:

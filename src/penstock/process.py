@@ -13,6 +13,11 @@ from typing import Literal
 ProcessState = Literal["running", "stopped", "gone", "unknown"]
 
 
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """A process that others on the same machine can look up: machine, id, and start time, since ids are reused."""

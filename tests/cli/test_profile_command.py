@@ -98,6 +98,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
     )
 
 
+def test_it_measures_with_the_threads_that_a_rank_will_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    output("profile", "cases.py:make", "--budget-seconds", "0", "--threads", "3")
+    assert asked == [3]
+
+
 def test_from_python() -> None:
     model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
     found = penstock.profile(model, (torch.randn(8, 7),), microbatches=4, budget_seconds=0.0)

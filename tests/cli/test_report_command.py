@@ -71,7 +71,7 @@ def test_its_numbers_are_those_of_explain(trace: Path, open_page: Any) -> None:
 
 def test_the_timeline_is_the_measured_one_above_what_it_could_be(trace: Path, open_page: Any) -> None:
     page = open_page(report(trace))
-    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["measured", "if all were even"]
+    assert page.evaluate("timeline.bands.map((band) => band.name)") == ["simulated", "if all were even"]
     spans = list(measured())
     ends = page.evaluate("timeline.bands[0].lanes.flatMap((lane) => [...lane.end])")
     assert ends == pytest.approx([span.end_seconds for span in spans])
@@ -106,7 +106,7 @@ def test_columns_and_traces_of_torch_make_a_report(form: Any, tmp_path: Path, op
 def test_the_actions_are_there_as_a_table(trace: Path, open_page: Any) -> None:
     page = open_page(report(trace))
     page.click("#actions summary")
-    page.select_option("#actions select", label="measured: rank 2")
+    page.select_option("#actions select", label="simulated: rank 2")
     rows = page.locator("#actions tr").all_inner_texts()
     spans = [span for span in measured() if span.rank == 2]
     assert len(rows) == 1 + len(spans)
@@ -117,7 +117,7 @@ def test_ranks_that_took_turns_are_shown_and_not_compared(tmp_path: Path, open_p
     path = tmp_path / "turns.json"
     path.write_text(json.dumps({**measured().to_dict(), "in_turns": True}))
     page = open_page(report(path))
-    assert "One process ran all ranks in turns" in page.inner_text(".warning")
+    assert "One process ran all ranks in turn" in page.inner_text(".warning")
     assert "bubble" not in page.inner_text(".figures")
     assert page.evaluate("timeline.bands[0].hasCritical") is False
 
@@ -128,7 +128,7 @@ def test_a_plan_is_shown_as_a_prediction(tmp_path: Path, open_page: Any) -> None
     path.write_text(json.dumps(plan))
     page = open_page(report(path))
     text = page.inner_text(".figures")
-    assert "nothing has run" in page.inner_text("header")
+    assert "prediction only" in page.inner_text("header")
     assert f"{plan['step_seconds'] * 1000:.4g}"[:4] in text
     assert "8.0 GB" in page.inner_text("main"), "the limit"
     assert page.evaluate("timeline.bands.map((band) => band.name)") == ["predicted"]

@@ -127,7 +127,7 @@ def test_peaks_that_devices_measured_are_shown_over_steps(tmp_path: Path, open_p
 
 def test_one_process_for_all_ranks_is_said(tmp_path: Path, open_page: Any) -> None:
     page = open_page(report(a_run(tmp_path / "run", replace(measured(), in_turns=True))))
-    assert "One process ran all ranks in turns" in page.inner_text(".warning")
+    assert "One process ran all ranks in turn" in page.inner_text(".warning")
     assert page.evaluate("timeline.bands.length") == 1
 
 

@@ -110,3 +110,19 @@ def refused(rank: int, first: str, second: str | None) -> str:
         with pytest.raises(PenstockError) as caught:
             penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, cuts=second and [second])
         return str(caught.value)
+
+
+def taking(rank: int, closed: bool) -> str:
+    """What a second pipeline says that frees a layer which the first runs on both ranks; the first goes on then."""
+    generator, critic = networks()
+    noise, real = data()[0]
+    with penstock.pipeline(Judging(generator, critic), (noise, real), loss=tells, cuts=["critic.2"]) as judging:
+        if closed:
+            judging.close()
+        try:
+            with penstock.pipeline(Judged(generator, critic), (noise,), loss=fools) as judged:
+                judged.step(noise, target=noise)
+            return ""
+        except PenstockError as error:
+            judging.step(noise, real, target=noise)
+            return str(error)

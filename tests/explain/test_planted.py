@@ -27,7 +27,7 @@ def first(found: Explanation, kind: str) -> str:
 
 def test_nothing_planted_nothing_found() -> None:
     found = explain(recorded(timeline(even, twice)))
-    assert not any(change.mends for change in found.changes)
+    assert not {"cut", "rank", "microbatches", "actions"} & {change.kind for change in found.changes}
     assert found.step.slowest.schedule.name == "1f1b"
     assert found.error < 1e-9
     added = found.where.added_seconds
@@ -47,31 +47,17 @@ def test_a_heavy_stage() -> None:
     assert found.changes[0].step_seconds == pytest.approx(even_one.makespan_seconds)
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_of_two_ranks_one_whose_forwards_are_slow(slow: int) -> None:
-    """No replica tells, but the stage's backwards do: they are 1.4 times the other's, so are its forwards; not 4.4."""
-
-    def usual(stage: int, microbatch: int) -> float:
-        return 1.4 if stage == slow else 1.0
-
-    measured = timeline(lambda s, k: 4.4 if s == slow else 1.0, lambda s, k: 2 * usual(s, k), ranks=2)
-    found = explain(recorded(measured))
-    text = first(found, "rank")
-    assert f"rank {slow} is slow (forwards 3.1x" in text
-    assert "backwards" not in text
-    mended = timeline(usual, lambda s, k: 2 * usual(s, k), ranks=2)
-    assert found.changes[0].step_seconds == pytest.approx(mended.makespan_seconds)
-    heavy = timeline(lambda s, k: 4.4 if s == slow else 1.0, lambda s, k: 8.8 if s == slow else 2.0, ranks=2)
-    assert first(explain(recorded(heavy)), "cut").startswith(f"stage {slow} takes ")
-
-
-def test_a_rank_whose_forwards_are_slow() -> None:
-    measured = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
-    found = explain(recorded(measured))
-    text = first(found, "rank")
-    assert "rank 2 is slow (forwards 1.9x" in text
-    assert "backwards" not in text
-    assert found.changes[0].step_seconds == pytest.approx(timeline(even, twice).makespan_seconds)
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("backward", [1.0, 1.4, 4.4])
+def test_without_a_replica_no_rank_is_blamed(ranks: int, backward: float) -> None:
+    """A stage whose forwards are long beside its backwards may be of other layers, such as a CNN's first: cut it."""
+    long = timeline(lambda s, k: 4.4 if s == 1 else 1.0, lambda s, k: 2 * backward if s == 1 else 2.0, ranks=ranks)
+    found = explain(recorded(long))
+    assert not any(change.kind == "rank" or "is slow" in change.text for change in found.changes)
+    (cut,) = [change for change in found.changes if change.kind == "cut"]
+    assert cut.text.startswith("stage 1 takes ")
+    assert cut.claim.startswith("at most -")
+    assert all(one.slowest is None for one in found.steps)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -84,6 +70,17 @@ def test_a_slow_rank_of_one_replica(replicas: int) -> None:
     assert found.changes[0].step_seconds == pytest.approx(usual.makespan_seconds)
 
 
+def test_of_one_microbatch_advice_is_doubted() -> None:
+    """The only forward of a replica's rank 1 was held up."""
+    usual, held_up = (
+        timeline(lambda s, k, f=f: f if s == 1 else 1.0, twice, microbatches=1)  # type: ignore[misc]
+        for f in (1.0, 5.0)
+    )
+    found = explain(recorded(usual, held_up))
+    assert "rank 1 of replica 1 is slow" in first(found, "rank")
+    assert found.changes[0].note.endswith("of one microbatch, a single interruption looks the same")
+
+
 def test_unequal_microbatches() -> None:
     """Long sequences are long on every stage."""
     length = [1.0, 1.0, 2.5, 1.0, 0.5, 1.0, 0.5, 0.5]
@@ -94,8 +91,9 @@ def test_unequal_microbatches() -> None:
 
 def test_one_slow_action() -> None:
     found = explain(recorded(timeline(lambda stage, k: 6.0 if (stage, k) == (1, 5) else 1.0, twice)))
-    assert "1 action took" in first(found, "actions")
-    assert "1F5" in first(found, "actions")
+    (actions,) = [change for change in found.changes if change.kind == "actions"]
+    assert "1 action took" in actions.text
+    assert "1F5" in actions.text
     assert found.bubble is not None
     assert str(found.bubble.culprit) == "1F5"
 
@@ -111,12 +109,12 @@ def test_each_ranks_time_adds_up() -> None:
     assert total == pytest.approx(found.step.pipeline_seconds)
 
 
-WHAT_IFS = ["schedule=zb-h1", "schedule=gpipe", "link=0", "link=2", "cut=even", "stragglers=none", "rank=2"]
+WHAT_IFS = ["schedule=zb-h1", "schedule=gpipe", "link=0", "link=2", "cut=even"]
 
 
 @pytest.mark.parametrize("change", WHAT_IFS)
 def test_a_what_if_is_what_the_simulator_says_of_it(change: str) -> None:
-    """The trace knows only B: half of it is taken as I."""
+    """The trace knows only B: half of it is taken as I, and that nothing is lost by it, so that is the best."""
     from penstock.schedule import generate
     from penstock.simulate import LinkCost, StageCost, simulate
 
@@ -124,10 +122,19 @@ def test_a_what_if_is_what_the_simulator_says_of_it(change: str) -> None:
     (found,) = explain(recorded(timeline(lambda stage, k: slow[stage], twice)), what_ifs=[change]).what_ifs
     name, _, value = change.partition("=")
     link = LinkCost(float(value) * LINK.latency_seconds) if name == "link" else LINK
-    slow = [1.0] * 4 if name in ("stragglers", "rank") else slow
     costs = [StageCost(forward, 1.0, 1.0) for forward in slow]
+    if name == "cut":
+        even_one = sum(slow) / 4 + 2
+        costs = [StageCost(even_one * f / (f + 2), even_one / (f + 2), even_one / (f + 2)) for f in slow]
     repaired = simulate(generate(value if name == "schedule" else "1f1b", 4, 8), costs, link)
     assert found.step_seconds == pytest.approx(repaired.makespan_seconds)
+
+
+@pytest.mark.parametrize("change", ["stragglers=none", "rank=2"])
+def test_without_the_straggler_a_step_is_what_the_simulator_says(change: str) -> None:
+    slow, usual = timeline(lambda s, k: 1.9 if s == 2 else 1.0, twice), timeline(even, twice)
+    (found,) = explain(recorded(usual, slow), what_ifs=[change]).what_ifs
+    assert found.step_seconds == pytest.approx(usual.makespan_seconds)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +176,14 @@ def test_a_moved_cut_leaves_an_interruption_as_long_as_it_was(change: str) -> No
 
 def test_nothing_is_accused_of_what_the_replay_may_have_wrong() -> None:
     """Ranks, too: only what brings more than the replay's error is told."""
-    step = run_of(recorded(timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice))).typical
+    slow = timeline(lambda stage, k: 1.9 if stage == 2 else 1.0, twice)
+    step = run_of(recorded(timeline(even, twice), slow)).typical
     factors = factors_of(step.replicas)
     replay = case_of(step, factors.seconds)
     trial = Trial(step, factors, replay, replay.step_seconds)
-    gain = next(one.gain for one in suggestions(trial, 0.0) if one.kind == "rank")
-    assert "rank" in [one.kind for one in suggestions(trial, 0.99 * gain)]
-    assert "rank" not in [one.kind for one in suggestions(trial, 1.01 * gain)]
+    gain = next(one.gain for one in suggestions([trial], 0.0) if one.kind == "rank")
+    assert "rank" in [one.kind for one in suggestions([trial], 0.99 * gain)]
+    assert "rank" not in [one.kind for one in suggestions([trial], 1.01 * gain)]
 
 
 def test_changes_are_made_together() -> None:
@@ -242,7 +250,8 @@ def test_the_only_message_that_seems_early_is_no_other_clock() -> None:
 
 def test_of_two_microbatches_one_that_was_held_up_is_no_slow_rank() -> None:
     found = explain(recorded(timeline(lambda stage, k: 8.0 if (stage, k) == (1, 0) else 1.0, even, microbatches=2)))
-    assert {one.kind for one in found.changes if one.mends} == {"actions"}
+    assert not {"cut", "rank"} & {one.kind for one in found.changes}
+    assert "actions" in {one.kind for one in found.changes}
 
 
 def test_clocks_are_set_by_the_fastest_messages() -> None:

@@ -73,11 +73,12 @@ def test_what_nobody_knows_of_stays_as_it_was() -> None:
 
 
 def steps(slow: Callable[[int], int | None]) -> Recording:
-    """Five steps, in each of which the forwards of a rank are slow, or of none."""
+    """Five steps of two replicas, in each of which the forwards of a rank of the second are slow, or of none."""
     events: list[Event] = []
     for number in range(5):
         rank = slow(number)
-        one = recorded(timeline(lambda stage, k, rank=rank: 2.0 if stage == rank else 1.0, twice))  # type: ignore[misc]
+        slow_one = timeline(lambda stage, k, rank=rank: 2.0 if stage == rank else 1.0, twice)  # type: ignore[misc]
+        one = recorded(timeline(even, twice), slow_one)
         events += [replace(event, step=number) for event in one.events]
     return Recording(tuple(events))
 
@@ -86,9 +87,11 @@ def test_a_steady_straggler_is_told_from_one_that_is_not() -> None:
     def said(slow: Callable[[int], int | None]) -> str:
         return "; ".join(in_words(summaries(run_of(steps(slow)))))
 
-    assert "steady: rank 2 is the slowest in every step (2.0x)" in said(lambda number: 2)
+    assert "steady: rank 2 of replica 1 is the slowest in every step (2.0x)" in said(lambda number: 2)
     once = said(lambda number: 2 if number == 3 else None)
-    assert "not steady: no rank is the slowest twice; rank 2 is in step 3 (2.0x)" in once
+    assert "not steady: no rank is the slowest twice; rank 2 of replica 1 is in step 3 (2.0x)" in once
     assert "1 of 5 steps over 1.1 times the median, step 3 most (1." in once
     assert "rank" not in said(lambda number: None)
-    assert "not steady: rank 2 is the slowest most often, in 3 of 5 steps" in said(lambda n: 1 if n < 2 else 2)
+    assert "not steady: rank 2 of replica 1 is the slowest most often, in 3 of 5 steps" in said(
+        lambda n: 1 if n < 2 else 2
+    )

@@ -72,9 +72,9 @@ def follow(model: nn.Module, said: str) -> None:
 
 
 def test_one_thing_in_the_way_and_what_is_left_to_split() -> None:
-    said = refusal(Model(Reads(width=100)))
+    said = refusal(Model(Reads(width=20)))
     assert re.search(r"test_remedies\.py:\d+: .* in module 'part\.m0', which a recording cannot follow\. Give", said)
-    assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 95% of the work, all of it on" in said
+    assert "leaves=['part.m0'], so that it runs as a whole (tried: 'part.m0' is 81% of the work, all of it on" in said
     assert "eval" not in said
     assert "labels" not in said
     assert (
@@ -109,6 +109,12 @@ def test_leaves_that_were_given_already_are_kept() -> None:
 
 def test_too_few_modules_are_left() -> None:
     assert "(tried: only 3 modules are left to share among 4 stages)" in refusal(Model(Reads()), stages=4)
+
+
+def test_a_module_that_does_nearly_all_the_work_is_not_offered() -> None:
+    said = refusal(Model(Reads(100 * WIDTH)))
+    assert re.search(r"Tried: leaves=\['part.m0'\], which leaves nothing to split: 'part.m0' is 9\d% of the work", said)
+    assert said.endswith("Do it outside of the model")
 
 
 def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:

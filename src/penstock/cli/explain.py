@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     Written = Callable[[float], str]
 
 EPILOG = """\
-The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± is the \
-replay's own error on this trace: how far the same simulation is from the measured time if nothing is changed. It \
-does not cover what a change assumes."""
+The order of each rank and the time of each action are the trace's; what a change brings is simulated. ± covers the \
+replay's own error on this trace and what the change assumes; "at most" is said where that was not measured. Changes \
+are ordered by the gain that is certain."""
 """Printed below the options."""
 
-_MOST_CHANGES = 6
 _MOST_RANKS = 16
 
 
@@ -128,31 +127,25 @@ def predicted_by(
     from penstock.balance import read_profile
 
     stages = run.typical.slowest.schedule.placement.depth
-    known = folder.about.cuts if folder is not None else None if planned is None else planned.cuts
-    return Predicted.of_profile(read_profile(profile), stages, known if cuts is None else cuts.split(","))
+    known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
+    if folder is not None:
+        known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
+    return Predicted.of_profile(
+        read_profile(profile), stages, known if cuts is None else cuts.split(","), rows, threads
+    )
 
 
 def show(found: Explanation, console: Console) -> None:
     """Prints what the step is, what to change first, and where the time went."""
-    from penstock.explain.changes import LEAST_GAIN
-
     step = found.step
     unit, name = (1.0, "s") if step.seconds >= 1 else (1e-3, "ms")
     written = _written(step.seconds)
     _show_head(found, console, written)
     console.print("\n[bold]What to change first[/], and by how much that changes a step")
-    if mended := [one for one in found.changes if one.mends]:
-        console.print(_changes(mended[:_MOST_CHANGES], found.change_error))
-    elif found.change_error > LEAST_GAIN:
-        console.print(f"nothing for certain: no change brings more than the replay's error, {found.change_error:.1%}")
-    else:
-        console.print(f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes")
-    if others := [one for one in found.changes if not one.mends]:
-        console.print("\n[bold]Other ways[/]")
-        console.print(_changes(others[:_MOST_CHANGES], found.change_error))
+    console.print(_changes(found.advice) if found.advice else found.nothing)
     if found.what_ifs:
         console.print("\n[bold]What if[/]")
-        console.print(_changes(found.what_ifs, found.change_error))
+        console.print(_changes(found.what_ifs))
     console.print(f"\n[bold]Where the time went[/], in {name}{_which(found)}")
     print_unbroken(console, _ranks(found, unit))
     _show_why(found, console, written)
@@ -223,7 +216,10 @@ def _worst(slower: Mapping[Any, float]) -> list[tuple[Any, float]]:
 def _show_head(found: Explanation, console: Console, written: Written) -> None:
     step, run = found.step, found.run
     replicas = f", {counted(len(step.replicas), 'replica')}" if len(step.replicas) > 1 else ""
-    console.print(Text(f"{title(step.slowest.schedule)}{replicas}", "bold"))
+    origin = found.origin if found.origin == "measured" else f"{found.origin}, with its costs' unit for a second"
+    console.print(Text(f"{title(step.slowest.schedule)}{replicas}, {origin}", "bold"))
+    for note in run.notes:
+        console.print(f"note: {note}", style="yellow")
     several = f" (step {step.number}, the median of {len(run.steps)})" if len(run.steps) > 1 else ""
     outside, rest = step.seconds - step.pipeline_seconds, ""
     if outside > 0.001 * step.seconds:
@@ -252,19 +248,13 @@ def _show_head(found: Explanation, console: Console, written: Written) -> None:
             f"predicted {written(found.predicted_seconds)} for the pipeline; most wrong at stage {wrong.stage}, which "
             f"takes {much}"
         )
-    for note in run.notes:
-        console.print(f"note: {note}", style="yellow")
 
 
-def _changes(changes: Sequence[Change], error: float) -> Table:
-    made = table("step", "", "", left=3)
+def _changes(changes: Sequence[Change]) -> Table:
+    made = table("step", "", left=2)
     made.show_header = False
-    made.columns[0].justify = "right"
     for one in changes:
-        note = (f" ({one.note})", "dim") if one.note else ""
-        made.add_row(
-            f"{-one.gain:+.1%}", f"± {error:.1%}" if error >= 0.001 else "± <0.1%", Text.assemble(one.text, note)
-        )
+        made.add_row(one.claim, Text.assemble(one.text, (f" ({one.note})" if one.note else "", "dim")))
     return made
 
 

@@ -45,6 +45,10 @@ def profile(
             help="For an estimate: what was measured on such devices, of any model (--json); repeat it for more.",
         ),
     ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads to measure with, such as a rank will have: cores / ranks. Default: torch's."),
+    ] = None,
     budget_seconds: Annotated[float, typer.Option(help="How long to measure each size.")] = 2.0,
     links: Annotated[
         bool,
@@ -73,8 +77,12 @@ def profile(
     and bytes of each part and the device's specifications, and marked so.
     """
     with loaded(target, "the model") as given:
+        import torch
+
         from penstock.pipe.profiling import profile as measured
 
+        if threads is not None:
+            torch.set_num_threads(threads)
         found = measured(
             given.model,
             given.args,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import sys
 import textwrap
@@ -20,6 +19,7 @@ from rich.markup import escape
 from penstock.demo.bubble import Bubble
 from penstock.demo.model import VOCABULARY
 from penstock.demo.settings import Settings
+from penstock.process import cores
 from penstock.schedule.timeline import Timeline
 
 TIMELINE = "timeline.json"
@@ -138,11 +138,6 @@ def result(
         lines.insert(5, ("", turns))
     for label, text in lines:
         console.print(f"  {label:<8}{text}", soft_wrap=True)
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_memory_bytes() -> int:

@@ -59,6 +59,13 @@ class Case:
         host = np.where(sends, least + factor * (self.host - least), self.host)
         return replace(self, host=host, latency={pair: factor * seconds for pair, seconds in self.latency.items()})
 
+    @cached_property
+    def sending(self) -> Case:
+        """If a message kept the rank that sends it busy for as long as it takes, so that no order hides it."""
+        usual = median(self.latency.values()) if self.latency else 0.0
+        host = np.where(_sends(self.schedules[0]), self.host + usual, self.host)
+        return replace(self, host=host, latency=dict.fromkeys(self.latency, 0.0))
+
     def without_host(self) -> Case:
         return replace(self, host=np.zeros_like(self.host))
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from penstock.explain.case import Case
 from penstock.explain.factors import Factors
 from penstock.explain.measured import Replica, Step
 from penstock.explain.predicted import Predicted
-from penstock.explain.schedules import another, best_schedules, twice_the_microbatches
+from penstock.explain.schedules import Idea, Price, another, other_schedules, twice_the_microbatches
 from penstock.explain.stragglers import slow_ranks
 from penstock.simulate.columns import COMPUTE, Floats
 from penstock.words import counted
@@ -22,24 +22,27 @@ from penstock.words import counted
 _WORDS = {"F": "forwards", "B": "backwards", "I": "input gradients", "W": "weight gradients"}
 LEAST_GAIN = 0.005
 """Changes that bring less of a step than this are not worth a line."""
+_USUAL_SHARE = 1 / 3
+"""What nobody measured is advice only if it usually brings so much of what it brings at most."""
 _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
 _MOST_RANKS = 3
-_MENDS = ("cut", "rank", "microbatches", "actions")
 _SAME_WORK = "the same work in sum"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that could be different.
+    """One thing that could be different, and what is claimed of it.
 
     Attributes:
-        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", "link", "host", or "what if".
+        kind: "cut", "rank", "microbatches", "actions", "schedule", "pieces", or "what if".
         text: what is, and what to do.
         step_seconds: what the step would take.
-        gain: how much less that is, as a share of the step; below 0 if it is more.
+        gain: how much less that is, as a share of the step; below 0 if it is more. If not `measured`, it is no more.
         note: what it assumes, or costs.
+        error: by how much the gain may be wrong: the replay's error, and the widths of all that is assumed.
+        measured: whether the gain rests on nothing but what was measured, or bounds that hold anyway.
     """
 
     kind: str
@@ -47,32 +50,63 @@ class Change:
     step_seconds: float
     gain: float
     note: str = ""
+    error: float = 0.0
+    measured: bool = True
 
     @property
-    def mends(self) -> bool:
-        """Whether it mends something that the trace shows to be uneven, rather than doing the work in another way."""
-        return self.kind in _MENDS
+    def certain(self) -> float:
+        """The gain that is certain: what changes are ordered by."""
+        return self.gain - self.error if self.measured else min(0.0, self.gain)
+
+    @property
+    def claim(self) -> str:
+        """By how much the step changes, in words: `-12.3% ± 1.0%`, or `at most -12.3%`."""
+        if not self.measured:
+            return f"at {'most' if self.gain >= 0 else 'least'} {-self.gain:+.1%}"
+        return f"{-self.gain:+.1%} ± {f'{self.error:.1%}' if self.error >= 0.001 else '<0.1%'}"
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A measured step, what explains its times, and its replay: what changes are tried on."""
+    """A measured step, what explains its times, and its replay: what changes are tried on. `shared`: its ranks had
+    fewer cores than they need, so that what one of them leaves idle another one uses: nothing is certain then.
+    """
 
     step: Step
     factors: Factors
     replay: Case
     replay_seconds: float
     predicted: Predicted | None = None
+    shared: bool = False
 
     @property
     def slowest(self) -> Replica:
         return self.step.slowest
 
-    def change(self, kind: str, text: str, case: Case, note: str = "") -> Change:
-        less = self.replay_seconds - case.step_seconds
-        return Change(
-            kind, text, self.step.seconds - less, less / self.step.seconds if self.step.seconds else 0.0, note
+    def gains(self, idea: Idea) -> tuple[float, ...]:
+        """What an idea brings, as shares of the step: as usual, and at the ends of what it assumes. One of these is,
+        of another order, whether messages travel while their ranks compute.
+        """
+        pairs = [(self.replay_seconds, case) for case in idea.cases]
+        if idea.cases[0].schedules != self.replay.schedules:
+            pairs.insert(1, (self.replay.sending.step_seconds, idea.cases[0].sending))
+        return tuple((now - case.step_seconds) / self.step.seconds if self.step.seconds else 0.0 for now, case in pairs)
+
+    def change(self, idea: Idea, error: float, elsewhere: Sequence[float] = ()) -> Change:
+        """What is claimed of an idea: that it brings what it usually does, as wrong as the replay, what is assumed, and
+        what it brings in other steps; or, of what nobody measured, at most what it can bring."""
+        gains, measured = self.gains(idea), idea.measured and not self.shared
+        gain, width = (
+            (gains[0], error + max(abs(one - gains[0]) for one in (*gains, *elsewhere)))
+            if measured
+            else (max(gains) + error, 0.0)
         )
+        return Change(idea.kind, idea.text, self.step.seconds * (1 - gain), gain, idea.note, width, measured)
+
+    @property
+    def price(self) -> tuple[Price, ...] | None:
+        """What the profile says that splitting a backward costs."""
+        return self.predicted.price if self.predicted else None
 
     @property
     def totals(self) -> Floats:
@@ -89,28 +123,55 @@ class Trial:
         return case.with_seconds((case.seconds - self.excess) * scale + self.excess)
 
 
-def suggestions(trial: Trial, error: float) -> tuple[Change, ...]:
-    """The changes that bring something: those that mend what is uneven, then other ways; what brings most first.
+def suggestions(trials: Sequence[Trial], error: float) -> tuple[Change, ...]:
+    """The changes that bring something, ordered by what is certain.
 
-    Each has to bring more than the replay's error: what may be nothing is no advice.
+    A gain counts as far as every one of the steps shows it, and the replay's error leaves it: what may be nothing is no
+    advice. What nobody measured is advice only if it usually brings something, and comes after what is certain.
+
+    Args:
+        trials: the step that is explained, and others of its run.
+        error: of the replay.
     """
-    found = [
-        *_cut(trial),
-        *_ranks(trial),
-        *_microbatches(trial),
-        *_actions(trial),
-        *_schedules(trial),
-        *_between(trial),
+    first, found = trials[0], []
+    ideas = [*_ideas(first)]
+    wanted = {(one.kind, one.key) for one in ideas if one.measured and first.change(one, error).certain > 0}
+    others = [
+        {(one.kind, one.key): one for one in _ideas(trial) if (one.kind, one.key) in wanted} for trial in trials[1:]
     ]
-    return tuple(
-        sorted(
-            (one for one in found if one.gain >= max(LEAST_GAIN, error)),
-            key=lambda one: (not one.mends, -one.gain),
-        )
-    )
+    for idea in ideas:
+        key = idea.kind, idea.key
+        elsewhere = [
+            trial.gains(known[key])[0] if key in known else 0.0
+            for trial, known in zip(trials[1:], others, strict=True)
+            if key in wanted
+        ]
+        change, usual = first.change(idea, error, elsewhere), min(first.gains(idea)[:2])
+        if change.certain <= 0 and len(idea.cases) > 1:
+            change = first.change(replace(idea, measured=False), error)
+        least = max(LEAST_GAIN, error, 0.0 if change.measured else _USUAL_SHARE * (change.gain - error))
+        if (change.certain > 0 or not change.measured) and usual >= least:
+            found.append((not change.measured, -change.certain, -usual, change, idea))
+    found.sort(key=lambda entry: entry[:3])
+    ideas = [idea for *_, idea in found]
+    return tuple(entry[3] for place, entry in enumerate(found) if not _beaten(entry[4], ideas[:place]))
 
 
-def _cut(trial: Trial) -> Iterator[Change]:
+def _beaten(idea: Idea, before: Sequence[Idea]) -> bool:
+    """Whether another schedule, which needs no more memory, comes before this one."""
+    return idea.kind == "schedule" and any(one.kind == "schedule" and idea.memory >= one.memory for one in before)
+
+
+def _ideas(trial: Trial) -> Iterator[Idea]:
+    yield from _cut(trial)
+    yield from _ranks(trial)
+    yield from _microbatches(trial)
+    yield from _actions(trial)
+    yield from other_schedules(trial.replay, trial.factors.rank, trial.price)
+    yield from twice_the_microbatches(trial.replay)
+
+
+def _cut(trial: Trial) -> Iterator[Idea]:
     totals, placement = trial.totals, trial.slowest.schedule.placement
     mean = float(totals.mean())
     stage = int(np.argmax(totals))
@@ -122,18 +183,18 @@ def _cut(trial: Trial) -> Iterator[Change]:
     if known is None or not known.units or known.unlikely(list(totals)):
         needed = "a profile (--profile) tells" if known is None or not known.units else "the run's cuts (--cuts) tell"
         note = _doubted(trial, f"if stages were even; {needed} which cuts there are")
-        yield trial.change("cut", f"{is_so}: move work off it", _even(trial, trial.replay), note)
+        yield Idea("cut", f"{is_so}: move work off it", (_even(trial, trial.replay),), note, measured=False)
         return
-    starts, new = known.recut([float(total) for total in totals])
+    starts, *ends = known.recut([float(total) for total in totals])
     moves = [
         f"begin stage {place} at {known.units[new_one]} instead of {known.units[old]}"
         for place, (old, new_one) in enumerate(zip(known.starts, starts, strict=True))
         if old != new_one
     ]
     if moves:
-        case = trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None])
+        cases = tuple(trial.scaled(trial.replay, (np.array(new) / totals)[None, None, :, None]) for new in ends)
         note = _doubted(trial, "units as profiled, scaled to what was measured")
-        yield trial.change("cut", f"{is_so}: {'; '.join(moves)}", case, note)
+        yield Idea("cut", f"{is_so}: {'; '.join(moves)}", cases, note)
 
 
 def _doubted(trial: Trial, note: str) -> str:
@@ -149,7 +210,7 @@ def _even(trial: Trial, case: Case) -> Case:
     return trial.scaled(case, scale[None, None, :, None])
 
 
-def _ranks(trial: Trial) -> Iterator[Change]:
+def _ranks(trial: Trial) -> Iterator[Idea]:
     """The slow ranks by what they lose, the worst few."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
     for one in slow_ranks(trial.step, factors)[:_MOST_RANKS]:
@@ -160,13 +221,12 @@ def _ranks(trial: Trial) -> Iterator[Change]:
             for row, op in enumerate(COMPUTE)
             if one.slow[row].any()
         )
-        than = "the other stages'" if one.alone else "its replicas'"
-        text = f"{one.who} is slow ({ops} {than}): mend or replace it"
-        note = "no replica tells; its other ops are not slow" if one.alone else ""
-        yield trial.change("rank", text, trial.scaled(trial.replay, scale[..., None]), _doubted(trial, note))
+        text = f"{one.who} is slow ({ops} its replicas'): mend or replace it"
+        case = trial.scaled(trial.replay, scale[..., None])
+        yield Idea("rank", text, (case,), _doubted(trial, ""), key=one.who)
 
 
-def _microbatches(trial: Trial) -> Iterator[Change]:
+def _microbatches(trial: Trial) -> Iterator[Idea]:
     factor = trial.factors.microbatch
     if factor.max() == 1.0:
         return
@@ -176,14 +236,14 @@ def _microbatches(trial: Trial) -> Iterator[Change]:
         f"microbatches are unequal (microbatch {microbatch}{of} takes {factor.max():.2f} times the mean): give each as "
         "much work, such as sequences of the same length in sum"
     )
-    yield trial.change("microbatches", text, _equal(trial, trial.replay), _SAME_WORK)
+    yield Idea("microbatches", text, (_equal(trial, trial.replay),), _SAME_WORK)
 
 
 def _equal(trial: Trial, case: Case) -> Case:
     return trial.scaled(case, 1 / trial.factors.microbatch[:, None, None, :])
 
 
-def _actions(trial: Trial) -> Iterator[Change]:
+def _actions(trial: Trial) -> Iterator[Idea]:
     own = _own(trial)
     slow = own > 1.0
     if not slow.any():
@@ -196,7 +256,8 @@ def _actions(trial: Trial) -> Iterator[Change]:
         f"{counted(int(slow.sum()), 'action')} took {_OWN} times what is usual or more, {name}{of} most "
         f"({own[place, op, stage, microbatch]:.1f}x): look for what else ran then"
     )
-    yield trial.change("actions", text, _usual(trial, trial.replay), "none slower than is usual there")
+    note = "none slower than is usual there"
+    yield Idea("actions", text, (_usual(trial, trial.replay),), note, measured=False)
 
 
 def _usual(trial: Trial, case: Case) -> Case:
@@ -209,23 +270,6 @@ def _own(trial: Trial) -> Floats:
     return np.where(own >= _OWN, own, 1.0)
 
 
-def _schedules(trial: Trial) -> Iterator[Change]:
-    now = trial.slowest.schedule
-    for found in best_schedules(trial.replay, trial.factors.rank):
-        text = f"schedule {found.name} instead of {now.name}"
-        yield trial.change("schedule", text, found.case, found.note)
-    if more := twice_the_microbatches(trial.replay):
-        text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
-        yield trial.change("pieces", text, more.case, more.note)
-
-
-def _between(trial: Trial) -> Iterator[Change]:
-    yield trial.change("link", "links twice as fast", trial.replay.with_links(0.5), "transfers take half as long")
-    yield trial.change(
-        "host", "no time lost between a rank's actions (host, launches, other work)", trial.replay.without_host()
-    )
-
-
 # -- what if ----------------------------------------------------------------------------------------------------------
 
 WHAT_IFS = (
@@ -235,52 +279,60 @@ WHAT_IFS = (
 )
 
 
-def what_if(trial: Trial, text: str) -> Change:
+def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
     """The step if things were different.
 
     Args:
         text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
+        error: of the replay.
 
     Raises:
         ArgumentError: it is none of them.
     """
-    case, notes = trial.replay, []
+    idea = Idea("what if", text, (trial.replay,))
     parts = [part.strip().partition("=") for part in text.split(",")]
     usual = [part for part in parts if part[0] == "actions"]
     rest = [part for part in parts if part[0] != "actions"]
     for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
-        case, note = _changed(trial, case, name, value)
-        notes += [note] if note else []
-    return trial.change("what if", text, case, "; ".join(notes))
+        idea = _changed(trial, idea, name, value)
+    return trial.change(idea, error)
 
 
-def _changed(trial: Trial, case: Case, name: str, value: str) -> tuple[Case, str]:
-    """One change, and what it assumes."""
-    slow = trial.factors.rank
+def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:
+    """One change more, and what it assumes."""
+    (case,), slow = idea.cases[:1], trial.factors.rank
+    note, measured = "", True
     match name, value:
         case "schedule", _ if value:
-            found = another(case, value, slow)
-            return found.case, found.note
+            found = another(case, value, slow, trial.price)
+            return _with(idea, found.cases, found.note, measured=found.measured)
         case "cut", "even":
-            return _even(trial, case), ""
+            made, measured = _even(trial, case), False
         case "cut", _ if (move := _CUT.fullmatch(value)) and 0 < int(move[1]) < trial.slowest.schedule.placement.depth:
-            return _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
+            made, note = _recut(trial, case, int(move[1]), float(move[2])), _PROPORTIONS
         case "stragglers", "none":
-            return trial.scaled(case, 1 / slow[..., None]), ""
+            made = trial.scaled(case, 1 / slow[..., None])
         case "rank", _ if value.isdigit() and int(value) < trial.slowest.schedule.ranks:
             of_rank = np.ones_like(slow)
             stages = list(trial.slowest.schedule.placement.by_rank[int(value)])
             of_rank[:, :, stages] = slow[:, :, stages]
-            return trial.scaled(case, 1 / of_rank[..., None]), ""
+            made = trial.scaled(case, 1 / of_rank[..., None])
         case "microbatches", "equal":
-            return _equal(trial, case), _SAME_WORK
+            made, note = _equal(trial, case), _SAME_WORK
         case "actions", "usual":
-            return _usual(trial, case), ""
+            made, measured = _usual(trial, case), False
         case "link", _ if _is_factor(value):
-            return case.with_links(float(value)), ""
+            made, measured = case.with_links(float(value)), False
         case "host", "none":
-            return case.without_host(), ""
-    raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}")
+            made, measured = case.without_host(), False
+        case _:
+            raise ArgumentError(f"what-if {name}{'=' if value else ''}{value}: expected {WHAT_IFS}")
+    return _with(idea, (made,), note, measured=measured)
+
+
+def _with(idea: Idea, cases: tuple[Case, ...], note: str, *, measured: bool) -> Idea:
+    notes = "; ".join(filter(None, [idea.note, note]))
+    return replace(idea, cases=cases, note=notes, measured=idea.measured and measured)
 
 
 _CUT = re.compile(r"([0-9]{1,4}):(-?(?:0?\.[0-9]+|0|1))")

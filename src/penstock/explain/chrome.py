@@ -27,6 +27,10 @@ _ON_DEVICE = "gpu_user_annotation"
 """Kineto's category of a range as the device saw it; the host only gave it work."""
 _SKIPPED = re.compile(rf"^{_STEP.pattern}$|\bwaits?$|^(?:gloo|nccl):|^Optimizer\.")
 """Ranges of ours and of torch that are no actions."""
+IN_TURNS = (
+    "one process ran all ranks in turns, so none waited for another; record a run with a process for each rank "
+    "(penstock run), or simulate these times"
+)
 _ANNOTATIONS = ("user_annotation", _ON_DEVICE)
 
 
@@ -77,8 +81,14 @@ def read_chrome(
         made.append(Event(source, str(action), one.start, one.end, action, step, chunk=chunk, counted=not numbered))
     waits = any(one.named.waits and not one.on_device for one in ranges)
     sent = (named.numbers.get("stage", 0) for _, named in read if named is not None and named.op is Op.SEND_F)
-    stages = max(_stages_said(every), max((2 + stage for stage in sent), default=0))
-    return Recording(tuple(made), waits, (), stages, _unread(read, numbered))
+    said = _said(every)
+    if any(one.get("in_turns") for one in said):
+        raise ArgumentError(f"{file}: {IN_TURNS}")
+    stages = max(
+        [2 + stage for stage in sent] + [one["stages"] for one in said if type(one.get("stages")) is int] + [0]
+    )
+    crowded = said[0].get("crowded") is True if said and "crowded" in said[0] else None
+    return Recording(tuple(made), waits, (), stages, _unread(read, numbered), crowded)
 
 
 def _unread(read: Sequence[tuple[Mapping[str, Any], Named | None]], numbered: bool) -> Counter[str]:
@@ -104,11 +114,10 @@ def _check_times(events: Sequence[Any], own: Pattern[str] | None) -> None:
             )
 
 
-def _stages_said(events: Sequence[Any]) -> int:
-    """How many stages there are, as each process of our own traces says; 0 if none does."""
+def _said(events: Sequence[Any]) -> list[Mapping[str, Any]]:
+    """What each process of our own traces says of the whole: how many stages there are, and how ranks ran."""
     args = (event.get("args") for event in events if isinstance(event, dict) and event.get("name") == STAGES_SAID_BY)
-    said = (one.get("stages") for one in args if isinstance(one, dict))
-    return max((number for number in said if type(number) is int), default=0)
+    return [one for one in args if isinstance(one, dict)]
 
 
 def _rank(header: Mapping[str, Any], file: str, number: int) -> int:

@@ -50,6 +50,7 @@ class Recording:
         notes: what the reader left out, and why.
         stages: at least so many there are, as the trace says or its messages show; 0 if neither.
         unread: how often which names occur that name no action.
+        crowded: whether ranks had fewer cores than they need; None: nor does the trace say whether they took turns.
     """
 
     events: tuple[Event, ...]
@@ -57,3 +58,4 @@ class Recording:
     notes: tuple[str, ...] = ()
     stages: int = 0
     unread: Mapping[str, int] = field(default_factory=dict)
+    crowded: bool | None = None

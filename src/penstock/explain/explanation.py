@@ -10,16 +10,33 @@ import numpy as np
 
 from penstock.errors import ArgumentError
 from penstock.explain.case import Case, case_of
-from penstock.explain.changes import Change, Trial, suggestions, what_if
+from penstock.explain.changes import LEAST_GAIN, Change, Trial, suggestions, what_if
 from penstock.explain.event import Recording
 from penstock.explain.factors import factors_of, seconds_of
 from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
+from penstock.explain.schedules import MOST_ACTIONS
 from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
 from penstock.simulate.job import Slowdowns
 
+_CROWDED = (
+    "ranks had fewer cores than they compute with: what one of them leaves idle another one uses, so a better order or "
+    "cut may bring nothing"
+)
+_TURNS = (
+    "no two ranks compute at once, though their order would let them: if one process ran them in turns, the waits "
+    "below are no pipeline's; record a run with a process per rank"
+)
+_EXACT = 1e-7
+"""What was measured is never replayed so well."""
+_FAR = 0.25
+"""A prediction that is wrong by such a share is said to be, first of all."""
+_MOST_ADVICE = 6
+_APART, _IN_TURNS_AT = 0.01, 0.8
+_STEPS = 5
+"""A gain has to show in so many steps, if there are as many."""
 _UNKNOWN = "nobody knows which ranks do {!r} together: what-ifs leave everything outside the pipeline as it was"
 
 
@@ -48,12 +65,12 @@ class Explanation:
         run: all steps; `step` is the one that is explained.
         replay_error: the replay's time of the step less the measured one, as a share of it: what is to be expected of
             the predictions in `changes`.
-        worst_error: the largest of that, over all steps and replicas.
+        worst_error: the largest of that, over all replicas, and the steps that took nearly as long.
         stages: what each takes.
         predicted_seconds: the pipeline by the plan's or profile's costs; None if there is none.
         where: where the time went.
         bubble: the longest wait of the slowest replica.
-        changes: what would bring something: what mends before other ways, and of each what brings most first.
+        changes: what would bring something, ordered by what is certain.
         what_ifs: what was asked for.
         whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
             pipelines; 0 if they do nothing, or nobody knows with whom.
@@ -89,6 +106,23 @@ class Explanation:
         """By how much of the step a predicted gain may be wrong: the worst that any replay was."""
         return max(self.error, self.whole_error)
 
+    @property
+    def origin(self) -> str:
+        """Where the times are from: those of a simulation are replayed exactly."""
+        return "measured" if self.error > _EXACT else "simulated"
+
+    @property
+    def advice(self) -> tuple[Change, ...]:
+        """The first of the changes, as every page and screen lists them."""
+        return self.changes[:_MOST_ADVICE]
+
+    @property
+    def nothing(self) -> str:
+        """What is said where there is no advice."""
+        if self.change_error > LEAST_GAIN:
+            return f"nothing for certain: no change brings more than the replay's error, {self.change_error:.1%}"
+        return f"nothing: stages, ranks and microbatches are alike, as far as {LEAST_GAIN:.1%} of a step goes"
+
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
         slowest = self.step.slowest
@@ -101,6 +135,7 @@ class Explanation:
             "replicas": len(self.step.replicas),
             "step": self.step.number,
             "steps": {step.number: step.seconds for step in self.run.steps},
+            "origin": self.origin,
             "step_seconds": self.step.seconds,
             "pipeline_seconds": self.step.pipeline_seconds,
             "others_seconds": dict(self.step.others),
@@ -115,12 +150,13 @@ class Explanation:
                 for one in self.where.ranks
             ],
             "largest_bubble": None if self.bubble is None else _bubble(self.bubble),
-            "changes": [asdict(one) | {"error": self.change_error} for one in self.changes],
-            "what_ifs": [asdict(one) | {"error": self.change_error} for one in self.what_ifs],
+            "changes": [asdict(one) | {"claim": one.claim} for one in self.advice],
+            "what_ifs": [asdict(one) | {"claim": one.claim} for one in self.what_ifs],
             "whole_replay_error": self.whole_error,
             "slowdowns": None if self.slowdowns is None else asdict(self.slowdowns),
             "steps_in_words": list(in_words(self.steps)),
             "each_step": [_step(one) for one in self.steps],
+            "nothing": "" if self.advice else self.nothing,
             "notes": list(self.run.notes),
         }
 
@@ -165,21 +201,26 @@ def explain(
             f"the prediction is for {len(predicted.stage_seconds)} stages, and the run has "
             f"{chosen.slowest.schedule.placement.depth}"
         )
-    factors = factors_of(chosen.replicas)
-    replay = case_of(chosen, factors.seconds)
-    replay_seconds = replay.step_seconds
+    trial = _trial(run, chosen, predicted)
+    factors, replay, replay_seconds = trial.factors, trial.replay, trial.replay_seconds
     place = chosen.replicas.index(chosen.slowest)
     even = factors.even[place]
-    trial = Trial(chosen, factors, replay, replay_seconds, predicted)
     even_timeline, planned = replay.free.timeline(chosen.slowest.schedule, even), _predicted(trial)
     replay_error = (replay.pipeline_seconds - chosen.pipeline_seconds) / chosen.seconds if chosen.seconds else 0.0
-    replays = (replay if one is chosen else case_of(one, seconds_of(one.replicas)) for one in run.steps)
-    worst = max(map(_worst_error, run.steps, replays))
+    like = _like(run, chosen)
+    worst = max(_worst_error(one, case_of(one, seconds_of(one.replicas))) for one in (chosen, *like))
     outside = 0.0 if replay.around is None else abs(replay_seconds - chosen.seconds) / chosen.seconds
-    if predicted is not None and predicted.guessed:
-        run = replace(run, notes=(*run.notes, _guess(predicted, trial)))
+    error = max(abs(replay_error), worst, outside)
+    notes = [*run.notes]
+    if predicted is not None and planned is not None:
+        notes = [*_doubts(predicted, trial, planned.pipeline_seconds), *notes]
+    if run.crowded:
+        notes.insert(0, _CROWDED)
+    elif trial.shared:
+        notes.insert(0, _TURNS)
     if chosen.unknown:
-        run = replace(run, notes=(*run.notes, _UNKNOWN.format(chosen.unknown[0])))
+        notes.append(_UNKNOWN.format(chosen.unknown[0]))
+    run = replace(run, notes=tuple(notes))
     return Explanation(
         run,
         chosen,
@@ -189,14 +230,59 @@ def explain(
         None if planned is None else planned.pipeline_seconds,
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
-        suggestions(trial, max(abs(replay_error), worst, outside)),
-        tuple(what_if(trial, text) for text in what_ifs),
+        suggestions([trial, *_others(run, trial, like)], error),
+        tuple(what_if(trial, text, error) for text in what_ifs),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),
         even_timeline,
         None if planned is None else planned.timeline(chosen.slowest.schedule, planned.seconds[place]),
     )
+
+
+def _trial(run: Run, step: Step, predicted: Predicted | None, rolled: int = 0, *, usual: bool = False) -> Trial:
+    """A step to try changes on; `rolled`: as if its microbatches had come so many places later; `usual`: as if none of
+    its actions had been slow or fast by itself."""
+    factors = factors_of(step.replicas)
+    seconds = np.roll(factors.by_microbatch if usual else factors.seconds, rolled, axis=3)
+    factors = replace(factors, seconds=seconds, microbatch=np.roll(factors.microbatch, rolled, axis=1))
+    replay = case_of(step, seconds)
+    shared = _in_turns(step, replay) if run.crowded is None else run.crowded
+    return Trial(step, factors, replay, replay.step_seconds, predicted, shared)
+
+
+def _in_turns(step: Step, replay: Case) -> bool:
+    """Whether no two ranks compute at once, though their order would let them."""
+    return step.overlap < _APART and replay.free.pipeline_seconds < _IN_TURNS_AT * step.pipeline_seconds
+
+
+def _like(run: Run, step: Step) -> list[Step]:
+    """The other steps that took most nearly as long."""
+    alike = [one for one in run.steps if one is not step and one.slowest.schedule == step.slowest.schedule]
+    return sorted(alike, key=lambda one: abs(one.seconds - step.seconds))[: _STEPS - 1]
+
+
+def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
+    """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
+    orders: what a change brings there, too, is certain."""
+    step, schedule = trial.step, trial.slowest.schedule
+    if sum(map(len, schedule.rows)) * len(step.replicas) > MOST_ACTIONS // _STEPS:
+        return []
+    rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
+    return [
+        _trial(run, step, trial.predicted, usual=True),
+        *(_trial(run, one, trial.predicted) for one in like),
+        *(_trial(run, step, trial.predicted, rolled) for rolled in rolls),
+    ]
+
+
+def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
+    """How far off the prediction is, or why it is not of this run: what is said first."""
+    measured, found = trial.step.pipeline_seconds, [predicted.note] if predicted.note else []
+    if seconds and measured and abs(seconds / measured - 1) >= _FAR:
+        why = "" if found else ": it was made with other threads, rows or devices, or other work ran on the machine"
+        found.insert(0, f"the pipeline took {measured / seconds:.2f} times what was predicted{why}")
+    return [*found, _guess(predicted, trial)] if predicted.guessed else found
 
 
 def _guess(predicted: Predicted, trial: Trial) -> str:

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.explain.measured import Replica
-from penstock.schedule import Placement
 from penstock.simulate.columns import COMPUTE, Floats, column
 
 ALIKE = 0.05
 """Microbatches that differ by less than this are taken as alike."""
 SLOW = 1.1
 """A rank is called slow if one of its ops takes so many times what is typical of the stage."""
-_ONE_OP = 1.25
-"""Without replicas to compare with: a stage's op that is slower by this than the stage's others is due to its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +78,6 @@ def factors_of(replicas: Sequence[Replica]) -> Factors:
         microbatch = _microbatches(seconds)
         base = _usual(seconds / microbatch[:, None, None, :], axis=3)
         typical = _usual(base, axis=0)
-        if len(replicas) == 1:
-            typical = _without_slow_rank(typical, replicas[0].schedule.placement)
         rank = np.where(base > 0, base / typical[None], 1.0)
         rank = np.where(np.isfinite(rank), rank, 1.0)
     return Factors(seconds, typical, rank, microbatch)
@@ -120,29 +115,3 @@ def seconds_of(replicas: Sequence[Replica]) -> Floats:
                 track.end
             ) - column(track.start)
     return found
-
-
-def _without_slow_rank(typical: Floats, placement: Placement) -> Floats:
-    """What a stage would take on another rank, guessed, as no replica tells.
-
-    An op that is slow on a stage whose other ops are not is due to its rank; so is what all stages of a rank share, if
-    ranks have several.
-    """
-    # of two stages the faster one is the usual, since their mean would take half of what is slow as usual
-    usual = (
-        np.nanmin(typical, axis=1, keepdims=True)
-        if placement.stages == 2
-        else np.nanmedian(typical, axis=1, keepdims=True)
-    )
-    ratio = np.where(usual > 0, typical / usual, np.nan)  # [O, S]
-    least = np.nanmin(ratio, axis=0, keepdims=True)
-    odd = (ratio > _ONE_OP) & (ratio > _ONE_OP * np.fmax(least, 1.0))
-    typical = np.where(odd, usual * np.fmax(least, 1.0), typical)
-    if placement.stages == placement.ranks or placement.ranks < 3:
-        return typical
-    total = np.nansum(typical, axis=0)
-    for stages in placement.by_rank:
-        shared = float(np.min(total[list(stages)] / np.median(total)))
-        if shared > _ONE_OP:
-            typical[:, list(stages)] /= shared
-    return typical

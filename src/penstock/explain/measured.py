@@ -93,6 +93,13 @@ class Step:
         return [replace(e, replica=place[e.replica or 0]) if e.replica in moved else e for e in self.events]
 
     @property
+    def overlap(self) -> float:
+        """The share of all actions' time in which another rank computes, too."""
+        tracks = [track for one in self.replicas for track in one.timeline.tracks]
+        starts, ends = (np.sort(np.concatenate([getattr(one, name) for one in tracks])) for name in ("start", "end"))
+        return float(np.maximum(ends[:-1] - starts[1:], 0.0).sum() / ((ends - starts).sum() or 1.0))
+
+    @property
     def pipeline_seconds(self) -> float:
         """From the first action's start to the last one's end."""
         return max(one.begin_seconds + one.span_seconds for one in self.replicas) - min(
@@ -107,10 +114,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps of a trace that are complete, and what was left out or set right."""
+    """The steps of a trace that are complete, what was left out or set right, and whether ranks shared cores."""
 
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
+    crowded: bool | None = None
 
     @property
     def typical(self) -> Step:
@@ -157,7 +165,7 @@ def run_of(recording: Recording) -> Run:
         notes.append(
             f"left out {counted(len(lacking), 'pipeline')}, the first in step {number}, replica {replica}: {wrong}"
         )
-    return Run(tuple(steps), tuple(dict.fromkeys(notes)))
+    return Run(tuple(steps), tuple(dict.fromkeys(notes)), recording.crowded)
 
 
 def _refuse_without_backward(recording: Recording) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.errors import ArgumentError
-from penstock.explain.chrome import read_chrome
+from penstock.explain.chrome import IN_TURNS, read_chrome
 from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import OPS, own_pattern
@@ -64,7 +64,8 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     notes = tuple(dict.fromkeys(note for one in found for note in one.notes))
     if missed := unread.total():
         notes += (f"{missed} of {missed + len(events)} events are not read, such as {named}; --pattern reads others",)
-    return Recording(events, any(one.with_waits for one in found), notes, max(one.stages for one in found))
+    waits, crowded = any(one.with_waits for one in found), [one.crowded for one in found if one.crowded is not None]
+    return Recording(events, waits, notes, max(one.stages for one in found), crowded=any(crowded) if crowded else None)
 
 
 def _files(path: Path) -> list[Path]:
@@ -121,10 +122,7 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
         ArgumentError: ranks took turns in one process.
     """
     if any(timeline.in_turns for timeline in timelines):
-        raise ArgumentError(
-            f"{file or 'the timeline'}: one process ran all ranks in turns, so none waited for another; record a run "
-            "with a process for each rank (penstock run), or simulate these times"
-        )
+        raise ArgumentError(f"{file or 'the timeline'}: {IN_TURNS}")
     numbers: Sequence[int | None] = steps or (range(len(timelines)) if len(timelines) > 1 else [None])
     spans = [(step, span) for timeline, step in zip(timelines, numbers, strict=True) for span in timeline]
     events = tuple(
@@ -133,4 +131,4 @@ def recording_of(timelines: Sequence[Timeline], file: str = "", steps: Sequence[
         if s.action.op.is_compute
     )
     stages = max((2 + s.action.stage for _, s in spans if s.action.op is Op.SEND_F), default=0)
-    return Recording(events, stages=stages)
+    return Recording(events, stages=stages, crowded=any(timeline.crowded for timeline in timelines))

@@ -15,35 +15,64 @@ from penstock.schedule.generators import Numbers, generator, generators
 from penstock.simulate.columns import COMPUTE, Floats, column
 
 _F, _B, _I, _W = (COMPUTE.index(op) for op in (Op.F, Op.B, Op.I, Op.W))
-_SPLIT = "a backward's two parts taken as equally long"
 _ROUNDING = 1 + 1e-9
-_MOST_ACTIONS = 100_000
+MOST_ACTIONS = 100_000
 """Of a step whose other schedules are all tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
-    """A case under another schedule.
+class Price:
+    """What work takes in other pieces, each number for all stages or one for each.
 
     Attributes:
-        name: of the schedule, with its chunks if it has more than one.
-        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
-        note: what it assumes, and what it holds.
+        forward: how many times as long a forward takes whose backward is split.
+        input_gradient, weight_gradient: I and W, as shares of the whole backward.
+        split_seconds: what splitting adds to a forward, and to its backward, besides.
+        fixed_seconds: what does not shrink of an action that is cut in pieces, unless its op takes less at times.
     """
 
-    name: str
-    case: Case
-    memory: float
-    note: str
+    forward: float | Floats = 1.0
+    input_gradient: float | Floats = 0.5
+    weight_gradient: float | Floats = 0.5
+    split_seconds: float = 0.0
+    fixed_seconds: float = 0.0
 
 
-def another(case: Case, text: str, slow: Floats) -> Ordered:
+FREE, USUAL, DEAR = Price(), Price(1.05, 0.575, 0.575, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
+"""If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
+shortest action of an op takes as its fixed cost."""
+_SPLIT = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages: a profile (--profile) tells"
+
+
+@dataclass(frozen=True, slots=True)
+class Idea:
+    """A change before it is judged.
+
+    Attributes:
+        kind, text, note: as in `Change`.
+        cases: what the step becomes as usual, and at the ends of what is assumed; one, if nothing is.
+        measured: whether what its actions take was measured, or is less than what was.
+        key: which change of its kind it is, in any step of a run.
+        memory: the most activations that a rank holds, in those of one microbatch on all of its stages.
+    """
+
+    kind: str
+    text: str
+    cases: tuple[Case, ...]
+    note: str = ""
+    measured: bool = True
+    key: str = ""
+    memory: float = 0.0
+
+
+def another(case: Case, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Idea:
     """The case under a schedule, `zb-h1` or with chunks `interleaved-1f1b/2`.
 
     Args:
         case: with the schedule that was run.
         text: the schedule's name, and chunks if they are not its default.
         slow: how slow each rank is, by its stages, as in `Factors.rank`: stays with the rank where stages move.
+        price: of split backwards, and its bounds, if it was measured.
 
     Raises:
         ArgumentError: there is no such schedule, or not for these ranks and microbatches, or it has fewer stages.
@@ -59,27 +88,41 @@ def another(case: Case, text: str, slow: Floats) -> Ordered:
     if not asked or asked % each:
         raise ArgumentError(f"schedule {text!r}: the trace has {each} stages a rank, which cannot become {asked}")
     made = generate(entry.name, now.ranks, now.microbatches, asked)
-    factor, splits = asked // each, _splits(made)
+    factor, splits, split = asked // each, _splits(made), _splits(now)
     notes = []
     if factor > 1:
         notes.append(f"{asked} stages a rank, each 1/{factor} of what it was")
-    if splits and np.isnan(case.seconds[:, _I]).all():
+    if splits and not split and price is None:
         notes.append(_SPLIT)
     held, holds = memory_of(now), memory_of(made)
     if holds > held * _ROUNDING:
         notes.append(f"a rank holds up to {holds:g} microbatches instead of {held:g}")
-    seconds = np.repeat(case.seconds, factor, axis=2) / factor
-    if made.placement != now.placement:
-        seconds = seconds / np.repeat(slow, factor, axis=2)[..., None]
-        of_rank = np.stack([slow[:, :, list(stages)].mean(axis=2) for stages in now.placement.by_rank], axis=2)
-        seconds = seconds * of_rank[:, :, list(made.placement.rank_of)][..., None]
-    spread = replace(
-        case,
-        schedules=(made,) * len(case.schedules),
-        seconds=_for(made, seconds, splits=splits),
-        host=np.repeat(case.host, factor, axis=1),
-    )
-    return Ordered(entry.name + (f"/{asked}" if factor > 1 else ""), spread, holds, "; ".join(notes))
+
+    def priced(price: Price) -> Case:
+        seconds = np.repeat(_pieces(case.seconds, factor, price), factor, axis=2)
+        if made.placement != now.placement:
+            seconds = seconds / np.repeat(slow, factor, axis=2)[..., None]
+            of_rank = np.stack([slow[:, :, list(stages)].mean(axis=2) for stages in now.placement.by_rank], axis=2)
+            seconds = seconds * of_rank[:, :, list(made.placement.rank_of)][..., None]
+        host = np.repeat(case.host, factor, axis=1)
+        return replace(case, schedules=(made,) * len(case.schedules), seconds=_for(made, seconds, price), host=host)
+
+    prices: tuple[Price, ...] = (FREE,)
+    if factor > 1 or splits != split:
+        prices = price if price is not None and factor == 1 else (USUAL, FREE, DEAR)
+    name = entry.name + (f"/{asked}" if factor > 1 else "")
+    text, cases = f"schedule {name} instead of {now.name}", tuple(map(priced, prices))
+    measured = factor == 1 and (split or not splits or price is not None)
+    return Idea("schedule", text, cases, "; ".join(notes), measured, name, max(held, holds))
+
+
+def _pieces(seconds: Floats, pieces: int, price: Price) -> Floats:
+    """What each of so many equal pieces of an action takes."""
+    if pieces == 1:
+        return seconds
+    shortest = np.fmin.reduce(seconds, axis=(0, 2, 3), keepdims=True)
+    fixed = np.minimum(shortest, price.fixed_seconds)
+    return fixed + (seconds - fixed) / pieces
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -92,14 +135,23 @@ def memory_of(schedule: Schedule) -> float:
     return max(peak_activations(schedule)) * schedule.placement.ranks / schedule.placement.stages
 
 
-def _for(schedule: Schedule, seconds: Floats, *, splits: bool) -> Floats:
-    """[R, O, S, M] with a time for each op that the schedule has: halves of B for I and W, or their sum for B."""
-    found = seconds.copy()
-    whole = np.where(np.isnan(seconds[:, _B]), seconds[:, _I] + np.nan_to_num(seconds[:, _W]), seconds[:, _B])
-    if splits:
+def _for(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
+    """[R, O, S, M] with a time for each op that the schedule has: B in two parts for I and W, or their sum for B."""
+    found, splits, split = seconds.copy(), _splits(schedule), not np.isnan(seconds[:, _I]).all()
+    forward, inputs, weights = (
+        np.reshape(one, (1, -1, 1)) for one in (price.forward, price.input_gradient, price.weight_gradient)
+    )
+    joined = (seconds[:, _I] + np.nan_to_num(seconds[:, _W]) - price.split_seconds) / (inputs + weights)
+    whole = np.where(np.isnan(seconds[:, _B]), np.maximum(joined, 0.0), seconds[:, _B])
+    if splits and not split:
+        found[:, _F] = seconds[:, _F] * forward + price.split_seconds
+        found[:, _I], found[:, _W] = whole * inputs + price.split_seconds, whole * weights
+    elif splits:
         for part in (_I, _W):
             usual = _share(seconds, part) * whole
             found[:, part] = np.where(np.isnan(seconds[:, part]), usual, seconds[:, part])
+    elif split:
+        found[:, _F] = np.maximum(seconds[:, _F] - price.split_seconds, 0.0) / forward
     found[:, _B] = whole
     used = np.zeros(found.shape[1:], bool)
     for row in schedule.rows:
@@ -108,43 +160,34 @@ def _for(schedule: Schedule, seconds: Floats, *, splits: bool) -> Floats:
 
 
 def _share(seconds: Floats, part: int) -> float:
-    """The share of a backward that is I (or W), where any is split; half, where none is."""
+    """The share of a backward that is I (or W), where any is split."""
     both = np.nansum(seconds[:, _I]) + np.nansum(seconds[:, _W])
     return float(np.nansum(seconds[:, part]) / both) if both else 0.5
 
 
-def best_schedules(case: Case, slow: Floats) -> Iterator[Ordered]:
-    """Of those that leave stages as they are, the fastest that needs no more memory, and the fastest at all if that
-    needs more. `slow`: as for `another`.
-    """
+def other_schedules(case: Case, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Idea]:
+    """The case under each schedule that leaves stages as they are. Arguments as for `another`."""
     now = case.schedules[0]
-    if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > _MOST_ACTIONS:
+    if now.placement.pipelines > 1 or sum(map(len, now.rows)) * len(case.schedules) > MOST_ACTIONS:
         return
-    held = memory_of(now) * _ROUNDING
-    each, found = now.placement.stages // now.placement.ranks, []
+    each = now.placement.stages // now.placement.ranks
     for entry in generators():
         numbers = Numbers(now.ranks, now.microbatches, max(each, entry.chunks), entry.slices)
         if entry.slices > 1 or not entry.fits(numbers, now.placement):
             continue
-        one = another(case, entry.name, slow)
-        if one.case.schedules[0].rows != now.rows:
-            found.append((one.case.pipeline_seconds, one))
-    found.sort(key=lambda one: one[0])
-    within = next((pair for pair in found if pair[1].memory <= held), None)
-    if within:
-        yield within[1]
-    if found and found[0][1].memory > held and (within is None or found[0][0] < 0.99 * within[0]):
-        yield found[0][1]
+        found = another(case, entry.name, slow, price)
+        if found.cases[0].schedules[0].rows != now.rows:
+            yield found
 
 
-def twice_the_microbatches(case: Case) -> Ordered | None:
-    """Microbatches of half the size, each taking half as long; None if the schedule has no name."""
+def twice_the_microbatches(case: Case) -> Iterator[Idea]:
+    """Microbatches of half the size, each taking half as long; nothing if the schedule has no name."""
     now = case.schedules[0]
     placement = now.placement
     if now.name not in names() or placement.pipelines > 1:
-        return None
+        return
     made = generate(now.name, now.ranks, 2 * now.microbatches, placement.stages // placement.ranks)
-    halves = np.repeat(case.seconds, 2, axis=3) / 2
-    seconds = _for(made, halves, splits=_splits(made))
-    spread = replace(case, schedules=(made,) * len(case.schedules), seconds=seconds)
-    return Ordered(now.name, spread, memory_of(made) / 2, "if half a microbatch takes half as long")
+    halves = (np.repeat(_pieces(case.seconds, 2, price), 2, axis=3) for price in (USUAL, FREE, DEAR))
+    cases = (replace(case, schedules=(made,) * len(case.schedules), seconds=_for(made, one, FREE)) for one in halves)
+    text = f"cut the batch into {2 * now.microbatches} microbatches instead of {now.microbatches}"
+    yield Idea("pieces", text, tuple(cases), "if half a microbatch takes half as long", measured=False)

@@ -24,13 +24,14 @@ _MOST_SIMULATED = 5_000_000
 def slowdowns_of(run: Run, step: Step) -> Slowdowns | None:
     """What slowness costs a step, if every op usually takes what it does in all steps of the run.
 
-    None where that cannot be told: several stages a rank, split backwards, clocks or waits that had to be set right.
+    None where that cannot be told: a single replica, whose stages may be unlike each other; several stages a rank,
+    split backwards, clocks or waits that had to be set right.
     """
     schedule, replicas = step.slowest.schedule, len(step.replicas)
     plain = schedule.placement.stages == schedule.ranks
     split = any(code == Op.I.code for row in schedule.rows for _, code in row.kinds)
     simulated = sum(map(len, schedule.rows)) * replicas * (schedule.ranks + replicas + 8)
-    if not plain or split or step.unknown or simulated > _MOST_SIMULATED:
+    if replicas == 1 or not plain or split or step.unknown or simulated > _MOST_SIMULATED:
         return None
     own = _traced(step)
     if own is None:
@@ -57,7 +58,6 @@ class SlowRank:
         times: by how much its slowest op is slower than is typical of the stage.
         lost_seconds: what its actions take longer for that.
         slow: which ops of which stages, [O, S].
-        alone: whether there is but one replica.
     """
 
     replica: int
@@ -65,17 +65,16 @@ class SlowRank:
     times: float
     lost_seconds: float
     slow: NDArray[np.bool_]
-    alone: bool
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank}" + ("" if self.alone else f" of replica {self.replica}")
+        return f"rank {self.rank} of replica {self.replica}"
 
 
 def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
-    """The ranks that are slow in a step, by what they lose."""
+    """The ranks that are slow in a step, by what they lose: against their replicas, as a stage alone may be long."""
     lost = np.nan_to_num(factors.seconds * (1 - 1 / factors.rank[..., None])).sum(axis=3)  # [R, O, S]
-    found, alone = [], len(step.replicas) == 1
+    found = []
     for place, replica in enumerate(step.replicas):
         for rank, stages in enumerate(replica.schedule.placement.by_rank):
             slow = np.zeros_like(factors.typical, bool)
@@ -83,7 +82,7 @@ def slow_ranks(step: Step, factors: Factors) -> list[SlowRank]:
             if slow.any():
                 times = float(factors.rank[place][slow].max())
                 seconds = float(lost[place][slow].sum())
-                found.append(SlowRank(replica.number, rank, times, seconds, slow, alone))
+                found.append(SlowRank(replica.number, rank, times, seconds, slow))
     return sorted(found, key=lambda one: -one.lost_seconds)
 
 

@@ -24,6 +24,7 @@ from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
 from penstock.launch.user import User
+from penstock.process import cores
 
 VERIFY = "PENSTOCK_VERIFY"
 """Of the environment: set if pipelines are to be verified in their first step."""
@@ -292,7 +293,7 @@ def cores_for(ranks: int, threads: int | None) -> dict[str, str]:
     """What sets the number of threads of each rank; nothing if the environment does, and none is given."""
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(threads or max(1, _cores() // ranks))}
+    return {"OMP_NUM_THREADS": str(threads or max(1, cores() // ranks))}
 
 
 def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
@@ -314,9 +315,3 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
         )
     elif not Path(target[0]).exists():
         raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: give its path, or -m and a module")
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.network.keeper import tool
+from penstock.process import cores
 
 _IPV4 = Path("/proc/sys/net/ipv4")
 _SIOCGIFMTU, _SIOCETHTOOL = 0x8921, 0x8946
@@ -53,7 +54,7 @@ def environment(interface: str | None = None) -> dict[str, Any]:
         "mtu": names.get(used) if used else None,
         "offloads": _offloads(used) if used is not None and used in names else None,
         "qdiscs": _output("tc", "-s", "qdisc", "show"),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "load": list(os.getloadavg()),
     }
 

@@ -105,8 +105,10 @@ def explained(
     if search.recording is not None:
         it = "it runs as a whole" if len(search.found) == 1 else "they run as wholes"
         given = _listed(search.leaves, model)
-        left = _left(search.recording, model, search.leaves, stages)
-        remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
+        left, helps = _left(search.recording, model, search.leaves, stages)
+        search.failure = f"leaves={given}, which leaves nothing to split: {left}"
+        if helps:
+            remedies.append(f"Give leaves={given}, so that {it} (tried: {left})")
     if (rates := _rates(search)) is not None:
         remedies.append(rates)
     if (
@@ -172,18 +174,18 @@ def _set(rate: Rate, value: Any) -> Iterator[None]:
         setattr(rate.module, rate.name, rate.value)
 
 
-def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> str:
-    """What is left to spread over stages."""
+def _left(recording: Recording, model: nn.Module, leaves: Sequence[str], stages: int) -> tuple[str, bool]:
+    """What is left to spread over stages, and whether it is more than a tenth of the work."""
     pieces = candidates(recording, model, "flops")
     whole = sum(piece.weight for piece in pieces) or 1
     if len(pieces) < stages:
         are = "is" if len(pieces) == 1 else "are"
-        return f"only {counted(len(pieces), 'module')} {are} left to share among {counted(stages, 'stage')}"
+        return f"only {counted(len(pieces), 'module')} {are} left to share among {counted(stages, 'stage')}", True
     largest = max(pieces, key=lambda piece: piece.weight)
     share = f"{largest.weight / whole:.0%} of the work"
     if largest.name in leaves:
-        return f"{largest.name!r} is {share}, all of it on one stage"
-    return f"the largest piece is then {largest.name!r}, with {share}"
+        return f"{largest.name!r} is {share}, all of it on one stage", largest.weight < 0.9 * whole
+    return f"the largest piece is then {largest.name!r}, with {share}", True
 
 
 def _listed(leaves: Sequence[str], model: nn.Module) -> str:

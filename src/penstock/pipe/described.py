@@ -90,6 +90,7 @@ def describe(session: Session, asked: RunFolder, run_id: str) -> About:
         penstock=import_module("penstock").__version__,
         torch=str(torch.__version__),
         host=socket.gethostname(),
+        threads=torch.get_num_threads() if session.device.type == "cpu" else 0,
         device=_named(session.device),
         model=type(session.split.model).__name__,
         ranks=world.ranks,

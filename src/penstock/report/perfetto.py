@@ -17,7 +17,8 @@ from penstock.schedule.timeline import Span, Timeline, Track
 _MICROSECONDS = 1e6
 
 STAGES_SAID_BY = "process_labels"
-"""The metadata of every process that says how many stages there are in all, so that a missing rank is noticed."""
+"""The metadata of every process that says how many stages there are in all, so that a missing rank is noticed, and
+whether ranks took turns or shared cores."""
 
 Curve = Mapping[str, Sequence[tuple[float, float]]]
 """A rank's memory by kind, such as activations: at which second it changes, ascending, and to what."""
@@ -43,7 +44,8 @@ def to_perfetto(
     turns = " (in turns with the others, in one process)" if timeline.in_turns else ""
     for rank, track in enumerate(timeline.tracks):
         events.append(_metadata("process_name", rank, 0, name=f"rank {rank}{turns}"))
-        events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=_stages(track), stages=timeline.stages))
+        said = {"stages": timeline.stages, "in_turns": timeline.in_turns, "crowded": timeline.crowded}
+        events.append(_metadata(STAGES_SAID_BY, rank, 0, labels=_stages(track), **said))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         free = [-math.inf]  # when each thread for communication is free again
         made = []

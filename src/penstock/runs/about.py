@@ -43,6 +43,7 @@ class About:
         activation_bytes: for each stage, what one microbatch keeps there from forward to backward; empty if not known.
         memory_limit: the bytes that a rank may need, if the run was given that.
         total_steps: how many steps the run will have, if it was said.
+        threads: that each rank computed with on a CPU; 0: not known.
         verified: the fingerprint of model, schedule and options, if they had passed `verify` when it began; else empty.
     """
 
@@ -72,11 +73,17 @@ class About:
     memory_limit: float | None
     total_steps: int | None
     verified: str = ""
+    threads: int = 0
 
     @property
     def stages(self) -> Placement:
         """Which rank owns which stage."""
         return Placement.parse(self.placement)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """The rows of the largest microbatch."""
+        return -(-self.rows // (self.replicas * self.microbatches))
 
     def seconds_since(self, other: About) -> float:
         """From the start of another run to the start of this one."""

@@ -78,6 +78,7 @@ class _TimelineFile:
     ranks: tuple[_TrackFile, ...]
     in_turns: bool = False
     stages: int = 0
+    crowded: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,10 +90,12 @@ class Timeline(Drawn):
     Attributes:
         in_turns: one process ran all ranks, one action at a time. Durations are real; start times say nothing about
             ranks with a device each, so there is no bubble to measure.
+        crowded: ranks had fewer cores than they compute with, and so slowed each other down.
     """
 
     tracks: tuple[Track, ...]
     in_turns: bool = False
+    crowded: bool = False
 
     @classmethod
     def merge(cls, rows: Iterable[Iterable[Span]], *, in_turns: bool = False) -> Timeline:
@@ -118,11 +121,13 @@ class Timeline(Drawn):
         return cls(tuple(tracks), in_turns and len(tracks) > 1)
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False) -> Timeline:
+    def of_rows(
+        cls, rows: Sequence[Row], times: Sequence[Sequence[Times]], *, in_turns: bool = False, crowded: bool = False
+    ) -> Timeline:
         """Builds one from the actions of each rank, and their (begin, ready, end) in nanoseconds on one clock.
 
-        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`: one
-        process ran all ranks.
+        From begin to ready the rank waited, from ready to end it ran. The earliest begin becomes 0. `in_turns`,
+        `crowded`: as in the attributes.
 
         Raises:
             ArgumentError: begin, ready and end are not in this order.
@@ -136,7 +141,7 @@ class Timeline(Drawn):
                 [(ready - begin) / 1e9 for begin, ready, _ in of_rank],
             ]
             tracks.append(_track(row, *columns))
-        return cls(tuple(tracks), in_turns and len(tracks) > 1)
+        return cls(tuple(tracks), in_turns and len(tracks) > 1, crowded)
 
     @classmethod
     def of_columns(cls, rows: Sequence[Row], times: Iterable[Sequence[Sequence[float]]]) -> Timeline:
@@ -167,7 +172,7 @@ class Timeline(Drawn):
             refuse_far_numbers(action for track in tracks for action in track.actions)
         except ValueError as error:  # of which ArgumentError and ScheduleError are two
             raise ArgumentError(f"{what} is no timeline, as `Timeline.to_dict` writes it: {error}") from None
-        made = cls(tuple(tracks), given.in_turns)
+        made = cls(tuple(tracks), given.in_turns, given.crowded)
         if made.stages < given.stages:
             raise ArgumentError(
                 f"{what} has {made.stages} of {given.stages} stages: no rank has stage {given.stages - 1}; pass the "
@@ -179,6 +184,7 @@ class Timeline(Drawn):
         """Plain lists, numbers and text, for JSON."""
         return {
             "in_turns": self.in_turns,
+            "crowded": self.crowded,
             "stages": self.stages,
             "ranks": [
                 {

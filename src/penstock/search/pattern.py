@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 from penstock.search.dispatch import Pattern
@@ -21,6 +23,19 @@ def period_seconds(problem: Problem) -> float:
 def horizon_seconds(problem: Problem) -> float:
     """Longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
     return sum(problem.work_seconds) + sum(problem.lag)
+
+
+def regular(problem: Problem) -> Iterator[Pattern]:
+    """Patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
+
+    Slow forwards fill the memory before the first backward, and a W waits for a gap: so they contain what the heuristic
+    of Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, finds (in all of its tables 5 and 6, or better).
+    """
+    chunks, period = problem.chunks, period_seconds(problem)
+    for late, patience in product((math.inf, 0.0, problem.ranks * period), (1.0, 0.25)):
+        for backward, forward, turn in product((2.5, 1.5, 1.0, 2.0), (4.0, 3.0, 2.0, 1.0), (1.0, 0.0)):
+            travel = _travel(problem, [forward] * chunks, [backward] * chunks, turn)
+            yield Pattern(*travel, _weights(problem, late), period, patience, 0.0, ((1.0, 1.0),) * chunks)
 
 
 def sample(problem: Problem, random: Random) -> Pattern:

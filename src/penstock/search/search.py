@@ -1,7 +1,8 @@
 """Costs, placement and memory -> the best schedule found: patterns first, single actions last.
 
 1. Every generator with this placement that fits in memory is timed. The answer is never worse.
-2. Patterns are dispatched: those that the generators repeat, others at random, and then changes to the best.
+2. Patterns are dispatched: regular ones, those that the generators repeat, others at random, and then changes to the
+   best.
 3. The best rows are improved by moving single actions.
 4. If there are many microbatches, all this is done with fewer, and what the best rows repeat is repeated more often.
 
@@ -16,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from random import Random
 
 from penstock.errors import ArgumentError
@@ -26,7 +27,7 @@ from penstock.search.climb import climb
 from penstock.search.found import Found, judged
 from penstock.search.improve import improve
 from penstock.search.known_schedules import KnownSchedule, known_schedules, one_by_one
-from penstock.search.pattern import pattern_of
+from penstock.search.pattern import pattern_of, regular
 from penstock.search.problem import Objective, Problem, Rows, problem
 from penstock.search.stretch import stretch
 from penstock.search.timing import time_rows
@@ -35,8 +36,9 @@ from penstock.simulate.costs import StageCost
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
 _TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
-_PATIENCE = 1.5  # times the seconds asked for, after which the clock cuts off a slower machine
+_PATIENCE = 4  # times the seconds asked for: after so much of its processor, a far slower machine is cut off
 _PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
+_REGULAR_SHARE, _REGULAR = 0.4, 192  # of the time, at most, and how many there are
 _FEW_SHARE = 0.8  # of the time: for fewer microbatches, if there are many
 _FEW_A_RANK = 3  # microbatches: enough for a beginning, a steady state and an end
 _PATTERNS = 1000  # in a round, at most: more are worth less than another round that starts afresh
@@ -67,8 +69,8 @@ def search(
     """The best schedule that can be found within a memory limit and a time.
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
-    same answer: `seconds` is turned into a number of steps that take about that long. The clock cuts off only a machine
-    that needs half as long again, and `Found.cut_off` says so.
+    same answer: `seconds` is turned into a number of steps that take about that long on a usual machine, and other work
+    beside it changes nothing. Only a machine that needs four times as long is cut off, and `Found.cut_off` says so.
 
     Args:
         placement: which rank owns which stage.
@@ -97,7 +99,7 @@ def search(
     best = min(known, key=_seconds, default=None)
     names = {generator.name for generator in generators()}
     named = min((entry for entry in known if entry.schedule.name in names), key=_seconds, default=None)
-    budget = _Budget(began, seconds, seed)
+    budget = _Budget(seconds, seed)
     question = _Question(asked, lower_bound(asked))
     cost, rows = _best_rows(question, known, costs, links, budget)
     overlapped = _overlapped(asked, costs)
@@ -131,8 +133,8 @@ def _overlapped(asked: Problem, costs: StageCost | Sequence[StageCost]) -> Probl
 class _Budget:
     """What there is time for, in nominal seconds: in total, and in a round."""
 
-    def __init__(self, began: float, seconds: float, seed: int) -> None:
-        self._deadline = began + seconds * _PATIENCE
+    def __init__(self, seconds: float, seed: int) -> None:
+        self._deadline = time.thread_time() + seconds * _PATIENCE
         self._left, self._round, self._seed = seconds, 0.0, seed
         self.random = Random(seed)
         self.cut_off = False
@@ -158,6 +160,13 @@ class _Budget:
         self._left -= patterns * one
         return patterns if self._left > 0 else 0
 
+    def regular(self, problem: Problem) -> int:
+        """How many regular patterns a share of all the time is worth."""
+        one = _pattern_seconds(problem)
+        patterns = int(self._left * _REGULAR_SHARE / one)
+        self._left -= min(patterns, _REGULAR) * one
+        return patterns
+
     def actions(self, share: float) -> tuple[float, float]:
         """How many actions can be timed in a share of the round, and in the total time left."""
         planned, most = self._round * share / _TIMED_SECONDS, max(0.0, self._left) / _TIMED_SECONDS
@@ -170,7 +179,7 @@ class _Budget:
         def done(cost: float) -> bool:
             if cost <= target * _MET:
                 return True
-            self.cut_off = self.cut_off or time.monotonic() > self._deadline
+            self.cut_off = self.cut_off or time.thread_time() > self._deadline
             return self.cut_off
 
         return done
@@ -203,6 +212,9 @@ def _best_rows(
     asked = question.problem
     first = _timed(asked, known)
     answers = first[:]
+    if not question.is_met(first):
+        found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, budget.until(0.0))
+        answers += [(candidate.cost, candidate.rows) for candidate in found]
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
     fewer = _Question(few, lower_bound(few))
     begin = [] if few == asked or question.is_met(first) else _timed(few, known_schedules(few, costs, links))

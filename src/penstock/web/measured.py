@@ -12,13 +12,11 @@ from penstock.simulate import StageCost
 from penstock.simulate.figures import title
 from penstock.web import memory_curves
 from penstock.web.page_data import band
-from penstock.web.shown import Figure, Held, Idle, Improvement, Shown, duration
+from penstock.web.shown import Figure, Held, Idle, Shown, duration
 from penstock.words import counted
 
 PREDICTED = "pipeline, predicted"
 """The figure of a prediction."""
-_MOST = 6
-"""Improvements that are shown."""
 _IDLE_NOTE = (
     "Warm-up and drain are the schedule's own; what follows is added by what is uneven, as penstock explain counts it."
 )
@@ -42,8 +40,8 @@ def of_explanation(found: Explanation, name: str, costs: Sequence[StageCost] = (
         figures=tuple(figures_of(found)),
         bands=(band(_measured(found), slowest.timeline, slowest.schedule, memory=curves), *compared(found, costs)),
         idle=idle_of(found),
-        improvements=tuple(improvements_of(found)),
-        nothing_better=nothing_better(found),
+        improvements=found.advice,
+        nothing_better=found.nothing,
         memory=tuple(Held(rank, one.peak, None, "predicted") for rank, one in enumerate(held)),
         memory_note="Predicted by what the profile says that stages keep." if held else "",
         numbers=found.to_dict(),
@@ -58,7 +56,7 @@ def _headings(found: Explanation, name: str) -> list[str]:
 
 
 def _measured(found: Explanation) -> str:
-    return f"measured, step {found.step.number}" if len(found.run.steps) > 1 else "measured"
+    return f"{found.origin}, step {found.step.number}" if len(found.run.steps) > 1 else found.origin
 
 
 def compared(found: Explanation, costs: Sequence[StageCost] = ()) -> list[dict[str, Any]]:
@@ -111,26 +109,6 @@ def idle_of(found: Explanation) -> Idle:
     ranks = found.where.ranks
     causes = tuple({reason.value: value for reason, value in one.idle_seconds.items()} for one in ranks)
     return Idle(tuple(one.compute_seconds for one in ranks), causes, _IDLE_NOTE)
-
-
-def improvements_of(found: Explanation) -> list[Improvement]:
-    """What to change first, then other ways; a gain that is within the simulator's error is no advice."""
-    error = _error(found)
-    certain = [one for one in found.changes if one.gain > found.change_error]
-    ordered = sorted(certain, key=lambda one: not one.mends)[:_MOST]
-    return [Improvement(f"{-one.gain:+.1%}", error, one.text, one.note, one.mends) for one in ordered]
-
-
-def _error(found: Explanation) -> str:
-    return f"± {found.change_error:.1%}" if found.change_error >= 0.001 else "± <0.1%"
-
-
-def nothing_better(found: Explanation) -> str:
-    """What is said if no change brings more than the simulator's error."""
-    if improvements_of(found):
-        return ""
-    error = _error(found).removeprefix("± ")
-    return f"Nothing: no change that was tried brings more than {error} of a step, the simulator's error on this step."
 
 
 def in_turns(timelines: Sequence[Timeline], name: str) -> Shown:

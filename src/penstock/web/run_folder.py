@@ -23,8 +23,6 @@ from penstock.web.measured import (
     compared,
     figures_of,
     idle_of,
-    improvements_of,
-    nothing_better,
 )
 from penstock.web.page_data import band
 from penstock.web.shown import Course, Figure, Held, Shown, duration, moment
@@ -83,8 +81,8 @@ def of_run(
         figures=(*_figures(run, steps, memory), *_of_prediction(predicted, found, steps)),
         bands=tuple(bands),
         idle=idle_of(found) if found else None,
-        improvements=tuple(improvements_of(found)) if found else (),
-        nothing_better=nothing_better(found) if found else "",
+        improvements=found.advice if found else (),
+        nothing_better=found.nothing if found else "",
         memory=tuple(memory),
         memory_note=" ".join(_MEMORY_NOTES[source] for source in dict.fromkeys(one.source for one in memory)),
         courses=(*_courses(steps), *_peaks(run)),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from penstock.explain import Change
+
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -16,19 +18,6 @@ class Figure(NamedTuple):
     name: str
     value: str
     of: str = ""
-
-
-class Improvement(NamedTuple):
-    """A change of the run, as `penstock explain` suggests it: by how much a step gets shorter, and how sure that is.
-
-    `mends`: it sets right what is uneven; otherwise it is another way to run.
-    """
-
-    gain: str
-    error: str
-    text: str
-    note: str
-    mends: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +96,7 @@ class Shown:
     figures: tuple[Figure, ...] = ()
     bands: tuple[dict[str, Any], ...] = ()
     idle: Idle | None = None
-    improvements: tuple[Improvement, ...] = ()
+    improvements: tuple[Change, ...] = ()
     nothing_better: str = ""
     memory: tuple[Held, ...] = ()
     memory_note: str = ""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention
 
 import penstock
-from penstock.errors import PartitionError, ShapeError
+from penstock.errors import ShapeError
 
 ROWS, LENGTH, WIDTH = 5, 32, 16
 LENGTHS = torch.tensor([32, 5, 17, 9, 25])
@@ -98,11 +99,77 @@ class Opened(Attention):
         return self.last(super().forward(x, mask))
 
 
-def test_masks_in_the_models_own_forward_are_followed_or_refused() -> None:
+def test_masks_are_followed_in_the_models_own_forward() -> None:
     assert_runs_as_unsplit(Opened(), causal())
-    x, model = torch.randn(ROWS, LENGTH, WIDTH), Opened().requires_grad_(False)
-    with pytest.raises(PartitionError, match="passes on a function"):
-        penstock.pipeline(model, (x, padded(LENGTHS)), ranks=2, microbatches=3, balance="layers")
+    assert_runs_as_unsplit(Opened(), padded(LENGTHS), padded(LENGTHS.flip(0)))
+
+
+class Mask:
+    def __init__(self, lengths: Tensor) -> None:
+        self.lengths = lengths
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return k < self.lengths[b]
+
+
+def within(lengths: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return k < lengths[b]
+
+
+MASKS: dict[str, Callable[[Tensor], Any]] = {
+    "closure": lambda lengths: and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: k < lengths[b]),
+    "default": lambda lengths: lambda b, h, q, k, lengths=lengths: k < lengths[b],
+    "partial": lambda lengths: partial(within, lengths),
+    "object": Mask,
+}
+
+
+class Makes(Net):
+    """Makes its mask in its own forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        for block in self.blocks[:2]:
+            x = block(x)
+        lengths = lengths + (x[:, 0, 0] > 0)  # known only while it runs
+        mask = create_block_mask(MASKS[self.kind](lengths), len(x), None, LENGTH, LENGTH, device="cpu")
+        for block in self.blocks[2:]:
+            x = block(x, mask)
+        return x
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_mask_made_in_the_models_own_forward_follows_each_microbatch(kind: str) -> None:
+    assert_runs_as_unsplit(Makes(kind), LENGTHS, LENGTHS.flip(0))
+
+
+def test_a_mask_function_with_another_default_is_another_function() -> None:
+    masks = [masked(lambda b, h, q, k, width=width: (q - k).abs() < width, None) for width in (3, 20)]
+    x, model = torch.randn(ROWS, LENGTH, WIDTH), Net().requires_grad_(False)
+    with penstock.pipeline(model, (x, masks[0]), ranks=2, microbatches=3, balance="layers") as pipe:
+        for mask in masks:
+            torch.testing.assert_close(pipe.predict(x, mask), model(x, mask), rtol=0, atol=1e-6)
+
+
+class Maps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scales = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scales = self.first(x), self.scales
+        mean = x.mean()
+        return self.last(torch.vmap(torch.vmap(lambda e: e * mean))(x) + torch.vmap(lambda row: row * scales)(x))
+
+
+def test_vmap_in_the_models_own_forward_trains() -> None:
+    x, options = torch.randn(6, WIDTH), {"ranks": 2, "microbatches": 3, "whole_batch": False}
+    report = penstock.verify(Maps(), (x,), target=x, loss_fn=nn.functional.mse_loss, **options)
+    assert report.ok, report.summary()
 
 
 def test_plain_calls_work_afterwards() -> None:

@@ -687,3 +687,27 @@ def test_weight_gradients_that_a_step_that_raised_put_off_are_dropped() -> None:
     split.begin_step()
     split.weight_gradients(1)
     assert torch.equal(weight.grad, before)
+
+
+class InScratch(torch.autograd.Function):
+    """Writes each gradient into the same memory."""
+
+    memory = torch.empty(2, 4)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return InScratch.memory.copy_(grads[0])
+
+
+def test_a_gradient_that_the_next_backward_overwrites() -> None:
+    class Layer(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output: Tensor = InScratch.apply(super().forward(input))  # type: ignore[no-untyped-call]
+            return output
+
+    assert split_and_compare(nn.Sequential(Layer(4, 4), Layer(4, 4)), noise(2, 4)) > 0
+    assert split_and_compare(nn.Sequential(Layer(4, 4), Layer(4, 4)), noise(2, 4, gives=False)) > 0

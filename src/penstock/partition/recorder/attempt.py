@@ -26,7 +26,7 @@ from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.chance.foreign import WholeFunction
 from penstock.partition.obstacle import Obstacle, rates_read
 from penstock.partition.recorder.backward_hooks import refuse_backward_hooks
-from penstock.partition.recorder.functions import autograd_functions
+from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recorder.validation import without_validation
 from penstock.partition.recording.guards import is_readable
@@ -232,7 +232,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
             with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
-                with observer.saved.watching(), calling_at_marks(recorder.mark):
+                with mapped_functions(), observer.saved.watching(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
         raise _depends_on_values(recorder, error) from error

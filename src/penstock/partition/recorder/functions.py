@@ -1,17 +1,20 @@
-"""Records custom autograd functions: each `Function.apply` is one call."""
+"""Records custom autograd functions, and what `torch.vmap` maps: each `Function.apply`, or use of it, is one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import BuiltinMethodType, MethodType
+from functools import partial
+from types import BuiltinMethodType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from penstock.compat import flex_attention
 from penstock.partition.recorder.recorder import Recorder
 from penstock.partition.recorder.reentrant import Reentrant
+from penstock.partition.recording.calls import called
 
 
 @contextmanager
@@ -36,6 +39,19 @@ def autograd_functions(recorder: Recorder) -> Iterator[None]:
         torch.autograd.Function.apply = own  # type: ignore[method-assign]
         for names, name, method in bound:
             names[name] = method
+
+
+@contextmanager
+def mapped_functions() -> Iterator[None]:
+    """Shows function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
+    vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
+    create_mask = flex.create_mask
+    torch.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
+    flex.create_mask = partial(called, create_mask)
+    try:
+        yield
+    finally:
+        torch.vmap, flex.create_mask = vmap, create_mask
 
 
 def _bound(own: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -12,12 +12,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
+from penstock.closures import apart
 from penstock.compat import DATA_DEPENDENT, FakeTensorMode, quiet, storage_of, unset_fake_temporarily
 from penstock.errors import PartitionError
 from penstock.marks import cut
@@ -39,7 +41,7 @@ from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.opening import Opening
 from penstock.partition.units.units import Call, Regroup, Unit
-from penstock.partition.values.objects import holds_tensors, tensors_in
+from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
 from penstock.partition.watch.seeds import Seeds
@@ -115,6 +117,8 @@ class Recorder(Writer, TorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
+        if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in flatten((args, kwargs)).leaves):
+            function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
         is_answer, answer = self.chance.read(function, args)
         if is_answer:
             return answer
@@ -269,7 +273,9 @@ class Recorder(Writer, TorchFunctionMode):
                 return
             if called is not cut:
                 why = f"{source.current_line()} calls penstock.{called.__name__}(), whose value would be frozen"
-                raise Obstacle(why, self.scope)
+                raise Obstacle(
+                    why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]"
+                )
             if unit:
                 raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import is_tensor_method_or_property
+from torch.overrides import handle_torch_function, has_torch_function, is_tensor_method_or_property
+
+from penstock.trees import flatten, unflatten
 
 BINARY = (
     "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne".split()  # noqa: SIM905
@@ -73,6 +75,15 @@ def hooked(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
     if tensor.requires_grad:
         tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return tensor
+
+
+def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a function, as one call of torch's for function modes. `closures.apart` may have taken any of it apart."""
+    if has_torch_function((function, *args)):
+        return handle_torch_function(called, args, function, *args, **kwargs)
+    flat = flatten((function, args, kwargs))
+    function, args, kwargs = unflatten(flat.leaves, flat.structure)
+    return function(*args, **kwargs)
 
 
 def refusal(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

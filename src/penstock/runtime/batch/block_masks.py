@@ -6,6 +6,7 @@ A block mask's function is called with a sample's number in the batch, which has
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -28,21 +29,14 @@ def cut(mask: Any, sizes: Sequence[int], where: str, device: torch.device | None
             f"{where} is a BlockMask for {rows} rows; expected {sum(sizes)}, as the inputs have, or one for every row: "
             "pass B=None to create_block_mask"
         )
-    given = {name: getattr(mask, name) for name in _TENSORS}
-    parts = {name: tensor.split(list(sizes)) for name, tensor in given.items() if tensor is not None}
-    starts = torch.tensor([0, *accumulate(sizes)], device=mask.kv_num_blocks.device)
-    return [
-        type(mask).from_kv_blocks(
-            **{name: part[k] for name, part in parts.items()},
-            BLOCK_SIZE=mask.BLOCK_SIZE,
-            mask_mod=_shifted(mask.mask_mod, starts[k].clone()),
-            seq_lengths=mask.seq_lengths,
-        )
-        for k in range(len(sizes))
-    ]
-
-
-_TENSORS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    pieces, ends = [copy(mask) for _ in sizes], accumulate(sizes)
+    for name, value in vars(mask).items():
+        if isinstance(value, Tensor) and len(value) == rows:
+            for piece, part in zip(pieces, torch.split(value, list(sizes)), strict=True):
+                setattr(piece, name, part)
+    for piece, size, end in zip(pieces, sizes, ends, strict=True):
+        piece.mask_mod = _shifted(mask.mask_mod, torch.tensor(end - size, device=mask.kv_num_blocks.device))
+    return pieces
 
 
 def _shifted(mask_mod: Callable[..., Tensor], start: Tensor) -> Callable[..., Tensor]:

@@ -85,11 +85,11 @@ class Cutting:
             if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
                 cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
                 stated.append((plain(path), 0 if cut else None))
-                if cut and not dims.states(path):
+                if not dims.states(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
                     name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
-                    notes.append(
-                        f"{name}, a list of {rows} values, is cut; to give all of them to each microbatch, {_ALL}"
-                    )
+                    how = f"is cut; to give all of them to each microbatch, {_ALL}"
+                    how = how if cut else f"goes whole to each microbatch: the batch has {rows} rows"
+                    notes.append(f"{name}, a list of {len(leaf)} values, {how}")
         return replace(self, inputs=replace(dims, stated=tuple(stated)), notes=tuple(notes))
 
     def divide(

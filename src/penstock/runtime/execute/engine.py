@@ -82,7 +82,7 @@ class Engine:
         patience: Patience | None = None,
         group_options: GroupOptions | None = None,
     ) -> None:
-        self.world = world
+        self.world, self.is_closed = world, False
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
@@ -369,6 +369,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and releases the process groups."""
+        self.is_closed = True
         atexit.unregister(self._close_at_exit)
         self.streams.close()
         if not self.control.failed:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.runtime.loss.loss import Loss
-from penstock.trees import flatten
+from penstock.trees import leaf_tensors
 from penstock.words import in_a_line
 
 
@@ -63,18 +63,15 @@ def saying_what_is_missing(loss: Loss | None) -> Loss | None:
         except Exception as error:
             if isinstance(error, PenstockError):
                 raise
-            if target is not None:
-                if not any(isinstance(leaf, Tensor) for leaf in flatten(target).leaves):
-                    error.add_note(
-                        f"penstock: loss_fn got a {type(target).__name__} as a microbatch's target; if it expects a "
-                        "tensor, pass target=torch.as_tensor(target)"
-                    )
+            if target is None:
+                given = "target=None, but this rank runs the last stage, and loss_fn(output, None)"
+                remedy = "pass target=... where pipe.needs_targets is true"
+            elif isinstance(error, TypeError) and not leaf_tensors(target):
+                given = f"target is of type {type(target).__name__}, and loss_fn"
+                remedy = "if it expects a tensor, pass target=torch.from_numpy(target) (a list: torch.as_tensor)"
+            else:
                 raise
-            raise ArgumentError(
-                f"target=None, but this rank runs the last stage, and loss_fn(output, None) raised "
-                f"{in_a_line(error)}; pass target=... where "
-                "pipe.needs_targets is true"
-            ) from error
+            raise ArgumentError(f"{given} raised {in_a_line(error)}; {remedy}") from error
 
     update_wrapper(call, loss, updated=())  # for code that inspects what the loss reads
     return call

@@ -11,7 +11,6 @@ from operator import attrgetter, is_
 from torch import Tensor, nn
 
 from penstock.errors import ArgumentError, PartitionError
-from penstock.runtime.model.remote_tensors import RemoteTensor
 
 
 class Originals:
@@ -55,11 +54,6 @@ class Originals:
             return
         known, left = {id(p) for p in self.parameters}, {id(p) for p in now}
         new = [name for name, parameter in self._model.named_parameters() if id(parameter) not in known]
-        if freed := [name for name in new if isinstance(self._model.get_parameter(name), RemoteTensor)]:
-            raise ArgumentError(
-                f"another pipeline over the same modules was made later, and freed {freed[0]!r} on this rank: there it "
-                "runs on other ranks alone. Make both with cuts= that put each module that they share on the same ranks"
-            )
         gone = [name for name, p in zip(self._names, self.parameters, strict=True) if id(p) not in left]
         if new or gone:
             raise ArgumentError(

@@ -85,7 +85,7 @@ class SplitModel:
             refuse_overlaps(stages, lambda stage: self._place_of(placement.rank_of[stage]))
             shared = ties([stage.meta for stage in stages])
             self._refuse_copies(stages, parallelize)
-            refuse_held_elsewhere(self.model, stages, placement, holders)
+            refuse_held_elsewhere(self.model, stages, placement, *holders)
             with engine.control.working("the making of its weights"):
                 if take_over(self.model, stages, placement.rank_of, engine, rule):
                     self._copied.clear()

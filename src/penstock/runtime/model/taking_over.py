@@ -5,6 +5,7 @@ processes' stages are freed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import Tensor, fx, nn
 
@@ -15,6 +16,9 @@ from penstock.runtime.model.materialize import Materialize, materialize, own_ten
 from penstock.runtime.model.moving import move
 from penstock.runtime.model.remote_tensors import RemoteTensor, remote
 from penstock.schedule import Placement
+
+_HELD: WeakKeyDictionary[Engine, WeakValueDictionary[int, Tensor]] = WeakKeyDictionary()
+"""What each pipeline of several processes has on this rank, by id."""
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -40,6 +44,7 @@ def take_over(
     named = list(model.named_modules())
     if not engine.world.is_local:
         here = set().union(*(kept[rank] for rank in engine.ranks))
+        _HELD[engine] = WeakValueDictionary({id(t): t for t in _tensors(model) if id(t) in here})
         released: dict[int, Tensor] = {}
         for path, module in named:
             _release(module, f"{path}." if path else "", here, released)
@@ -73,34 +78,45 @@ def _kept_by_rank(model: nn.Module, stages: Sequence[Stage], rank_of: Sequence[i
 
 class HeldElsewhereError(ArgumentError):
     """A rank would need what an earlier pipeline over the same modules (a GAN's discriminator) holds on another.
-    `cuts`: those with which none does; None if there are none."""
+    `cuts`: those with which none does; None if there are none. `freed`: it would lose what the earlier one runs."""
 
-    def __init__(self, name: str, rank: int, cuts: list[str] | None) -> None:
+    def __init__(self, name: str, rank: int, cuts: list[str] | None, freed: bool = False) -> None:
         remedy = f"pass cuts={cuts}, so that each rank runs what it has"
         if cuts is None:
             remedy = "make this pipeline first, or pass both cuts= that put what they share on the same ranks"
-        where = f"is to be on rank {rank}, but an earlier pipeline over the same modules holds it on another"
+        to_be, held = ("not to be on", "runs it there, too") if freed else ("to be on", "holds it on another")
+        where = f"is {to_be} rank {rank}, but an earlier pipeline over the same modules {held}"
         super().__init__(f"{name!r} {where}; {remedy}")
         self.cuts = cuts
 
 
-def holders_of(model: nn.Module, engine: Engine) -> dict[int, set[int]]:
-    """The ranks on which an earlier pipeline left a tensor, by its id; empty without one. Every process calls it."""
+def holders_of(model: nn.Module, engine: Engine) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+    """The ranks on which earlier pipelines left a tensor, by its id, and those where one runs it that is not closed;
+    empty without one. Every process calls it."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    gone = engine.control.gather_line({name for name, tensor in named if isinstance(tensor, RemoteTensor)})
-    shared = set().union(*gone)
-    return {id(t): {r for r, names in enumerate(gone) if name not in names} for name, t in named if name in shared}
+    run = set[int]().union(*(held for other, held in _HELD.items() if not other.is_closed))
+    lost = {name for name, tensor in named if isinstance(tensor, RemoteTensor)}
+    every = engine.control.gather_line((lost, {name for name, tensor in named if id(tensor) in run}))
+    running = {id(t): {rank for rank, (_, run) in enumerate(every) if name in run} for name, t in named}
+    left = {id(t): {rank for rank, (lost, _) in enumerate(every) if name not in lost} for name, t in named}
+    return {key: ranks for key, ranks in left.items() if len(ranks) < len(every)}, running
 
 
 def refuse_held_elsewhere(
-    model: nn.Module, stages: Sequence[Stage], placement: Placement, holders: Mapping[int, Set[int]]
+    model: nn.Module,
+    stages: Sequence[Stage],
+    placement: Placement,
+    holders: Mapping[int, Set[int]],
+    running: Mapping[int, Set[int]],
 ) -> None:
-    """Raises HeldElsewhereError, on every rank, if one is to hold what it does not have."""
-    kept = _kept_by_rank(model, stages, placement.rank_of) if holders else {}
+    """Raises HeldElsewhereError, on every rank, if one is to hold what it does not have, or to lose what it runs."""
+    kept = _kept_by_rank(model, stages, placement.rank_of) if any(running.values()) or holders else {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         for rank, tensors in kept.items():
             if id(tensor) in tensors and rank not in holders.get(id(tensor), kept):
                 raise HeldElsewhereError(name, rank, _cuts_as_held(stages[: placement.depth], placement, holders))
+            if id(tensor) not in tensors and rank in running.get(id(tensor), ()):
+                raise HeldElsewhereError(name, rank, None, freed=True)
 
 
 def _cuts_as_held(stages: Sequence[Stage], placement: Placement, holders: Mapping[int, Set[int]]) -> list[str] | None:

@@ -258,8 +258,8 @@ class WeightUses:
 
     def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
         self._refuse_backward(waiting)
-        if grads[0] is not None:
-            waiting.append(call(grads[0]))
+        if (grad := grads[0]) is not None:  # if written to, it may be in memory that later backwards use, too
+            waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if grad._version else grad))
 
     def _refuse_backward(self, waiting: list[Waiting] | None) -> None:
         """Raises PartitionError if the forward that puts off gradients is not over."""

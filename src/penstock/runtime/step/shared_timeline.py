@@ -6,10 +6,12 @@ noting the times.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from penstock.process import cores
 from penstock.runtime.execute.clock import Moment
 from penstock.runtime.execute.engine import Engine
 from penstock.schedule import Schedule
@@ -29,7 +31,9 @@ def share_timeline(
     times = {rank: [(began, ready, ended) for _, began, ready, ended in row] for rank, row in moments.items()}
     if engine.world.is_local:
         return Timeline.of_rows(schedule.rows, [times[rank] for rank in engine.ranks], in_turns=True)
-    return Timeline.of_rows(schedule.rows, _gathered(engine, schedule, times[engine.ranks[0]]))
+    on_cpu, here = engine.devices[engine.ranks[0]].type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    crowded = on_cpu and here * torch.get_num_threads() > cores()
+    return Timeline.of_rows(schedule.rows, _gathered(engine, schedule, times[engine.ranks[0]]), crowded=crowded)
 
 
 def _gathered(engine: Engine, schedule: Schedule, mine: Sequence[Times]) -> list[list[Times]]:

@@ -107,15 +107,14 @@ function bounded(share) {
 function outcome(explanation) {
   const [change] = explanation.what_ifs;
   if (!change) return make("p", { className: "outcome", data: { seconds: explanation.step_seconds } }, `The step takes ${seconds(explanation.step_seconds)}.`);
-  const less = change.gain >= 0 ? `${percent(change.gain)} less` : `${percent(-change.gain)} more`;
   const note = change.note ? ` (${change.note})` : "";
   return make("p", { className: "outcome", aria: { live: "polite" }, data: { seconds: change.step_seconds, gain: change.gain } },
-    `The step would take ${seconds(change.step_seconds)} instead of ${seconds(explanation.step_seconds)}: ${less}, ± ${percent(change.error)}${note}.`);
+    `The step would take ${seconds(change.step_seconds)} instead of ${seconds(explanation.step_seconds)}: ${change.claim}${note}.`);
 }
 
 /** What to change first, as `penstock explain` lists it. */
 export function changes(explanation) {
-  if (!explanation.changes.length) return make("p", {}, "Nothing to change: stages, ranks and microbatches are alike.");
-  return make("ol", { className: "changes" }, ...explanation.changes.slice(0, 8).map((one) =>
-    make("li", {}, `${one.text}: ${percent(one.gain)} less, ${seconds(one.step_seconds)}`, one.note ? make("span", { className: "muted" }, ` ${one.note}`) : null)));
+  if (!explanation.changes.length) return make("p", {}, explanation.nothing);
+  return make("ol", { className: "changes" }, ...explanation.changes.map((one) =>
+    make("li", {}, `${one.claim} ${one.text}`, one.note ? make("span", { className: "muted" }, ` (${one.note})`) : null)));
 }

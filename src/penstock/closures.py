@@ -1,0 +1,50 @@
+"""Takes functions apart, such as a mask function of FlexAttention that closes over a batch's documents.
+
+`penstock.trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Closure:
+    """What `make(*contents)` makes a function of. The makers of two functions from the same line of code are equal."""
+
+    make: Callable[..., Any]
+    contents: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Maker:
+    code: CodeType
+    bare: FunctionType = field(compare=False)  # with empty cells, and without defaults
+
+    def __call__(self, cells: Any, defaults: Any, keywords: Any) -> FunctionType:
+        names, name = self.bare.__globals__, self.bare.__name__
+        made = FunctionType(self.code, names, name, defaults, tuple(map(CellType, cells)))
+        made.__kwdefaults__ = keywords
+        return made
+
+
+def apart(value: Any) -> Any:
+    """A nested value with a Closure in place of each function."""
+    if type(value) is partial:
+        return Closure(_partial, apart((value.func, value.args, value.keywords)))
+    if type(value) is FunctionType:
+        code, cells = value.__code__, value.__closure__ or ()
+        bare = FunctionType(code, value.__globals__, value.__name__, None, tuple(CellType() for _ in cells))
+        contents = [cell.cell_contents for cell in cells], value.__defaults__, value.__kwdefaults__
+        return Closure(_Maker(code, bare), apart(contents))
+    if type(value) is dict:
+        return {key: apart(item) for key, item in value.items()}
+    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
+
+
+def _partial(function: Any, args: Any, keywords: Any) -> Any:
+    return partial(function, *args, **keywords)
