@@ -13,6 +13,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("penstock: stopped by Ctrl-C; no process is left running\n")
         sys.exit(128 + signal.SIGINT)
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left to do needs no traceback
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import stat
 import tomllib
 import zlib
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,7 +168,9 @@ def validate(kind: type[T], given: Any, what: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
-        raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}") from None
+        is_own = first["type"] == "unexpected_keyword_argument" and len(first["loc"]) == 1 and is_dataclass(kind)
+        known = f"; known are {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
+        raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}{known}") from None
 
 
 def _in_words(error: Any, where: str) -> str:

@@ -1,7 +1,7 @@
 """The owner of a folder that only one job may write: the process that holds a lock on a file in it.
 
 The kernel releases the lock when the process ends, however it does, as an NFS server does for its clients. A file
-system without locks (Lustre mounted without `flock`) keeps no second job out.
+system without locks (Lustre mounted without `flock`) keeps no second job out, which is warned of.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, warn
 from penstock.process import Process
 from penstock.words import line_of
 
@@ -108,8 +108,8 @@ def _lock_file(descriptor: int, file: Path, what: str) -> None:
             f"{what}: {owner} writes there; expected a folder of this job's own: pass another one, or, if that job has "
             f"ended, remove {file}"
         ) from None
-    except OSError:  # this file system has no locks
-        pass
+    except OSError as error:
+        warn(f"{what}: no locks on this file system ({error.strerror}), so a second job there is not refused")
 
 
 def _this_process() -> str:

@@ -34,18 +34,20 @@ class Process:
     def here(cls) -> Process:
         try:
             spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
+            return cls(" ".join([kernel(), *spaces]), os.getpid(), _stat(os.getpid())[1])
         except OSError:
             return cls(socket.gethostname(), os.getpid(), "")
-        return cls(" ".join([kernel(), *spaces]), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> ProcessState:
-        """What the kernel says about the process; `unknown` from another machine or without /proc."""
+        """What the kernel says about the process; `unknown` from another machine or if /proc cannot be read."""
         if not self.started or self.machine != Process.here().machine:
             return "unknown"
         try:
             letter, started = _stat(self.pid)
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return "gone"
+        except OSError:  # this process has no file descriptor left, for example
+            return "unknown"
         if started != self.started or letter in "ZX":
             return "gone"
         return "stopped" if letter == "T" else "running"

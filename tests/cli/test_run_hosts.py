@@ -2,9 +2,11 @@
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 from command_line import penstock, stay
 from processes import has_ended
 
-from penstock.network import checks, keeper
+from penstock.launch.processes import Outcome
+from penstock.network import checks, keeper, nodes
 from penstock.network.checks import why_not
-from scaffolding.patient import TEST_SECONDS, end_of, started
+from scaffolding.patient import TEST_SECONDS, end_of, finished, started
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -104,6 +107,45 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(folder: P
 
 @hosts_needed
 @pytest.mark.distributed
+def test_a_script_runs_as_the_user_that_is_named() -> None:
+    code = (
+        "from penstock.launch.user import User; User('nobody'); from importlib.metadata import version as v; v('torch')"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for program in (sys.executable, "/usr/bin/python3"):  # the tests' own may be in root's home
+            if finished(program, "-c", code, folder=folder, **environment).returncode == 0:
+                break
+        else:
+            pytest.skip("no Python that has torch can be read by another user")
+        (folder / "train.py").write_text(
+            "import os, pathlib\n"
+            "pathlib.Path(f'rank{os.environ[\"RANK\"]}').touch()\n"
+            "os.write(1, f'{os.getresuid()} {os.getgroups()}\\n'.encode())\n"
+            "raise SystemExit(3 * (os.environ['RANK'] == '1'))\n"
+        )
+        account = pwd.getpwnam("nobody")
+        os.chown(folder, account.pw_uid, account.pw_gid)
+        options = ("-n", "2", "--hosts", "1", "--user", "nobody")
+        done = finished(program, "-m", "penstock", "run", *options, "train.py", folder=folder, **environment)
+        assert done.returncode == 3, done.stderr
+        assert done.stdout == f"{(account.pw_uid,) * 3} {[account.pw_gid]}\n" * 2
+        assert [(folder / f"rank{rank}").stat().st_uid for rank in range(2)] == [account.pw_uid] * 2
+        assert done.stderr.splitlines()[-1] == "penstock: rank 1 ended with exit status 3"
+
+
+@hosts_needed
+def test_a_script_is_said_to_run_as_root_under_sudo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "run", lambda *_, **__: Outcome(0))
+    monkeypatch.setenv("SUDO_USER", "ada")
+    done = penstock("run", "-n", "1", "--hosts", "1", "show.py")
+    said = "penstock: show.py runs as root, not as ada; pass --user ada to change that"
+    assert done.stderr.splitlines()[0] == said
+
+
+@hosts_needed
+@pytest.mark.distributed
 def test_killed_rank_is_named_and_the_other_host_is_ended(folder: Path) -> None:
     with job_of(folder, "--ranks", "2", "--hosts", "2", "stay.py", "die") as job:
         _, printed, said = ended(job)
@@ -168,6 +210,7 @@ def test_death_of_an_agent_ends_all_hosts_and_is_named(staying: tuple[subprocess
         ),
         (["--link-of", "1=100mbit"], "--link-of needs --hosts: "),
         (["--link-seed", "0"], "--link-seed needs --hosts: "),
+        (["--user", "nobody"], "--user needs --hosts: "),
         (["--shaper", "tbf"], "--shaper needs --hosts: "),
         (["--background", "50mbit"], "--background needs --hosts: "),
         (["--hosts", "2", "--link-of", "1=100mbit"], "--link-of needs --link: without it hosts are joined as fast as"),

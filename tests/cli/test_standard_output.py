@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
 
 import pytest
 
+from penstock import __main__
 from penstock.cli import main
 
 ORDER = "--schedule 1f1b --ranks 2 --microbatches 4"
@@ -55,3 +57,18 @@ def test_characters_that_standard_output_lacks_are_replaced(
         with pytest.raises(SystemExit) as ended:
             main()
     assert (ended.value.code, capsys.readouterr().err) == (0, "")
+
+
+def test_ctrl_c_while_the_interpreter_ends_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
+        with pytest.raises(SystemExit):
+            __main__.main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of `nohup penstock ... &`
+        with pytest.raises(SystemExit):
+            __main__.main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -21,6 +21,7 @@ import pytest
 from host_processes import Seen, kill_rank, processes
 from typer.testing import CliRunner
 
+from penstock import owner
 from penstock.cli import app
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.algorithms import algorithms
@@ -253,6 +254,24 @@ def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch
     typist.join()
     assert processes(str(folder)) == {}, "nothing runs any more when it returns"
     assert list(folder.glob("late-*")) == []
+
+
+def test_a_run_that_is_still_on_keeps_its_folder(tmp_path: Path) -> None:
+    (tmp_path / SAMPLES).write_text("of the first")
+    hears, says = os.pipe()
+    child = os.fork()
+    if not child:
+        owner.claim(tmp_path, (holder := threading.Event()), "run")
+        os.write(says, b"o")
+        holder.wait()
+    os.read(hears, 1)
+    try:
+        with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* writes there; ex"):
+            emulate(Spec(Workload.of_sizes([400]), 2, trials=1), tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (tmp_path / SAMPLES).read_text() == "of the first"
 
 
 def _torchruns(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:

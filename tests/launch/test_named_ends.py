@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch.endings import FAILURES, RankFailure, await_culprit, exit_status, note, record_in, stopped_by
-from penstock.launch.processes import Ended, explain_end
+from penstock.launch.processes import Ended, Outcome, explain_end
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
 
@@ -39,16 +39,17 @@ def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
     path = tmp_path / "failures"
     for failure in left:
         RankFailure(*failure).write(str(path))
-    found, line = explain_end(FAILED, str(path), ["the agent"])
+    ended = explain_end(FAILED, str(path), ["the agent"])
+    found, line = ended.status, ended.said
     assert (found, line.removeprefix("rank 1 ") if said.startswith("was") else line) == (status, said)
 
 
 def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
     path = tmp_path / "failures"
     path.touch()
-    assert explain_end(Ended(0, -9), str(path), ["the agent"]) == (137, "the agent was killed by SIGKILL")
+    assert explain_end(Ended(0, -9), str(path), ["the agent"]) == Outcome(137, "the agent was killed by SIGKILL")
     RankFailure(1, 1, 5).write(str(path))
-    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == (130, "")
+    assert explain_end(Ended(0, 1, received=2), str(path), ["the agent"]) == Outcome(130, received=2)
     assert [stopped_by(number).split(";")[0] for number in (2, 15)] == ["stopped by Ctrl-C", "stopped by SIGTERM"]
 
 

@@ -96,3 +96,8 @@ def test_what_is_no_timeline_is_refused() -> None:
         from_nanoseconds([[(F0, 0, 5, 4)]])
     with pytest.raises(ArgumentError, match="0F0 waited"):
         from_nanoseconds([[(F0, 5, 4, 6)]])
+
+
+def test_more_ranks_than_a_job_has_are_refused_before_they_are_read() -> None:
+    with pytest.raises(ArgumentError, match=r"^x\.json has 65,537 ranks; expected at most 65,536$"):
+        Timeline.from_dict({"ranks": [None] * 65_537}, "x.json")

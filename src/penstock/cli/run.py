@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from penstock.cli._network import NetworkOptions
 from penstock.cli._spread import spread
 from penstock.errors import ArgumentError, FabricError
 from penstock.launch.processes import VERIFY, check, launch
+from penstock.launch.user import User
 
 if TYPE_CHECKING:
     from penstock.network.machines import Machines
@@ -40,6 +42,14 @@ def run(
         int | None,
         typer.Option(
             help="Spread the ranks evenly over this many hosts, network namespaces of this machine (Linux, as root).",
+            rich_help_panel="The hosts' network",
+        ),
+    ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(
+            help="Who runs the script on --hosts; default: root, as only root can make them.",
+            metavar="NAME",
             rich_help_panel="The hosts' network",
         ),
     ] = None,
@@ -72,16 +82,16 @@ def run(
     if verify:
         os.environ[VERIFY] = "1"
     if hosts is None:
-        if asked.given():
+        if given := [*asked.given(), *(["--user"] if user else [])]:
             raise ArgumentError(
-                f"{asked.given()[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
+                f"{given[0]} needs --hosts: without it ranks are processes of this machine, and have no links"
             )
         raise typer.Exit(launch(command, ranks, threads))
     from penstock.network.nodes import Job
 
     network = asked.network(hosts)
     machines = network.machines()
-    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines))
+    raise typer.Exit(_over_network(Job(tuple(command), ranks, hosts, threads), network, machines, user))
 
 
 def _ranks(given: int | None, plan: Path | None) -> int:
@@ -99,7 +109,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
     return planned
 
 
-def _over_network(job: Job, network: Network, machines: Machines) -> int:
+def _over_network(job: Job, network: Network, machines: Machines, user: str | None) -> int:
     """Makes the hosts, runs the job on them, and reports what the network did. Returns the exit status."""
     from penstock.fabric.views.network import network_lines
     from penstock.network import nodes
@@ -108,17 +118,17 @@ def _over_network(job: Job, network: Network, machines: Machines) -> int:
     lacking = why_not()
     if lacking is not None:
         raise FabricError(f"{lacking}. Without --hosts and --link, ranks are processes of this machine")
-    if "SUDO_USER" in os.environ:
-        _say([f"{job.command[0 if job.command[0] != '-m' else 1]} runs as root, not as {os.environ['SUDO_USER']}"])
+    if user is not None:
+        job = replace(job, user=User(user))
+    elif name := os.environ.get("SUDO_USER"):
+        script = job.command[job.command[0] == "-m"]
+        _say([f"{script} runs as root, not as {name}; pass --user {name} to change that"])
     with machines:
         described, began = machines.described(), time.monotonic()
         ended = nodes.run(job, machines, events=network.events)
         happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
         _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    if ended.received:
-        raise KeyboardInterrupt(ended.received)
-    _say([ended.said] if ended.said else [])
-    return ended.status
+    return ended.tell()
 
 
 def _say(lines: Iterable[str]) -> None:

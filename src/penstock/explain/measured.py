@@ -89,7 +89,8 @@ class Step:
     def numbered(self) -> list[Event]:
         """The events, with a replica's place among the complete ones as its number."""
         place = {one.number: place for place, one in enumerate(self.replicas)}
-        return [replace(event, replica=place[event.replica or 0]) for event in self.events]
+        moved = {number for number, index in place.items() if number != index}
+        return [replace(e, replica=place[e.replica or 0]) if e.replica in moved else e for e in self.events]
 
     @property
     def overlap(self) -> float:

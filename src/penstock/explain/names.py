@@ -60,6 +60,7 @@ PATTERNS = {
 """Each pattern, and whether such a range begins with the wait for its input. Other names are read part by part: an op,
 and numbers with a label, or else first the stage (of two) and then the microbatch."""
 
+_ZEROS = str.maketrans("123456789", "000000000")
 _COMPILED = [(re.compile(pattern), waits) for pattern, waits in PATTERNS.items()]
 
 
@@ -107,7 +108,11 @@ def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named
     """What an event says; None if it names no action. Raises ArgumentError for a piece of a microbatch."""
     given: Mapping[str, Any] = args if isinstance(args, Mapping) else {}
     text = given["action"] if isinstance(given.get("action"), str) else name
-    groups, waits = _matched(text, own) if isinstance(text, str) else ({}, False)
+    groups: dict[str, str] = {}
+    waits = False
+    if isinstance(text, str):  # without a pattern of the user's, names that differ in digits alone are read alike
+        places, waits = _matched(text if own else text.translate(_ZEROS), own)
+        groups = {field: text[where] for field, where in places.items()}
     op = _BY_WORD.get(re.sub("[-_ ]", "", groups.get("op", "").lower()))
     if op is None:
         return None
@@ -118,19 +123,20 @@ def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named
 
 
 @lru_cache(maxsize=4096)  # a trace has few names and many events
-def _matched(text: str, own: re.Pattern[str] | None) -> tuple[dict[str, Any], bool]:
+def _matched(text: str, own: re.Pattern[str] | None) -> tuple[dict[str, slice], bool]:
+    """Where in a name its op and numbers are, and whether it begins with a wait."""
     for pattern, waits in [(own, False), *_COMPILED] if own is not None else _COMPILED:
         if found := pattern.fullmatch(text):
-            return {field: value for field, value in found.groupdict().items() if value is not None}, waits
+            return {field: slice(*found.span(field)) for field, value in found.groupdict().items() if value}, waits
     return _parts(text), False
 
 
-def _parts(text: str) -> dict[str, Any]:
-    """The op and the numbers of a name; empty if anything else is in it."""
+def _parts(text: str) -> dict[str, slice]:
+    """Where the op and the numbers of a name are; empty if anything else is in it."""
     parts = [*_PART.finditer(text)]
     said = [(next((field for field in FIELDS if part[field]), part.lastgroup), part) for part in parts]
-    found = {field: part["number"] or part["op"] for field, part in said if field not in (None, "number")}
-    bare = [part["number"] for field, part in said if field == "number"]
+    found = {f: slice(*part.span("op" if f == "op" else "number")) for f, part in said if f not in (None, "number")}
+    bare = [slice(*part.span("number")) for field, part in said if field == "number"]
     unsaid = [field for field in ("microbatch", "stage") if field not in found]
     ops = sum(field == "op" for field, _ in said)
     whole = "".join(part[0] for part in parts) == text and ops == 1 and len(bare) <= len(unsaid)

@@ -93,12 +93,12 @@ def record_in(folder: Path) -> None:
 
 def tell_folders(path: Path | str, said: str) -> None:
     """Says in the folders that ranks named by `record_in` why those ended that failed or left their pipeline open."""
-    from penstock.files import atomic
+    from penstock.files import atomic, read_json
 
     for folder in dict.fromkeys(found[_FOLDER] for found in _lines(path) if _FOLDER in found):
         for file in Path(folder).glob("ranks/*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads(file.read_bytes())
+                record = read_json(file)
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
                     record["state"]["failure"] = said
                     with atomic(file) as new:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
+from penstock.launch.user import User
 from penstock.process import cores
 
 VERIFY = "PENSTOCK_VERIFY"
@@ -57,31 +58,53 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     agent = agent_command(["--standalone", f"--nproc-per-node={ranks}", *command])
     with memory("failures") as failures:
         ended = supervise([agent], {**QUIET, **os.environ, **cores_for(ranks, threads), FAILURES: failures})
-        status, said = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
-    if ended.received:
-        raise KeyboardInterrupt(ended.received)
-    if said:
-        print(f"penstock: {said}", file=sys.stderr, flush=True)
-    return status
+        outcome = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
+    return outcome.tell()
 
 
-def explain_end(ended: Ended, failures: str, agents: Sequence[str]) -> tuple[int, str]:
-    """The job's exit status, and what failed first, in a line; none if nothing did, or a signal to this process ended
-    all. The line goes into the folders of runs, too.
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
+        said: what failed first, in a line; "" if nothing did, or if a signal to this process ended everything.
+        received: that signal, if any.
+        happened: what a network's scenario changed, in order.
+    """
+
+    status: int
+    said: str = ""
+    received: int | None = None
+    happened: tuple[Any, ...] = ()
+
+    def tell(self) -> int:
+        """Prints what failed first, and returns the exit status. Raises KeyboardInterrupt: a signal, its argument."""
+        if self.received:
+            raise KeyboardInterrupt(self.received)
+        if self.said:
+            print(f"penstock: {self.said}", file=sys.stderr, flush=True)
+        return self.status
+
+
+def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User | None = None) -> Outcome:
+    """How a job ended whose agents did. What failed first goes into the folders of runs, too.
 
     Args:
         failures: the file that `FAILURES` named.
         agents: what to call each.
+        user: whose the ranks were, if not this process's own.
     """
     if ended.received or ended.agent is None:
-        return ended.status, ""
+        return Outcome(ended.status, received=ended.received)
     first = RankFailure.first(failures)
     if ended.exitcode < 0 or first is None:
         status, said = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
     else:
         status, said = shell_status(first.exitcode or 1), str(first)
-    tell_folders(failures, said)
-    return status, said
+    with user.acting() if user else contextlib.nullcontext():
+        tell_folders(failures, said)
+    return Outcome(status, said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +270,17 @@ def _usual_input() -> int | None:
 
 
 @contextlib.contextmanager
-def memory(name: str) -> Iterator[str]:
-    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full."""
-    if sys.platform != "linux":
-        with tempfile.NamedTemporaryFile(prefix=f"penstock-{name}-") as file:
-            yield file.name
+def memory(name: str, user: User | None = None) -> Iterator[str]:
+    """The path of an empty file that is gone with this process; on Linux it is in memory, so that no disk is full. For
+    another user, who cannot open such a file, it is one on disk, which that user can write, but not replace."""
+    if sys.platform != "linux" or user:
+        with tempfile.TemporaryDirectory(prefix=f"penstock-{name}-") as folder:
+            file = Path(folder, name)
+            file.touch()
+            if user:
+                user.own(file)
+                os.chmod(folder, 0o711)
+            yield str(file)
         return
     descriptor = os.memfd_create(f"penstock-{name}")
     try:

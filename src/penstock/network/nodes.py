@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from penstock.errors import ArgumentError
 from penstock.launch.agent import agent_command
 from penstock.launch.endings import FAILURES
-from penstock.launch.processes import QUIET, Patience, check, cores_for, explain_end, memory, supervise
+from penstock.launch.processes import QUIET, Outcome, Patience, check, cores_for, explain_end, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
-from penstock.network.director import Happened, playing
+from penstock.launch.user import User
+from penstock.network.director import playing
 from penstock.network.machines import Machines
 from penstock.network.scenario import Event
 
@@ -26,7 +27,12 @@ PATIENCE = Patience(interrupt_seconds=1.0)
 
 
 def agent_commands(
-    machines: Machines, arguments: Sequence[str], *, per_host: int = 1, join_seconds: float = JOIN_SECONDS
+    machines: Machines,
+    arguments: Sequence[str],
+    *,
+    per_host: int = 1,
+    join_seconds: float = JOIN_SECONDS,
+    user: User | None = None,
 ) -> Iterator[list[str]]:
     """Yields the command to start for each host.
 
@@ -35,6 +41,7 @@ def agent_commands(
         arguments: the script's path, or `-m` and a module, then its own arguments.
         per_host: the number of ranks on each host.
         join_seconds: how long agents have to join.
+        user: who runs them; None: this process's.
     """
     for host in range(len(machines.hosts)):
         where = [
@@ -45,7 +52,8 @@ def agent_commands(
             f"--master-port={PORT}",
             f"--rdzv-conf=timeout={join_seconds:.0f}",
         ]
-        yield machines.command(host, agent_command([*where, *arguments]))
+        command = agent_command([*where, *arguments])
+        yield machines.command(host, user.command(command) if user else command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,7 @@ class Job:
         ranks: the total number of ranks on all hosts.
         hosts: the number of hosts.
         threads: OMP_NUM_THREADS of each rank; default: the environment's, or otherwise the cores divided by the ranks.
+        user: who runs the ranks; default: this process's.
 
     Raises:
         ArgumentError: the job cannot be started.
@@ -66,6 +75,7 @@ class Job:
     ranks: int
     hosts: int
     threads: int | None = None
+    user: User | None = None
 
     def __post_init__(self) -> None:
         check(self.command, self.ranks, self.threads)
@@ -74,23 +84,6 @@ class Job:
                 f"{self.ranks} ranks cannot be spread evenly over {self.hosts} hosts: give as many ranks as hosts, or "
                 "twice, three times as many"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a job ended.
-
-    Attributes:
-        status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        said: what failed first, in words; "" if nothing did, or if a signal to this process ended everything.
-        happened: what the scenario changed, in order.
-        received: that signal, if any.
-    """
-
-    status: int
-    said: str = ""
-    happened: tuple[Happened, ...] = ()
-    received: int | None = None
 
 
 def run(
@@ -115,9 +108,9 @@ def run(
         FabricError: the hosts' network has ended, or a change of the scenario could not be made. All of the job has
             ended.
     """
-    with memory("failures") as failures, memory("step") as step:
+    with memory("failures", job.user) as failures, memory("step", job.user) as step:
         environment = {**QUIET, **os.environ, **cores_for(job.ranks, job.threads), FAILURES: failures, STEP_FILE: step}
-        commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts)
+        commands = agent_commands(machines, job.command, per_host=job.ranks // job.hosts, user=job.user)
         with playing(machines, events, lambda: read_step(step)) as played:
             ended = supervise(
                 commands,
@@ -128,8 +121,7 @@ def run(
                 forwards=forwards,
                 patience=PATIENCE,
             )
-        status, said = explain_end(ended, failures, _agents(job))
-        return Outcome(status, said, tuple(played.happened), ended.received)
+        return replace(explain_end(ended, failures, _agents(job), job.user), happened=tuple(played.happened))
 
 
 def _agents(job: Job) -> list[str]:

@@ -20,7 +20,7 @@ from penstock import files
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule.action import Action, Op, Overlap, parse_item
 from penstock.schedule.communication import add_communication
-from penstock.schedule.placement import Placement
+from penstock.schedule.placement import MAX_RANKS, Placement
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
@@ -37,7 +37,6 @@ _EXPECTED = (
     f"{_WITHOUT.replace('|', ', ')}; numbers of up to nine digits"
 )
 _SHOWN_CHARACTERS = 60
-_MAX_RANKS = 65_536
 
 
 def write_csv(schedule: Schedule, path_or_file: str | PathLike[str] | TextIO, format: Format = "compute_only") -> None:
@@ -153,8 +152,8 @@ def _table(text: str) -> tuple[list[list[str]], list[_Items]]:
     rows: list[_Items] = []
     try:
         for rank, cells in enumerate(reader):
-            if rank == _MAX_RANKS:
-                raise _error(rank, 0, "", f"more than {_MAX_RANKS:,} ranks, the limit")
+            if rank == MAX_RANKS:
+                raise _error(rank, 0, "", f"more than {MAX_RANKS:,} ranks, the limit")
             table.append(cells)
             rows.append(_items(rank, cells))
     except csv.Error as error:

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from penstock.errors import ArgumentError
 
+MAX_RANKS = 65_536
+"""Of a schedule or a timeline in a file: more than any job has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -18,6 +18,7 @@ from penstock.errors import ArgumentError
 from penstock.files import STRICT, validate
 from penstock.schedule.action import Action, Op
 from penstock.schedule.drawn import Drawn
+from penstock.schedule.placement import MAX_RANKS
 from penstock.schedule.row import Row
 from penstock.words import counted
 
@@ -159,6 +160,8 @@ class Timeline(Drawn):
         Args:
             what: names the file in messages.
         """
+        if isinstance(data, dict) and isinstance(data.get("ranks"), list) and len(data["ranks"]) > MAX_RANKS:
+            raise ArgumentError(f"{what} has {len(data['ranks']):,} ranks; expected at most {MAX_RANKS:,}")
         given = validate(_TimelineFile, data, what)
         try:
             tracks = [

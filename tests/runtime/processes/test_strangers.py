@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PipelineFailure
+from penstock.process import Process
 from penstock.runtime.processes import heartbeat_server
 from penstock.runtime.processes.failure import Failure, Position, Sighting, wait_chain
 from penstock.runtime.processes.failure_detector import Patience
@@ -235,6 +239,20 @@ def test_without_file_descriptors_it_goes_on_and_does_not_spin(served: Served, m
     late = served.join(0)
     assert served.serves(late)
     late.close()
+
+
+def test_without_file_descriptors_nobody_is_taken_to_be_gone() -> None:
+    here, limits = Process.here(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            Path("/proc/self/stat").read_text()
+        assert here.state() == Process(here.machine, os.getppid(), "1").state() == "unknown"
+        assert Process.here().pid == here.pid
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert here.state() == "running"
+    assert Process(here.machine, 2**22 + 1, "1").state() == "gone"
 
 
 ORDERS = "\x1b[2Jdone\r\x07\x9b1m"

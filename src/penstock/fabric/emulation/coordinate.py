@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from penstock import owner
 from penstock.errors import FabricError
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
@@ -58,12 +59,14 @@ def emulate(
         events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
+        ArgumentError: another run writes there.
         FabricError: a host did not join, was lost, or failed. The samples up to then are in the folder.
         KeyboardInterrupt: a signal arrived, whose number is its argument; all hosts have ended.
     """
+    tail = _Tail(folder, spec)
+    owner.claim(folder, tail, f"--out {folder}")
     _empty(folder)
     spec.write(folder)
-    tail = _Tail(folder, spec)
 
     def look() -> None:
         if machines is not None:
@@ -103,7 +106,6 @@ def emulate(
 
 
 def _empty(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for stale in (RUN, SAMPLES, STEPS):
         (folder / stale).unlink(missing_ok=True)
     for stale_log in folder.glob("host-*.log"):
