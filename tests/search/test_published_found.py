@@ -161,7 +161,7 @@ def test_a_seed_gives_the_same_answer_again() -> None:
 def test_more_time_is_never_worse() -> None:
     spans = [
         search(Placement.v(4), 8, UNIT, memory_limit=5, objective="span", seconds=seconds).objective_seconds
-        for seconds in (0.05, 0.1, 0.15, 0.2)
+        for seconds in (0.05, 0.1, 0.2, 0.4)
     ]
     assert spans == sorted(spans, reverse=True)
     assert spans[-1] < spans[0]

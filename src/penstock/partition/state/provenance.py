@@ -91,6 +91,7 @@ class Provenance:
     own: frozenset[int] = frozenset()
     foreign: dict[tuple[int, int], Foreign] = field(default_factory=dict)
     _made: dict[int, Made] = field(default_factory=dict)
+    _writers: dict[int, Made] = field(default_factory=dict)  # of what is older than the forward
     _same: dict[int, int] = field(default_factory=dict)
     numbers: list[WeakStorage] = field(default_factory=list)
     _fixed: set[int] = field(default_factory=set)
@@ -128,8 +129,9 @@ class Provenance:
         self._alias(tensor, root)
 
     def maker(self, tensor: Tensor) -> Made | None:
-        """What made a tensor during this forward; None for those that existed before."""
-        return self._made.get(self.root(tensor))
+        """What made a tensor during this forward, or was the first to write to an older one; None for others."""
+        root = self.root(tensor)
+        return self._made.get(root) or self._writers.get(root)
 
     def is_fixed(self, tensor: Tensor) -> bool:
         """Whether a tensor was made from numbers in the program alone, and so is the same in every forward."""
@@ -186,6 +188,9 @@ class Provenance:
         """Call this before an operator updates a tensor in place: keeps what an older one than the forward held."""
         root = self.root(tensor)
         is_older = root not in self._made and root not in self.held and root not in self.own
+        if is_older and root not in self._writers and not (self._call is not None and self._call.number < 0):
+            self._writers[root] = Made(self._call, *_user_line())
+            self.numbers.append(WeakStorage(tensor))
         if is_older and root == storage_of(tensor) and root not in self._before:  # a unit that runs for real changes it
             memory = tensor.untyped_storage()
             with unset_fake_temporarily():

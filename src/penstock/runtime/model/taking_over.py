@@ -5,7 +5,7 @@ processes' stages are freed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, fx, nn
 
@@ -17,8 +17,8 @@ from penstock.runtime.model.moving import move
 from penstock.runtime.model.remote_tensors import RemoteTensor, remote
 from penstock.schedule import Placement
 
-_HELD: WeakKeyDictionary[Engine, WeakValueDictionary[int, Tensor]] = WeakKeyDictionary()
-"""What each pipeline of several processes has on this rank, by id."""
+_HELD: WeakKeyDictionary[Engine, dict[int, Tensor]] = WeakKeyDictionary()
+"""What each pipeline of several processes has on this rank, by id. Not weakly: torch does not swap such tensors."""
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -44,7 +44,7 @@ def take_over(
     named = list(model.named_modules())
     if not engine.world.is_local:
         here = set().union(*(kept[rank] for rank in engine.ranks))
-        _HELD[engine] = WeakValueDictionary({id(t): t for t in _tensors(model) if id(t) in here})
+        _HELD[engine] = {id(t): t for t in _tensors(model) if id(t) in here}
         released: dict[int, Tensor] = {}
         for path, module in named:
             _release(module, f"{path}." if path else "", here, released)
@@ -94,7 +94,9 @@ def holders_of(model: nn.Module, engine: Engine) -> tuple[dict[int, set[int]], d
     """The ranks on which earlier pipelines left a tensor, by its id, and those where one runs it that is not closed;
     empty without one. Every process calls it."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    run = set[int]().union(*(held for other, held in _HELD.items() if not other.is_closed))
+    for other in [other for other in _HELD if other.is_closed]:
+        del _HELD[other]
+    run = set[int]().union(*_HELD.values())
     lost = {name for name, tensor in named if isinstance(tensor, RemoteTensor)}
     every = engine.control.gather_line((lost, {name for name, tensor in named if id(tensor) in run}))
     running = {id(t): {rank for rank, (_, run) in enumerate(every) if name in run} for name, t in named}
