@@ -115,7 +115,9 @@ class Recorder(Writer, TorchFunctionMode):
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
-        if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in flatten((args, kwargs)).leaves):
+        # Functions that only run later, such as hooks, are refused if they hold tensors.
+        given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
+        if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
             function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
         is_answer, answer = self.chance.read(function, args)
         if is_answer:
