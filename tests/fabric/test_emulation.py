@@ -157,7 +157,7 @@ def _whole(folder: Path) -> int:
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])  # the one that writes, and another
 def test_a_host_that_is_killed_is_named_and_its_samples_stay(tmp_path: Path, rank: int) -> None:
     spec = Spec(Workload.of_sizes([4000, 36]), 2, trials=ENDLESS, measures_links=False)
-    with pytest.raises(FabricError, match=rf"rank {rank} was killed by SIGKILL; [\d,]+ trials saved in ") as caught:
+    with pytest.raises(FabricError, match=rf"host {rank} was killed by SIGKILL; [\d,]+ trials saved in ") as caught:
         emulate(spec, tmp_path, watch=Seen(kill_rank(rank, tmp_path, after=20)))
     trials = _whole(tmp_path)
     assert trials > 20

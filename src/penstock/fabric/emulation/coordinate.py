@@ -21,7 +21,7 @@ from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.files import read_json, write_json
 from penstock.launch.agent import agent_command
-from penstock.launch.endings import FAILURES, RankFailure
+from penstock.launch.endings import FAILURES, RankFailure, how_it_ended
 from penstock.launch.processes import QUIET, Ended, Patience, memory, supervise
 from penstock.launch.step_file import VARIABLE as STEP_FILE
 from penstock.launch.step_file import read_step
@@ -187,9 +187,10 @@ def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: b
     lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
     if by_host and status > 128 and status - 128 in {*signal.Signals}:
-        text = f"host {host} was killed by {signal.Signals(status - 128).name}"
+        text = f"host {host} {how_it_ended(128 - status)}"
     elif killed:
-        text = str(min(killed, key=lambda failure: failure.at_ns))
+        first = min(killed, key=lambda failure: failure.at_ns)
+        text = f"host {first.rank} {how_it_ended(first.exitcode or 0)}"
     else:
         text = said[0] if said else f"host {host} ended with exit status {ended.exitcode}; see {folder}/host-{host}.log"
     return f"{text}; {saved}"
