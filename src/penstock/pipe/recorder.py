@@ -320,12 +320,11 @@ class LiveLine:
 
     Args:
         total_steps: how many there will be, if that is known.
-        console: where to draw; None: on stderr.
     """
 
-    def __init__(self, total_steps: int | None, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int | None) -> None:
         self._total = total_steps
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False)
         self._recent: list[StepRecord] = []
         self._bubble: float | None = None
         self._live: Live | None = None
