@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from penstock.partition.run.loan import Snapshot
 from penstock.partition.state.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.partition.state.library import OF_TORCH
 from penstock.partition.state.reach import Holder
@@ -37,6 +38,7 @@ class States:
         self._reach = reach_of(made.model, made.loss)
         held = [made.loss, *made.model.modules(), *(v for place in self._reach.places for v in held_by(place))]
         self._others = places_beside(held, (*made.model.parameters(), *made.model.buffers()))
+        self._modules = Snapshot(made.model)
         self._states: dict[Hashable, list[tuple[Place, Any]]] = {}
         self._owner: Hashable = None
 
@@ -46,6 +48,7 @@ class States:
     def __exit__(self, *_: object) -> None:
         self._states.pop(None, None)
         self.enter(None)
+        self._modules.restore()  # hooks, too, which go with attributes that say that they are there
 
     def enter(self, owner: Hashable) -> None:
         """Keeps the present owner's state, and puts that of another in place."""
