@@ -240,7 +240,7 @@ class _Unsplit:
                 losses += [] if value is None else [value.detach()]
                 for index, leaf in enumerate(leaf_tensors(output)):
                     found["output", f"{index} of microbatch {k}{label}"] = _copy(leaf)
-                if (k + 1) * len(self._parts) == len(pieces):
+                if len(self._parts) > 1 and (k + 1) * len(self._parts) == len(pieces):
                     first = {name: buffer.detach().clone() for name, buffer in self.alone.named_buffers()}
             self._set_buffers(first)  # deferred norms are committed after this
         if losses and (total := weighted_sum(losses, weighted)) is not None:
@@ -281,7 +281,7 @@ class _Unsplit:
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self.alone.named_buffers():
+            for name, buffer in self.alone.named_buffers() if values else ():
                 buffer.copy_(values[name])
 
 
