@@ -212,7 +212,8 @@ class _Unsplit:
 
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
         """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""
-        session, pieces, label = self.alone.session, self._all, "" if training else IN_EVALUATION
+        session, label = self.alone.session, "" if training else IN_EVALUATION
+        pieces = session.split_batch((), {})  # on the model's device
         partitions = self._partitions(training=training)
         weighted = weights(self._reduction, [piece.rows or 0 for piece in pieces], [piece.target for piece in pieces])
         found: dict[Key, Tensor | None] = {}
