@@ -9,12 +9,13 @@ from functools import cached_property
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
+from penstock.report.table import print_unbroken as print_unbroken
+from penstock.report.table import table as table
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, CriticalPath, memory
@@ -165,27 +166,6 @@ def _times(outcome: Outcome) -> list[float]:
     """All times in the table of ranks."""
     busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
     return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
-
-
-def table(*columns: str, left: int = 1) -> Table:
-    """A table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    lines = max(column.count("\n") for column in columns)
-    for index, column in enumerate(columns):
-        head = "\n" * (lines - column.count("\n")) + column
-        made.add_column(head, justify="left" if index < left else "right")
-    return made
-
-
-def print_unbroken(console: Console, made: Table) -> None:
-    """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
-    unlimited = console.options.update(max_width=10_000)
-    needed = Measurement.get(console, unlimited, made).maximum
-    if needed > console.width:
-        made.padding = (0, 1, 0, 0)
-        needed = Measurement.get(console, unlimited, made).maximum
-    roomy = Console(file=console.file, highlight=False, width=max(needed, console.width))
-    roomy.print(made)
 
 
 _LEAST, _MOST = 1e-12, 1e18
