@@ -18,7 +18,7 @@ from penstock.report.table import print_unbroken as print_unbroken
 from penstock.report.table import table as table
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath, memory
+from penstock.simulate import Cause, memory
 from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
 from penstock.simulate.figures import WORK, Figures
@@ -103,18 +103,6 @@ class Outcome:
     def figures(self) -> Figures:
         return Figures(self.schedule, self.by_stage, self.timeline, self.columns)
 
-    @property
-    def peak_activations(self) -> list[float]:
-        return self.figures.peak_activations
-
-    @property
-    def idle(self) -> list[dict[Cause, float]]:
-        return self.figures.idle
-
-    @property
-    def path(self) -> CriticalPath:
-        return self.figures.path
-
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
         found = self.figures.to_dict()
@@ -165,7 +153,7 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
 def _times(outcome: Outcome) -> list[float]:
     """All times in the table of ranks."""
     busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
-    return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
+    return [*busy, *(time for by_cause in outcome.figures.idle for time in by_cause.values())]
 
 
 _LEAST, _MOST = 1e-12, 1e18
@@ -200,17 +188,17 @@ class Number:
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
     """The causes for which some rank idles."""
-    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
+    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.figures.idle)]
 
 
 def _ranks(outcome: Outcome, times: Number) -> Table:
     causes = shown_causes([outcome])
     made = table("rank", "busy", *(HEADS[cause] for cause in causes), "peak")
-    peaks = format_of(outcome.peak_activations, most=2)
-    for rank, by_cause in enumerate(outcome.idle):
+    peaks = format_of(outcome.figures.peak_activations, most=2)
+    for rank, by_cause in enumerate(outcome.figures.idle):
         idle_times = (times(by_cause[cause]) for cause in causes)
         busy = times(outcome.timeline.busy_seconds(rank))
-        made.add_row(str(rank), busy, *idle_times, peaks(outcome.peak_activations[rank]))
+        made.add_row(str(rank), busy, *idle_times, peaks(outcome.figures.peak_activations[rank]))
     return made
 
 
@@ -225,7 +213,7 @@ def _memory(outcome: Outcome) -> Table:
 
 
 def _path(outcome: Outcome) -> str:
-    path = outcome.path
+    path = outcome.figures.path
     makespan = outcome.timeline.makespan_seconds
     if not makespan:
         return "nothing takes any time"
