@@ -183,8 +183,7 @@ def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
 
-    A direction that was not measured (as in old records) gets the opposite direction's values. Pairs that were not
-    measured get the slowest measured values, as "all".
+    Pairs that were not measured get the slowest measured values, as "all".
 
     Raises:
         ArgumentError: the record has no measured links.
@@ -192,13 +191,9 @@ def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     units = "latency in seconds, bandwidth in bytes per second"
     if isinstance(found, LinkFit):
         return {"units": units, "links": [], "all": _link(found)}
-    measured = record_links(found)
-    if not measured:
+    pairs = dict(record_links(found))
+    if not pairs:
         raise ArgumentError("the run measured no links: run again with --backend gloo, which measures them")
-    pairs: dict[tuple[int, int], LinkFit] = {}
-    for (source, target), link in measured:
-        pairs[source, target] = link
-        pairs.setdefault((target, source), link)
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
     return {"units": units, "links": links, "all": _link(slowest_of(pairs.values()))}
 

@@ -15,9 +15,8 @@ from typing import Any
 
 from penstock import owner
 from penstock.errors import FabricError
-from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
-from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.files import read_json, write_json
 from penstock.launch.agent import agent_command

@@ -22,9 +22,8 @@ from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise,
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.run_file import gathered, recorded
-from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.trials import Trials
-from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
