@@ -26,4 +26,4 @@ def print_unbroken(console: Console, made: Table) -> None:
     """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
     if width_of(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
-    console.print(made, width=max(width_of(made, console), console.width), soft_wrap=True, crop=False)
+    Console(file=console.file, highlight=False, width=max(width_of(made, console), console.width)).print(made)
