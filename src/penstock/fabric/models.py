@@ -132,13 +132,11 @@ def predictions(
     collective: str,
     size_bytes: float,
     ranks: Iterable[int] = HOSTS,
-    algorithms: Sequence[str] = (),
 ) -> list[Prediction]:
-    """Predicts each number of ranks, by default up to 4096, for all algorithms or only those given."""
+    """Predicts each number of ranks, by default up to 4096, for all algorithms."""
     rows = []
     for n in ranks:
-        names = algorithms or known_algorithms(collective)
-        seconds = {name: predict(link, collective, name, n, size_bytes) for name in names}
+        seconds = {name: predict(link, collective, name, n, size_bytes) for name in known_algorithms(collective)}
         best = min(seconds, key=lambda name: seconds[name])
         rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
         rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
