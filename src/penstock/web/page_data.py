@@ -21,6 +21,9 @@ from penstock.simulate.waits import CriticalPath, critical_path
 OPS = [op.value for op in Op]
 """Names by `Op.code`."""
 
+_NAMES = {"float64": "f8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1"}
+_WHOLE = (np.int8, np.int16, np.int32)
+
 
 def timeline_data(bands: Iterable[dict[str, Any]], *, unit: str = "s", pack: bool = True) -> dict[str, Any]:
     """The `data` of the component in static/timeline.js, ready for JSON.
@@ -150,10 +153,6 @@ def _critical(timeline: Timeline, path: CriticalPath | None, order: Order) -> li
     for span in path.spans:
         marks[span.rank][order.places[span.rank][span.action]] = 1
     return [*marks]
-
-
-_NAMES = {"float64": "f8", "int32": "i4", "int16": "i2", "int8": "i1", "uint8": "u1"}
-_WHOLE = (np.int8, np.int16, np.int32)
 
 
 def packed(column: NDArray[Any]) -> dict[str, str]:
