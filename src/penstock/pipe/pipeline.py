@@ -241,6 +241,7 @@ class Pipeline:
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,
+            *self.session.split.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,

@@ -1,8 +1,9 @@
-"""The contents of a closure's cells."""
+"""What the code of functions names: the contents of a closure's cells, and globals."""
 
 from __future__ import annotations
 
-from types import CellType
+import dis
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 EMPTY = object()
@@ -15,3 +16,12 @@ def contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return EMPTY
+
+
+def globals_named(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function's code loads, that of functions in it included. (`co_names` has attributes, too.)"""
+    codes, names = [function.__code__], list[str]()
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}

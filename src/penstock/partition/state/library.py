@@ -28,7 +28,7 @@ def package_of(module: str | None) -> str:
 
 
 def functions_of(member: Any) -> Iterator[FunctionType]:
-    """The function of a class's member (method or property), and those that its decorators wrap (`@can_return_tuple`)."""
+    """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
     while isinstance(member, (FunctionType, functools._lru_cache_wrapper)):
         if isinstance(member, FunctionType):
