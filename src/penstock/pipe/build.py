@@ -232,7 +232,7 @@ def pipeline(
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)
-    for note in (*options.loss_notes, *pipe.session.split.loss_notes):
+    for note in (*options.cutting.unsure, *options.loss_notes, *pipe.session.split.loss_notes):
         warn(note)
     return pipe
 

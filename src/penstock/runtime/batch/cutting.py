@@ -51,6 +51,7 @@ class Cutting:
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
         notes: which lists of plain values are cut.
+        unsure: those among them of numbers, which may as well belong to no row (`layers=[3, 5, 7, 11]`).
     """
 
     inputs: Dims
@@ -59,6 +60,7 @@ class Cutting:
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
     notes: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -79,18 +81,20 @@ class Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """
-        dims, stated, notes = self.inputs, list(self.inputs.stated), []
+        dims, stated, notes, unsure = self.inputs, list(self.inputs.stated), [], []
         flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
-            if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
+            if type(leaf) in batches.LISTS and not batches.holds_tensors(leaf):
                 cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
                 stated.append((plain(path), 0 if cut else None))
                 if not dims.states(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
                     name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
                     how = f"is cut; to give all of them to each microbatch, {_ALL}"
                     how = how if cut else f"goes whole to each microbatch: the batch has {rows} rows"
-                    notes.append(f"{name}, a list of {len(leaf)} values, {how}")
-        return replace(self, inputs=replace(dims, stated=tuple(stated)), notes=tuple(notes))
+                    notes.append(f"{name}, a {type(leaf).__name__} of {len(leaf)} values, {how}")
+                    unsure += notes[-1:] if cut and all(type(one) in (int, float) for one in leaf) else []
+        inputs = replace(dims, stated=tuple(stated))
+        return replace(self, inputs=inputs, notes=tuple(notes), unsure=tuple(unsure))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
@@ -204,7 +208,8 @@ class Cutting:
             )
         wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in divided]
         return [
-            batches.split(one, (1,), f"target of microbatch {k}", device, _WHOLE)[0] for k, one in enumerate(wanted)
+            batches.split(one, (1,), f"target of microbatch {k}", device, replace(_WHOLE, what="target"))[0]
+            for k, one in enumerate(wanted)
         ]
 
     def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -234,7 +239,7 @@ class Cutting:
         return piece._replace(rows=rows)
 
 
-_ALL = "pass batch_dims= with None for it"
+_ALL = "pass batch_dims= with None for it (0 says that it is cut)"
 _WHOLE = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 
