@@ -32,18 +32,22 @@ class _Maker:
         return made
 
 
-def apart(value: Any) -> Any:
-    """A nested value with a Closure in place of each function."""
+def apart(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """A nested value with a Closure in place of each function but those that close over themselves (`above`: where), or
+    over a variable without a value yet."""
+    inner = partial(apart, above=above | {id(value)})
     if type(value) is partial:
-        return Closure(_partial, apart((value.func, value.args, value.keywords)))
+        return Closure(_partial, inner((value.func, value.args, value.keywords)))
     if type(value) is FunctionType:
+        if id(value) in above or any(cell == CellType() for cell in value.__closure__ or ()):
+            return value
         code, cells = value.__code__, value.__closure__ or ()
         bare = FunctionType(code, value.__globals__, value.__name__, None, tuple(CellType() for _ in cells))
         contents = [cell.cell_contents for cell in cells], value.__defaults__, value.__kwdefaults__
-        return Closure(_Maker(code, bare), apart(contents))
+        return Closure(_Maker(code, bare), inner(contents))
     if type(value) is dict:
-        return {key: apart(item) for key, item in value.items()}
-    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
+        return {key: inner(item) for key, item in value.items()}
+    return type(value)(map(inner, value)) if type(value) in (tuple, list) else value
 
 
 def _partial(function: Any, args: Any, keywords: Any) -> Any:

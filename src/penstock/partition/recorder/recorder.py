@@ -116,7 +116,7 @@ class Recorder(Writer, TorchFunctionMode):
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
         # Functions that only run later, such as hooks, are refused if they hold tensors.
-        given = flatten((args, kwargs)).leaves if calls.name_of(function) not in calls.REFUSED else ()
+        given = (*args, *kwargs.values()) if calls.name_of(function) not in calls.REFUSED else ()
         if any(isinstance(x, (FunctionType, partial)) and hides_tensors(x) for x in given):
             function, args, kwargs = calls.called, apart((function, *args)), apart(kwargs)
         is_answer, answer = self.chance.read(function, args)
