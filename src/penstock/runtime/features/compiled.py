@@ -68,7 +68,7 @@ def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage
     whole = {id(module) for stage in stages for module in stage.module.modules()}
     opened = (found for module in model.modules() if id(module) not in whole and (found := compiled(module)))
     own: Compile = next((found.arguments for found in opened), False)
-    if own:
+    if not isinstance(own, bool):
         _refuse_graphs(own, "torch.compile(...) of the model")
     return own
 
