@@ -21,11 +21,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.state.cached_functions import CachedFunctions
-from penstock.partition.state.closure_cells import contents
+from penstock.closures import contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
-from penstock.partition.state.names_in_classes import named_by
+from penstock.partition.state.names_in_classes import CachedFunctions, named_by
 from penstock.partition.values.objects import CONSTANTS
 
 LARGEST = 1000

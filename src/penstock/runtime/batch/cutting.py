@@ -161,6 +161,11 @@ class Cutting:
         args, kwargs = moved(inputs, self.inputs)
         return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
 
+    def batch(self, example: tuple[tuple[Any, ...], dict[str, Any]], count: int, what: str, pipelines: int) -> CutBatch:
+        """A batch without a target as at most `count` microbatches, where it is."""
+        divided = self.divide(*example, None, count, what, pipelines)
+        return self.cut(*example, divided, count, what, None, pipelines)
+
     def of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> CutBatch:
         """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the
         first one of that size that the user's own cut makes.
@@ -182,9 +187,8 @@ class Cutting:
             return CutBatch((piece,), (rows,), None)
         count = max(own, default=1)
         if self.split is not None:
-            whole = self.cut(args, kwargs, self.divide(args, kwargs, None, 1, "example", 1), 1, "example", None, 1)
-            count = max(1, sum(whole.sizes) // rows)
-        cut = self.cut(args, kwargs, self.divide(args, kwargs, None, count, "example", 1), count, "example", None, 1)
+            count = max(1, sum(self.batch((args, kwargs), 1, "example", 1).sizes) // rows)
+        cut = self.batch((args, kwargs), count, "example", 1)
         if rows not in cut.sizes:
             found = ", ".join(map(str, sorted({*cut.sizes})))
             how = "already cut into" if own else f"cut by split= into {counted(count, 'microbatch')} of"
@@ -202,8 +206,7 @@ class Cutting:
         if given:
             return max(given)
         self.check(args, kwargs)
-        divided = self.divide(args, kwargs, None, MICROBATCHES, "example", 1)
-        return len(self.cut(args, kwargs, divided, MICROBATCHES, "example", None, 1).sizes)
+        return len(self.batch((args, kwargs), MICROBATCHES, "example", 1).sizes)
 
     def targets(
         self,

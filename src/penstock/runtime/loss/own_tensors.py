@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.state.closure_cells import contents, globals_named
+from penstock.closures import contents, globals_named
 from penstock.partition.state.library import is_library
 from penstock.runtime.front_end import Partition
 
