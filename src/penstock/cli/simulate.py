@@ -135,17 +135,17 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
     makespans = format_of([one.timeline.makespan_seconds for one in outcomes])
     spans = format_of([one.timeline.span_seconds for one in outcomes])
-    peaks = format_of([max(one.peak_activations) for one in outcomes], most=2)
+    peaks = format_of([max(one.figures.peak_activations) for one in outcomes], most=2)
     for one in outcomes:
         available = one.timeline.makespan_seconds * one.schedule.ranks
-        idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
+        idle = (sum(by_cause[cause] for by_cause in one.figures.idle) for cause in causes)
         made.add_row(
             named(one.schedule),
             str(chunks(one.schedule)),
             makespans(one.timeline.makespan_seconds),
             spans(one.timeline.span_seconds),
             f"{one.timeline.bubble_rate:.1%}",
-            peaks(max(one.peak_activations)),
+            peaks(max(one.figures.peak_activations)),
             *(f"{100 * time / available:.1f}" if time else "-" for time in idle),
         )
     print_unbroken(console, made)
