@@ -1,15 +1,19 @@
-"""Takes functions apart, such as a mask function of FlexAttention that closes over a batch's documents.
+"""What functions close over and name. Takes apart, say, a mask function of FlexAttention with a batch's documents.
 
 `penstock.trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
 """
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, CodeType, FunctionType
 from typing import Any
+
+EMPTY = object()
+"""Stands for the contents of a cell that has not been assigned yet."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,40 @@ class _Maker:
         return made
 
 
-def apart(value: Any) -> Any:
-    """A nested value with a Closure in place of each function."""
+def apart(value: Any, above: frozenset[int] = frozenset()) -> Any:
+    """A nested value with a Closure in place of each function but those that close over themselves (`above`: where), or
+    over a variable without a value yet."""
+    inner = partial(apart, above=above | {id(value)})
     if type(value) is partial:
-        return Closure(_partial, apart((value.func, value.args, value.keywords)))
+        return Closure(_partial, inner((value.func, value.args, value.keywords)))
     if type(value) is FunctionType:
+        if id(value) in above or any(contents(cell) is EMPTY for cell in value.__closure__ or ()):
+            return value
         code, cells = value.__code__, value.__closure__ or ()
         bare = FunctionType(code, value.__globals__, value.__name__, None, tuple(CellType() for _ in cells))
-        contents = [cell.cell_contents for cell in cells], value.__defaults__, value.__kwdefaults__
-        return Closure(_Maker(code, bare), apart(contents))
+        held = [*map(contents, cells)], value.__defaults__, value.__kwdefaults__
+        return Closure(_Maker(code, bare), inner(held))
     if type(value) is dict:
-        return {key: apart(item) for key, item in value.items()}
-    return type(value)(map(apart, value)) if type(value) in (tuple, list) else value
+        return {key: inner(item) for key, item in value.items()}
+    return type(value)(map(inner, value)) if type(value) in (tuple, list) else value
 
 
 def _partial(function: Any, args: Any, keywords: Any) -> Any:
     return partial(function, *args, **keywords)
+
+
+def contents(cell: CellType) -> Any:
+    """A cell's contents, or `EMPTY`."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return EMPTY
+
+
+def globals_named(function: FunctionType) -> dict[str, Any]:
+    """The globals that a function's code loads, that of functions in it included. (`co_names` has attributes, too.)"""
+    codes, names = [function.__code__], list[str]()
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
+    return {name: function.__globals__[name] for name in names if name in function.__globals__}

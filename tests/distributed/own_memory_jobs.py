@@ -91,6 +91,23 @@ class Scratch(torch.autograd.Function):
         return ctx.gradient.copy_(gradient * 3), None, None
 
 
+class Replay(Scratch):
+    """As the backward of a graphed callable: what it writes raises no version, and its result is a view of memory."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.gradient.data.copy_(gradient * 3)
+        return ctx.gradient.detach(), None, None
+
+
+class Graphed(Block):
+    """After its layer, so that the layer's weight gradient is of that memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x)
+        return Replay.apply(h, self.kept(h.detach()), self.kept(h.detach(), "gradient"))  # type: ignore[no-untyped-call]
+
+
 class OwnGradient(Block):
     """On the second stage, so that its gradient is a message."""
 

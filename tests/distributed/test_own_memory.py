@@ -11,7 +11,7 @@ from scaffolding.small import WIDTH
 
 pytestmark = pytest.mark.distributed
 
-KINDS = ["Copies", "Views", "Out", "Late", "Turns", "OwnGradient", "OfPairs"]
+KINDS = ["Copies", "Views", "Out", "Late", "Turns", "OwnGradient", "Graphed", "OfPairs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,6 +24,14 @@ def test_a_message_is_not_overwritten_before_it_has_left(ranks2: Ranks, kind: st
 @pytest.mark.parametrize("kind", KINDS)
 def test_nor_in_one_process(kind: str) -> None:
     assert jobs.same_as_by_hand(0, kind, {"microbatches": 8}) == []
+
+
+@pytest.mark.parametrize("kind", ["Copies", "Turns", "Graphed"])
+def test_nor_is_what_waits_for_w(kind: str) -> None:
+    """`OwnGradient` raises: what its next forward overwrites is needed for a gradient."""
+    assert jobs.same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-h1"}) == []
+    chunks = {"stages_per_rank": 2, "cuts": None}
+    assert jobs.same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-v", **chunks}) == []
 
 
 @pytest.mark.parametrize(

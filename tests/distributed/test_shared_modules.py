@@ -36,7 +36,7 @@ def test_modules_that_two_pipelines_share_are_to_be_on_the_same_ranks(
     ranks2: Ranks, first: str, second: str | None, remedy: str
 ) -> None:
     for said in ranks2.run(jobs.refused, first, second):
-        assert " but an earlier pipeline over the same modules holds it on another" in said
+        assert "which an earlier pipeline over the same modules holds on another rank; " in said
         assert remedy in said
 
 
@@ -45,6 +45,6 @@ def test_a_pipeline_that_would_take_what_an_earlier_one_runs_is_refused_when_it_
     ranks2: Ranks, closed: bool
 ) -> None:
     """The earlier one runs the critic's first layer on both ranks, and this one on the second alone."""
-    refusal = "an earlier pipeline over the same modules runs it there, too; make this pipeline first"
+    refusal = "an earlier pipeline over the same modules still runs it; make this pipeline first"
     said = ranks2.run(jobs.taking, closed)
     assert [refusal in one for one in said] == [not closed] * 2, said

@@ -34,7 +34,7 @@ class Divided:
 
     def __init__(self, item: Any, pipe: Pipeline) -> None:
         self._item = item
-        first, held = pipe.session.first_names(), pipe.state_dict()
+        first, held = pipe.session.split.names(), pipe.state_dict()
         every = pipe.model.state_dict(keep_vars=True) | held
         self._names = {name: (first.get(name, name), tensor.shape) for name, tensor in every.items()}
         named = {id(parameter): name for name, parameter in pipe.named_parameters()}

@@ -108,7 +108,7 @@ def _with_labels(label: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def model_state(pipe: Pipeline) -> dict[str, Any]:
     """The tensors of this process's stages and of the loss: the live ones, not copies."""
-    own = set(pipe.session.first_names().values())
+    own = set(pipe.session.split.names().values())
     return {model_key(name) if name in own else LOSS + name: tensor for name, tensor in pipe.state_dict().items()}
 
 

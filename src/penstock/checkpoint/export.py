@@ -68,10 +68,10 @@ def export_safetensors(path: str | Path, pipe: Pipeline, *, metadata: Mapping[st
         CheckpointError: on every rank, if the file cannot be written.
     """
     path = Path(path)
-    model = set(pipe.session.first_names().values())  # and nothing of the loss
+    model = set(pipe.session.split.names().values())  # and nothing of the loss
     own = {name: tensor for name, tensor in pipe.state_dict().items() if name in model}
     held = pipe.gather([FileEntry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in own.items()])
-    entries = in_order(held, pipe.session.all_names())
+    entries = in_order(held, pipe.session.split.all_names())
     ties = {name: first for name, first in pipe.session.ties().items() if first in own}
     notes = {name: first for part in pipe.gather(ties) for name, first in part.items()} | dict(metadata or {})
     fails = f"cannot write {path}"

@@ -126,7 +126,7 @@ def load(
 def _check_model(path: Path, pipe: Pipeline, model: Mapping[str, Tensor], loss: Mapping[str, Tensor]) -> None:
     own, there = pipe.state_dict(), {**model, **loss}
     missing = [name for name in own if name not in there]
-    foreign = sorted(model.keys() - set(pipe.session.all_names()))  # another loss may be meant
+    foreign = sorted(model.keys() - set(pipe.session.split.all_names()))  # another loss may be meant
     if missing or foreign:
         some = ", ".join((missing or foreign)[:4])
         what = (

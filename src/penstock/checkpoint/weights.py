@@ -77,7 +77,7 @@ def import_safetensors(path: str | Path, pipe: Pipeline, *, strict: bool = True)
     fails = f"cannot read {path}"
     source = together(pipe, lambda: source_of(path), fails)
     own = pipe.state_dict()
-    first = pipe.session.first_names()
+    first = pipe.session.split.names()
     shapes = {first[name]: tuple(t.shape) for name, t in pipe.model.state_dict().items() if name in first}
     there = together(pipe, lambda: _match(path, shapes, first, source, strict), fails)
 

@@ -260,8 +260,8 @@ def notes_on(decision: Decision, work: Sequence[int], chosen_here: bool) -> tupl
     remedy = "another balance= or number of stages, or opens=[...]" if chosen_here else mine
     return (
         *decision.notes,
-        f"stage {slowest} does {work[slowest] / mean:.2f} times the mean stage time' work (an estimate), and all "
-        f"wait for it; {remedy}",
+        f"stage {slowest} does {work[slowest] / mean:.2f}x the mean work per stage (estimated), and all others wait "
+        f"for it; {remedy}",
     )
 
 

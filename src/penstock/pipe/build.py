@@ -231,7 +231,7 @@ def pipeline(
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step
     followed.check_rows(pipe.session.rows)
-    for note in options.loss_notes:
+    for note in (*options.cutting.unsure, *options.loss_notes, *pipe.session.split.loss_notes):
         warn(note)
     return pipe
 
@@ -352,9 +352,7 @@ def _with_chunks(error: PartitionError, order: Schedule) -> PartitionError:
 
 def _cut(example: tuple[tuple[Any, ...], dict[str, Any]], order: Schedule, cutting: Cutting) -> batches.CutBatch:
     cutting.check(*example)
-    pipelines = order.placement.pipelines
-    divided = cutting.divide(*example, None, order.microbatches, "example", pipelines)
-    return cutting.cut(*example, divided, order.microbatches, "example", None, pipelines)
+    return cutting.batch(example, order.microbatches, "example", order.placement.pipelines)
 
 
 def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> None:

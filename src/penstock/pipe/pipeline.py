@@ -241,6 +241,7 @@ class Pipeline:
             *partition.notes,
             *options.cutting.notes,
             *options.loss_notes,
+            *self.session.split.loss_notes,
             *order_notes,
             *compiling,
             *unsplit,
@@ -325,7 +326,7 @@ class Pipeline:
         """
         unused = self.session.split.held_unused()
         held: dict[str, Tensor] = dict((*self.named_parameters(), *self.named_buffers(), *unused))
-        return {name: held[name].detach() for name in self.session.all_names() if name in held}
+        return {name: held[name].detach() for name in self.session.split.all_names() if name in held}
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copies values into what this process holds. `state` may be that of the whole unsplit model alone.
@@ -334,9 +335,9 @@ class Pipeline:
             ArgumentError: a shape differs; or, with `strict`, something that this process holds is missing in `state`,
                 or something in `state` does not belong to the model.
         """
-        names, state = self.session.first_names(), {public_name(self.model, name): state[name] for name in state}
+        names, state = self.session.split.names(), {public_name(self.model, name): state[name] for name in state}
         own = {name: tensor for name, tensor in self.state_dict().items() if name in state or name in names}
-        known = {*map(unwrapped, self.model.state_dict()), *self.session.all_names()}
+        known = {*map(unwrapped, self.model.state_dict()), *self.session.split.all_names()}
         load_into(own, state, known, strict=strict)
 
     def train(self, mode: bool = True) -> Self:

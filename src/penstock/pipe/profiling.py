@@ -217,8 +217,7 @@ def _pieces(
     """The microbatches to measure and their rows, the largest last."""
     if sizes is None:
         count = microbatches or cutting.usual(*example)
-        divided = cutting.divide(*example, None, count, "example", 1)
-        cut = cutting.cut(*example, divided, count, "example", None, 1)
+        cut = cutting.batch(example, count, "example", 1)
         return [(cut.pieces[0], cut.sizes[0])]
     given = f"microbatch_sizes={[*sizes]}"
     if microbatches is not None:

@@ -86,17 +86,9 @@ class Session:
         """Every parameter of the unsplit model, each once, including those that no stage uses."""
         return self.split.all_parameters()
 
-    def all_names(self) -> list[str]:
-        """Every parameter and persistent buffer of the unsplit model, each once, by its first name."""
-        return self.split.all_names()
-
-    def first_names(self) -> dict[str, str]:
-        """For every name of a parameter or buffer in the unsplit model, including tied ones, its first name."""
-        return self.split.names()
-
     def ties(self) -> dict[str, str]:
         """For each further name of a tied parameter or buffer, or of a list's, its first name."""
-        every = ((unwrapped(name), first) for name, first in self.first_names().items())
+        every = ((unwrapped(name), first) for name, first in self.split.names().items())
         return {name: first for name, first in every if name != first}
 
     def default_kwargs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

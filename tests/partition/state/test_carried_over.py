@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from time import perf_counter
@@ -63,6 +65,48 @@ class Decides(Chain):
         return x
 
 
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers' `can_return_tuple` and `capture_outputs` wrap forwards."""
+
+    @functools.wraps(forward)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return wrapper
+
+
+class DecidesInside(Chain):
+    """As `Decides`, in a decorated forward."""
+
+    @decorated
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = super().forward(x)
+        return x.detach() if self.calls >= 12 else x
+
+
+class Scratch(Chain):
+    """Sets an attribute before it reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = x.shape[0]
+        return super().forward(x) * (self.calls / self.calls)
+
+
+class DecidesAroundScratch(nn.Module):
+    """As `Decides`, around a part of another class whose attribute of that name is no counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.shared = Scratch(), 0, SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.inner(x)
+        return x.detach() if self.calls >= 13 else x
+
+
 class Anneals(Chain):
     """Asks in another function for what a block counts for it."""
 
@@ -108,13 +152,15 @@ class CountsFor(Chain):
     ("kind", "place", "line"),
     [
         (Decides, "calls", "if self.calls > 10"),
+        (DecidesInside, "calls", "if self.calls >= 12"),
+        (DecidesAroundScratch, "calls", "if self.calls >= 13"),
         (Anneals, r"blocks\.2\.turns", "turns >= 9"),
         (Shared, r"shared\.calls", "min(self.shared.calls"),
         (CountsFor, r"shared\.calls", "if self.shared.calls < 10"),
     ],
 )
 def test_a_counter_by_which_the_forward_decides_later_is_refused_with_the_line(
-    kind: type[Chain], place: str, line: str
+    kind: type[Any], place: str, line: str
 ) -> None:
     model = kind()
     if kind is Anneals:

@@ -139,10 +139,12 @@ def test_the_first_warning_of_a_file_is_no_state() -> None:
     globals().pop("__warningregistry__", None)
     model = Warns()
     reach = Reach(model)
+    assert "__warningregistry__" not in globals()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("default")
         model(torch.randn(2, 4))
     assert shown
+    assert "__warningregistry__" in globals()
     assert reach.changed() == []
 
 

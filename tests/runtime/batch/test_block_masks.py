@@ -163,7 +163,7 @@ class Maps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x, scales = self.first(x), self.scales
         mean = x.mean()
-        return self.last(torch.vmap(torch.vmap(lambda e: e * mean))(x) + torch.vmap(lambda row: row * scales)(x))
+        return self.last(torch.vmap(torch.vmap(lambda e: e * mean))(x) + torch.func.vmap(lambda row: row * scales)(x))
 
 
 def test_vmap_in_the_models_own_forward_trains() -> None:

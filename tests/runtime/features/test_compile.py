@@ -342,12 +342,23 @@ def test_compiled_stages_train_alike_on_real_ranks(ranks2: Ranks) -> None:
         ({"mode": "reduce-overhead"}, "CUDA graphs"),
         ({"mode": "max-autotune"}, "max-autotune-no-cudagraphs"),
         ({"options": {"triton.cudagraphs": True}}, "CUDA graphs"),
+        ({"backend": "cudagraphs"}, "CUDA graphs"),
         ({"disable": True}, "leave compile= out"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(compile: Any, says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         penstock.pipeline(mlp(), batch(8)[:1], loss=F.mse_loss, ranks=2, compile=compile)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", [{"mode": "reduce-overhead"}, {"backend": "cudagraphs"}])
+def test_a_models_own_cuda_graphs_are_refused_as_its_own(how: dict[str, str]) -> None:
+    whole, blocks = mlp(), mlp()
+    blocks[0].compile(**how)
+    for model, whose in ((torch.compile(whole, **how), "of the model"), (blocks, "of a block, Linear,")):
+        with pytest.raises(ArgumentError, match=rf"^torch.compile\(...\) {whose} asks for CUDA graphs"):
+            penstock.pipeline(model, batch(8)[:1], loss=F.mse_loss, ranks=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def in_an_object() -> Callable[[Tensor, Tensor], Tensor]:
         (in_closure, "loss.inner.scale"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:loss_fn calls inner:UserWarning", "ignore:loss_fn calls holder:UserWarning")
 def test_names(make: Callable[[], Any], name: str) -> None:
     with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=make()) as pipe:
         named = dict(pipe.named_parameters())
@@ -115,3 +116,46 @@ def test_the_models_own_state_is_enough_to_load() -> None:
         assert torch.equal(state["0.weight"], mlp(seed=1)[0].weight)
         pipe.load_state_dict({**state, "loss.scale": torch.tensor(2.0)})
         assert state["loss.scale"] == 2
+
+
+class AGuess(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(9, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).sigmoid()
+
+
+D = AGuess()
+
+
+def fooled(fake: Tensor, _: Tensor) -> Tensor:
+    return sum((D(one).log().mean() for one in [fake]), start=fake.new_zeros(()))
+
+
+def test_a_discriminator_that_a_loss_names_is_trained_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="loss_fn calls D, whose parameters are trained .* nn.Module .*requires_grad_"):
+        pipe = penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=fooled)
+    with pipe:
+        assert [name for name, _ in pipe.named_parameters()][12:] == ["loss.D.inner.weight", "loss.D.inner.bias"]
+        assert any("loss_fn calls D," in str(note) for note in pipe.notes)
+    D.requires_grad_(False)
+    with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=fooled) as pipe:
+        assert len(list(pipe.parameters())) == 12
+    D.requires_grad_(True)
+
+
+inner = Scaled()
+
+
+def names_an_attribute(output: Tensor, target: Tensor) -> Tensor:
+    """`inner` is an attribute here, and no global."""
+    return F.mse_loss(output, target) * len(D.__class__.__name__) / len(AGuess().inner.bias)
+
+
+def test_an_attribute_of_the_name_of_a_global_is_not_that_global() -> None:
+    D.requires_grad_(False)
+    with penstock.pipeline(mlp(), batch()[:1], ranks=2, microbatches=3, loss_fn=names_an_attribute) as pipe:
+        assert len(list(pipe.parameters())) == 12
+    D.requires_grad_(True)

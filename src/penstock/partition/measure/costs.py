@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from penstock.balance import OPTIMIZER_VALUES, SPLIT_SECONDS, Operations, Profile, UnitCost
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
-from penstock.partition.cut.balance import Candidate
+from penstock.partition.cut.balance import Candidate, cut_positions
+from penstock.partition.cut.inseparable import joined, spans
 from penstock.partition.measure.alike import kind_of
-from penstock.partition.measure.finest import finest_cut
 from penstock.partition.recording.recording import Recording
 from penstock.partition.stages.split import CutRecording
 from penstock.partition.stages.stage import Stage, build_stage
@@ -117,7 +117,7 @@ def cut_finely(
 ) -> tuple[list[Candidate], CutRecording]:
     """The recording cut at every unit at which it can be. Raises UnmeasurableError if its units cannot be run alone."""
     try:
-        return finest_cut(recording, model, units)
+        return _finest_cut(recording, model, units)
     except PartitionError as error:
         raise UnmeasurableError(f"it cannot be cut at every unit: {error}") from error
 
@@ -271,3 +271,38 @@ def _name_of(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return platform.processor() or platform.machine() if device.type == "cpu" else device.type
+
+
+def _finest_cut(
+    recording: Recording, model: nn.Module, units: Sequence[Candidate]
+) -> tuple[list[Candidate], CutRecording]:
+    """The candidates at which the recording can be cut, all at once, and the recording cut there.
+
+    The weight of the others goes to the candidate before them. Raises PartitionError if not even one cut is possible.
+    """
+    kept = joined(units, spans(recording, model))
+    try:
+        return kept, _cut(recording, model, kept)
+    except PartitionError:
+        possible = [kept[0]]
+        for unit in kept[1:]:
+            if _can_cut(recording, model, [kept[0], unit]):
+                possible.append(unit)
+            else:
+                possible[-1] = replace(possible[-1], weight=possible[-1].weight + unit.weight)
+        return possible, _cut(recording, model, possible)
+
+
+def _cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> CutRecording:
+    cuts = [unit.name for unit in units[1:]]
+    split = CutRecording(recording, model, cuts, cut_positions(recording, model, cuts))
+    _ = split.plans  # raises if it cannot be cut there
+    return split
+
+
+def _can_cut(recording: Recording, model: nn.Module, units: Sequence[Candidate]) -> bool:
+    try:
+        _cut(recording, model, units)
+    except PartitionError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributions import Distribution
 
-from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, quiet
+from penstock.compat import DATA_DEPENDENT, UNSUPPORTED, fake_mode, has_global_backward_hooks, quiet
 from penstock.errors import PartitionError
 from penstock.marks import calling_at_marks
 from penstock.partition.chance.draws import node_of_drawn
 from penstock.partition.obstacle import Obstacle, rates_read
-from penstock.partition.recorder.backward_hooks import refuse_backward_hooks
 from penstock.partition.recorder.functions import autograd_functions, mapped_functions
 from penstock.partition.recorder.recorder import Recorder
-from penstock.partition.recorder.validation import without_validation
 from penstock.partition.recording.guards import is_readable
 from penstock.partition.recording.modes import EntryModes
 from penstock.partition.recording.recording import Constant, Recording
@@ -88,7 +87,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
     mode, snapshot, reach = fake_mode(), Snapshot(model), None
     try:
         with untouched_generators(), ExitStack() as stack:
-            refuse_backward_hooks(model, units)
+            _refuse_backward_hooks(model, units)
             loan = Loan(model, mode, device)
             reach = Reach(model)
             recorder = Recorder(
@@ -104,7 +103,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
                 _check_leftovers(snapshot, loan, recorder, names)
                 left = gather(
-                    *(reach, recorder.seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
+                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
                     gone=recorder.observer.gone,
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
@@ -194,7 +193,7 @@ def _run(recorder: Recorder, mode: Any, inputs: list[Any], structure: Any) -> An
     modules = [u.module for u in recorder.units.values()]
     try:
         with mode, observer, observer.following_modules(), autograd_functions(recorder), _quiet_about_hooks(), quiet():
-            with without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
+            with _without_validation(recorder.note_unchecked), intercepted(modules, recorder.call_unit), recorder:
                 with mapped_functions(), observer.saved.watching(), calling_at_marks(recorder.mark):
                     return recorder.model(*args, **kwargs)
     except DATA_DEPENDENT as error:
@@ -343,3 +342,42 @@ def _input_name(model: nn.Module, path: str) -> str:
         position = int(rest[0])
         rest[0] = names[position] if position < len(names) else f"input_{position}"
     return "_".join(rest)
+
+
+@contextmanager
+def _without_validation(made: Callable[[], None]) -> Iterator[None]:
+    """Keeps distributions from checking arguments, which reads values, unless told to. Calls `made` instead."""
+    checks, own = Distribution._validate_args, Distribution.__init__
+
+    def noting(self: Distribution, *args: Any, **kwargs: Any) -> None:
+        if checks:
+            made()
+        own(self, *args, **kwargs)
+
+    Distribution.set_default_validate_args(False)
+    Distribution.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Distribution.__init__ = own  # type: ignore[method-assign]
+        Distribution.set_default_validate_args(checks)
+
+
+def _refuse_backward_hooks(model: nn.Module, units: Collection[int]) -> None:
+    """Raises Obstacle if a module that does not run as a whole has hooks on its gradients: nothing would call them."""
+    if has_global_backward_hooks() and id(model) not in units:
+        raise PartitionError(
+            "hooks on the gradients of all modules are registered (register_module_full_backward_hook), but a pipeline "
+            "does not call modules that it records call by call, the model itself among them, so that nothing would "
+            "call the hooks for those. Register them on the blocks: block.register_full_backward_hook(...)"
+        )
+    pending = [("", model)]
+    while pending:
+        name, module = pending.pop(0)
+        if module._backward_hooks or module._backward_pre_hooks:
+            what = f"module {name!r}" if name else "the model"
+            raise Obstacle(
+                f"{what} has a backward hook, but does not run as a whole, so that nothing would call the hook", name
+            )
+        inside = ((f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        pending += [(n, child) for n, child in inside if id(child) not in units]

@@ -46,12 +46,13 @@ def mapped_functions() -> Iterator[None]:
     """Shows function modes what `torch.vmap` maps, and the mask of `create_block_mask`, which maps a function, too."""
     vmap, flex = torch.vmap, flex_attention() or SimpleNamespace(create_mask=None)
     create_mask = flex.create_mask
-    torch.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
+    torch.vmap = torch.func.vmap = lambda *args, **kwargs: partial(called, vmap(*args, **kwargs))
     flex.create_mask = partial(called, create_mask)
     try:
         yield
     finally:
-        torch.vmap, flex.create_mask = vmap, create_mask
+        torch.vmap = torch.func.vmap = vmap
+        flex.create_mask = create_mask
 
 
 def _bound(own: Any, recorder: Recorder) -> Iterator[tuple[dict[str, Any], str, Any]]:

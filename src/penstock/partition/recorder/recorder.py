@@ -109,10 +109,10 @@ class Recorder(Writer, TorchFunctionMode):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
         if calls.name_of(func) == "__iter__":  # or the mode would be off while the caller iterates
-            return iter(self._call(torch.Tensor.unbind, args, {}))
-        return self._call(func, args, kwargs)
+            return iter(self.call(torch.Tensor.unbind, args, {}))
+        return self.call(func, args, kwargs)
 
-    def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is torch.ops.higher_order.cond:  # which trains only as `torch.cond` calls it
             function = torch.cond
         # Functions that only run later, such as hooks, are refused if they hold tensors.
@@ -132,12 +132,12 @@ class Recorder(Writer, TorchFunctionMode):
             why = calls.refusal(function, args, kwargs)
             if why is not None and function == SET_DATA and (name := self.loan.names.get(id(args[0]))) is not None:
                 raise Obstacle(
-                    f"{self._here()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
+                    f"{self.here()} assigns to `.data` of {name!r}, which cannot be replayed on a stage. Update it in "
                     "place: .data.copy_(...), .data.mul_(...)",
                     self.scope,
                 )
             if why is not None:
-                raise Obstacle(f"{self._here()} {why}, which cannot be replayed on a stage", self.scope)
+                raise Obstacle(f"{self.here()} {why}, which cannot be replayed on a stage", self.scope)
             if calls.gradient_wanted(function, args, kwargs) is not None:
                 return self._take_gradient(function, args, kwargs)
             stale = self._stale_gradient(args, kwargs)
@@ -150,7 +150,7 @@ class Recorder(Writer, TorchFunctionMode):
                     return self._read_held(calls.target_of(function, args, kwargs), error)
             if not (isinstance(result, Tensor) or reads_inputs):
                 self._shapes_read(args, kwargs)
-            self.seeds.check(drew, self._here(), self.scope)
+            self.seeds.check(drew, self.here(), self.scope)
             self.side_channels.check_call(call)
             target = calls.target_of(function, args, kwargs)
             if by_chance and not holds_tensors(result):
@@ -167,7 +167,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Writes guards for what a call read from inputs: a plain value, or the shapes of its tensors."""
         make = partial(make_guard, facts=self.facts, inputs=self.inputs, device=self.entry.device, blanks=self.blanks)
         if not holds_tensors(result):
-            target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+            target = calls.Target(*target[:2], *self.arguments(*target[2:]))
             self.guards.append(make(target, result, source_line=source.current_line()))
             return
         for tensor in self.known.unknown(args, kwargs):
@@ -183,7 +183,7 @@ class Recorder(Writer, TorchFunctionMode):
     def _read_held(self, target: calls.Target, error: Exception) -> Any:
         """What a call reads from buffers and constants alone, such as whether a mask is causal (`nn.TransformerEncoder`
         asks). Raises `error` for anything else."""
-        target = calls.Target(*target[:2], *self._arguments(*target[2:]))
+        target = calls.Target(*target[:2], *self.arguments(*target[2:]))
         needed = ancestors(target, self.facts, {})
         facts = [self.facts[node] for node in needed]
         if any(fact.kind in ("input", "parameter", "unit") or fact.draws or fact.writes for fact in facts):
@@ -206,7 +206,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Records that an activation requires a gradient from here on: the same tensor now stands for a new value."""
         tensor, before = args[0], args[0].requires_grad
         if not before and id(tensor) not in self._seen:  # a parameter or buffer, or known to the forward alone
-            raise Obstacle(f"{self._here()} {calls.REFUSED['requires_grad_']}", self.scope)
+            raise Obstacle(f"{self.here()} {calls.REFUSED['requires_grad_']}", self.scope)
         result = function(*args, **kwargs)
         if tensor.requires_grad != before:
             old = self._seen[id(tensor)][1]
@@ -218,7 +218,7 @@ class Recorder(Writer, TorchFunctionMode):
     def _hook(self, node: fx.Node, tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
         """Records that an activation has a hook on its gradient from here on."""
         handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        hooked = self.graph.call_function(calls.hooked, (node, self._argument(hook)))
+        hooked = self.graph.call_function(calls.hooked, (node, self.argument(hook)))
         self._fact(hooked, "call", tensor)
         self._see(tensor, hooked)
         return handle
@@ -255,7 +255,7 @@ class Recorder(Writer, TorchFunctionMode):
                 inner = inner or module
                 self.drawing.setdefault(self.module_names[id(inner)], inner)
             with self._passing(given, unit):
-                target = calls.Target("call_module", unit.name, *self._arguments(args, kwargs))
+                target = calls.Target("call_module", unit.name, *self.arguments(args, kwargs))
                 fact = self._write(target, "unit", result, False, writes)
             self.observer.place_calls(first_call, fact.index)  # nodes for its arguments come before it
             fact.depends_on_values = unit.name in self.real
@@ -301,7 +301,7 @@ class Recorder(Writer, TorchFunctionMode):
         with self._pause(), self.observer.in_function():
             with self._running(args, kwargs) as call:
                 result, drew, writes, _ = self.known.run(original, args, kwargs)
-            self.seeds.check(drew, self._here(), self.scope)
+            self.seeds.check(drew, self.here(), self.scope)
             self.side_channels.check_call(call)
             self._write(calls.Target("call_method", "apply", (cls, *args), kwargs), "call", result, bool(drew), writes)
             return result
@@ -359,14 +359,12 @@ class Recorder(Writer, TorchFunctionMode):
             where = source.current_line(), self.scope
             self.returned.shapes_read += [(seen[1], *where) for seen in tensors if seen is not None]
 
-    call = _call
-
     def run_known(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a drawing function for real. Raises PartitionError if its arguments are unknown."""
         with self._pause():
             if not self.known.are_known(args, kwargs):
                 raise PartitionError(
-                    f"{self._here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
+                    f"{self.here()} calls {function.__name__}, which draws random numbers, with a tensor whose values "
                     "are not known when the forward is recorded. Switch it off, or do it outside of the model"
                 )
             with unset_fake_temporarily():

@@ -88,7 +88,7 @@ class Writer:
     def _write(self, target: calls.Target, kind: Kind, result: Any, draws: bool, writes: frozenset[int]) -> Fact:
         args, kwargs = target.args, target.kwargs
         if kind != "unit":
-            args, kwargs = self._arguments(args, kwargs)
+            args, kwargs = self.arguments(args, kwargs)
         node = self.graph.create_node(target.op, target.function, args, kwargs)
         fact = self._fact(node, kind, result)
         fact.writes, fact.draws = writes, draws
@@ -199,7 +199,7 @@ class Writer:
 
     def _made(self, flat: Flat) -> fx.Node:
         """A node that builds an object."""
-        leaves = [self._argument(leaf) for leaf in flat.leaves]
+        leaves = [self.argument(leaf) for leaf in flat.leaves]
         structure = self._constant(flat.structure, "structure")
         node = self.graph.call_function(rebuilt, (structure, *leaves))
         self._fact(node, "object", flat.leaves)
@@ -211,10 +211,11 @@ class Writer:
 
     # -- values to nodes --------------------------------------------------------------------------------------------
 
-    def _arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(self._argument(a) for a in args), {k: self._argument(v) for k, v in kwargs.items()}
+    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Converts a call's arguments to those of a node."""
+        return tuple(self.argument(a) for a in args), {k: self.argument(v) for k, v in kwargs.items()}
 
-    def _argument(self, value: Any) -> Any:
+    def argument(self, value: Any) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
             return self.node_of(value)
@@ -225,15 +226,15 @@ class Writer:
         if id(value) in self._passed:
             return self._passed[id(value)]
         if kind is torch.Size or kind is tuple:
-            return tuple(self._argument(v) for v in value)
+            return tuple(self.argument(v) for v in value)
         if is_named_tuple(value):
-            return kind(*(self._argument(v) for v in value))
+            return kind(*(self.argument(v) for v in value))
         if kind is list:
-            return [self._argument(v) for v in value]
+            return [self.argument(v) for v in value]
         if kind is dict:
-            return {k: self._argument(v) for k, v in value.items()}
+            return {k: self.argument(v) for k, v in value.items()}
         if kind is slice:
-            return slice(self._argument(value.start), self._argument(value.stop), self._argument(value.step))
+            return slice(self.argument(value.start), self.argument(value.stop), self.argument(value.step))
         flat = flatten(value)
         if flat.structure != LEAF:
             return self._made(flat)
@@ -243,7 +244,7 @@ class Writer:
             raise Obstacle(refusal, self.scope)
         return self._constant(value, kind.__name__ if not isinstance(value, type) else value.__name__)
 
-    def seen(self, tensor: Tensor) -> bool:
+    def is_seen(self, tensor: Tensor) -> bool:
         """Whether a node stands for a tensor."""
         return id(tensor) in self._seen
 
@@ -252,9 +253,11 @@ class Writer:
         if isinstance(value, Tensor) or type(value) in CONSTANTS or id(value) in self._opaque:
             return None
         hidden = hidden_tensors(value)  # of these, integers among the model's inputs are no fakes
-        if not hasattr(type(value), "__next__") and not any(isinstance(t, FakeTensor) or self.seen(t) for t in hidden):
+        if not hasattr(type(value), "__next__") and not any(
+            isinstance(t, FakeTensor) or self.is_seen(t) for t in hidden
+        ):
             return None
-        return f"{self._here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
+        return f"{self.here()} passes on a {type(value).__name__}, from which tensors cannot be taken out"
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that stands for a tensor. Raises PartitionError for one whose origin was not recorded."""
@@ -266,7 +269,7 @@ class Writer:
             return self._attribute(name, "parameter" if isinstance(tensor, nn.Parameter) else "buffer", tensor)
         if isinstance(tensor, FakeTensor):
             refusal = (
-                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that no recorded call made: "
                 f"{self._holder_of(tensor) or 'a block left it in an attribute, or compiled code made it'}. "
                 "Return it from the block"
             )
@@ -277,14 +280,14 @@ class Writer:
         made = self.observer.provenance.maker(tensor)
         if made is not None and made.unit:  # the unit ran for real
             refusal = (
-                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that {made.unit!r} made and left beside "
                 "its result. Return it from there"
             )
             self.side_channels.open_maker(tensor, refusal)
             raise Obstacle(refusal, self.scope)
         if tensor.requires_grad:
             raise PartitionError(
-                f"{self._here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
+                f"{self.here()} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no "
                 f"parameter{': ' + held if (held := self._holder_of(tensor)) else ''}. Register it as an nn.Parameter"
             )
         return self._constant(tensor, (self._holder_of(tensor) or "tensor").rpartition(".")[2])
@@ -305,16 +308,6 @@ class Writer:
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
 
-    def arguments(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Converts a call's arguments to those of a node."""
-        return self._arguments(args, kwargs)
-
-    def argument(self, value: Any) -> Any:
-        return self._argument(value)
-
-    def is_seen(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._seen
-
     # -- messages ---------------------------------------------------------------------------------------------------
 
     @property
@@ -323,7 +316,8 @@ class Writer:
         registered = (self.module_names.get(id(module)) for module in reversed(self.observer.stack))
         return next((name for name in registered if name is not None), "")
 
-    def _here(self) -> str:
+    def here(self) -> str:
+        """The running line, and its module."""
         return f"{source.current_line()}, in {f'module {self.scope!r}' if self.scope else 'the model'},"
 
     def _holder_of(self, tensor: Tensor) -> str:
@@ -338,11 +332,7 @@ class Writer:
             seen = self._seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
             if seen is not None and seen[2] != leaf.requires_grad:
                 return (
-                    f"{self._here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
+                    f"{self.here()} uses {seen[1].name}, whose requires_grad was {seen[2]} when it was made and is "
                     f"now {leaf.requires_grad}. A stage cannot replay that: use .detach() instead"
                 )
         return None
-
-    def here(self) -> str:
-        """The running line, and its module."""
-        return self._here()

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.state.library import OF_TORCH, package_of
+from penstock.partition.state.library import OF_TORCH, functions_of, package_of
 
 COMPARABLE = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, slice, range)
 DEPTH = 4
@@ -170,8 +170,7 @@ def _of_class(kind: type) -> dict[str, object]:
 
 def words_of_class(kind: type) -> frozenset[str]:
     """The names and texts (of `getattr`) in the code of a class and its bases, without torch's."""
-    functions = (f for value in _of_class(kind).values() for f in (value, getattr(value, "fget", None)))
-    return frozenset[str]().union(*(_words_of(f.__code__) for f in functions if isinstance(f, FunctionType)))
+    return frozenset[str]().union(*(_words_of(f.__code__) for v in _of_class(kind).values() for f in functions_of(v)))
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.partition.state.closure_cells import EMPTY, contents
+from penstock.closures import EMPTY, contents
 from penstock.partition.state.library import is_library
 from penstock.partition.state.reach import Holder, Reach
 

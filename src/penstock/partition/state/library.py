@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -22,3 +25,12 @@ def is_library(module: str | None) -> bool:
 def package_of(module: str | None) -> str:
     """The outermost package of a Python module; empty if unknown."""
     return (module or "").partition(".")[0]
+
+
+def functions_of(member: Any) -> Iterator[FunctionType]:
+    """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
+    member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    while isinstance(member, (FunctionType, functools._lru_cache_wrapper)):
+        if isinstance(member, FunctionType):
+            yield member
+        member = getattr(member, "__wrapped__", None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from penstock.partition.state.closure_cells import EMPTY, contents
+from penstock.closures import EMPTY, contents
 from penstock.partition.state.library import is_library
+from penstock.partition.values.objects import hides_tensors
 
 CACHED = type(functools.cache(lambda: None))
 
@@ -73,3 +74,24 @@ def _closure(function: FunctionType) -> Iterator[Any]:
 
 def _is_of_others(module: str | None) -> bool:
     return not module or is_library(module)
+
+
+class CachedFunctions:
+    """The caching functions among those that a model's code names (see `named_by`). A table of positions with fake
+    tensors must not stay: neither for the next plain forward, nor for another block, where it would look like a tensor
+    passed behind the model's back. Entries are looked at only if there are new ones.
+    """
+
+    def __init__(self, named: Iterable[Any]) -> None:
+        cached = [value for value in named if type(value) is CACHED]
+        self._misses = {function: function.cache_info().misses for function in cached}
+
+    def forget(self) -> None:
+        """Empties those that have cached something new that contains a tensor."""
+        for function, before in self._misses.items():
+            now = function.cache_info().misses
+            if now != before:
+                if hides_tensors(function):
+                    function.cache_clear()
+                    now = 0
+                self._misses[function] = now

@@ -21,11 +21,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.state.cached_functions import CachedFunctions
-from penstock.partition.state.closure_cells import contents
+from penstock.closures import contents
 from penstock.partition.state.containers import is_container, refill
 from penstock.partition.state.library import OF_TORCH, is_library, package_of
-from penstock.partition.state.names_in_classes import named_by
+from penstock.partition.state.names_in_classes import CachedFunctions, named_by
 from penstock.partition.values.objects import CONSTANTS
 
 LARGEST = 1000
@@ -33,6 +32,9 @@ LARGEST = 1000
 
 PLAIN_OBJECTS = {"argparse", "collections", "types"}
 """Modules of the standard library whose objects exist to hold what users put there."""
+
+WARNED = "__warningregistry__"
+"""A file's first warning makes this global; it is not state."""
 
 DEPTH = 5
 INTERNAL = OF_TORCH - {"training"}
@@ -64,7 +66,7 @@ class Holder:
     def differs(self, before: Any) -> bool:
         """Whether an entry is a different object from the one in a copy."""
         now = self.entries
-        if len(now) != len(before):
+        if len(now) != len(before) + (self.attributes and WARNED in now and WARNED not in before):
             return True
         if isinstance(now, dict):
             same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
@@ -77,7 +79,7 @@ class Holder:
         """The key and the new value of each entry that is new or a different object from before."""
         if isinstance(self.entries, dict):
             for key, value in self.entries.items():
-                hidden = self.module and key in INTERNAL
+                hidden = key in INTERNAL if self.module else key == WARNED
                 if not hidden and (key not in self.before or self.before[key] is not value):
                     yield key, value
         elif self.is_changed():
@@ -232,7 +234,6 @@ class Reach:
         if id(known) not in self._seen and not is_of_others(module):
             self._seen.add(id(known))
             before, self._outside = self._outside, True
-            known.setdefault("__warningregistry__", {})  # a file's first warning makes it; it is not state
             self._add(module, known, attributes=True)
             for key, item in list(known.items()):
                 if not key.startswith("__") and not isinstance(item, FunctionType):

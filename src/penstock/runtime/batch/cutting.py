@@ -53,6 +53,7 @@ class Cutting:
         target, output: the same for the target and the model's output.
         split, merge: see `SplitFunction` and `MergeFunction`; None: along the dimensions.
         notes: which lists of plain values are cut.
+        unsure: those among them of numbers, which may as well belong to no row (`layers=[3, 5, 7, 11]`).
     """
 
     inputs: Dims
@@ -61,6 +62,7 @@ class Cutting:
     split: SplitFunction | None = None
     merge: MergeFunction | None = None
     notes: tuple[str, ...] = ()
+    unsure: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -81,18 +83,20 @@ class Cutting:
         """This rule, with lists of plain values cut in later batches if they are in this example of so many rows: a
         smaller batch may have as many rows as some list has entries by chance.
         """
-        dims, stated, notes = self.inputs, list(self.inputs.stated), []
+        dims, stated, notes, unsure = self.inputs, list(self.inputs.stated), [], []
         flat = flatten(example, is_leaf=lambda value, path: batches.is_list(value, path, dims))
         for leaf, path in zip(flat.leaves, flat.paths, strict=True) if rows > 1 else ():
-            if type(leaf) in (list, tuple) and not batches.holds_tensors(leaf):
+            if type(leaf) in batches.LISTS and not batches.holds_tensors(leaf):
                 cut = batches.is_column(leaf, path, rows, f"example{path}", dims)
                 stated.append((plain(path), 0 if cut else None))
                 if not dims.states(path) and (cut or len(leaf) > 3):  # up to 3 values are a size
                     name = ("args", "kwargs")[path.startswith("[1]")] + path[3:]
                     how = f"is cut; to give all of them to each microbatch, {_ALL}"
                     how = how if cut else f"goes whole to each microbatch: the batch has {rows} rows"
-                    notes.append(f"{name}, a list of {len(leaf)} values, {how}")
-        return replace(self, inputs=replace(dims, stated=tuple(stated)), notes=tuple(notes))
+                    notes.append(f"{name}, a {type(leaf).__name__} of {len(leaf)} values, {how}")
+                    unsure += notes[-1:] if cut and all(type(one) in (int, float) for one in leaf) else []
+        inputs = replace(dims, stated=tuple(stated))
+        return replace(self, inputs=inputs, notes=tuple(notes), unsure=tuple(unsure))
 
     def divide(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, microbatches: int, what: str, pipelines: int
@@ -157,6 +161,11 @@ class Cutting:
         args, kwargs = moved(inputs, self.inputs)
         return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
 
+    def batch(self, example: tuple[tuple[Any, ...], dict[str, Any]], count: int, what: str, pipelines: int) -> CutBatch:
+        """A batch without a target as at most `count` microbatches, where it is."""
+        divided = self.divide(*example, None, count, what, pipelines)
+        return self.cut(*example, divided, count, what, None, pipelines)
+
     def of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> CutBatch:
         """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the
         first one of that size that the user's own cut makes.
@@ -178,9 +187,8 @@ class Cutting:
             return CutBatch((piece,), (rows,), None)
         count = max(own, default=1)
         if self.split is not None:
-            whole = self.cut(args, kwargs, self.divide(args, kwargs, None, 1, "example", 1), 1, "example", None, 1)
-            count = max(1, sum(whole.sizes) // rows)
-        cut = self.cut(args, kwargs, self.divide(args, kwargs, None, count, "example", 1), count, "example", None, 1)
+            count = max(1, sum(self.batch((args, kwargs), 1, "example", 1).sizes) // rows)
+        cut = self.batch((args, kwargs), count, "example", 1)
         if rows not in cut.sizes:
             found = ", ".join(map(str, sorted({*cut.sizes})))
             how = "already cut into" if own else f"cut by split= into {counted(count, 'microbatch')} of"
@@ -198,8 +206,7 @@ class Cutting:
         if given:
             return max(given)
         self.check(args, kwargs)
-        divided = self.divide(args, kwargs, None, MICROBATCHES, "example", 1)
-        return len(self.cut(args, kwargs, divided, MICROBATCHES, "example", None, 1).sizes)
+        return len(self.batch((args, kwargs), MICROBATCHES, "example", 1).sizes)
 
     def targets(
         self,
@@ -230,7 +237,8 @@ class Cutting:
             )
         wanted = [piece.kwargs.get("labels") if labels else piece.target for piece in divided]
         return [
-            batches.split(one, (1,), f"target of microbatch {k}", device, _WHOLE)[0] for k, one in enumerate(wanted)
+            batches.split(one, (1,), f"target of microbatch {k}", device, replace(_WHOLE, what="target"))[0]
+            for k, one in enumerate(wanted)
         ]
 
     def join(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -260,7 +268,7 @@ class Cutting:
         return piece._replace(rows=rows)
 
 
-_ALL = "pass batch_dims= with None for it"
+_ALL = "pass batch_dims= with None for it (0 says that it is cut)"
 _WHOLE = Dims("piece", (("", None),))
 """Cuts nothing, but gives each tensor its own memory."""
 

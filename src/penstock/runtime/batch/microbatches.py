@@ -9,6 +9,7 @@ fewer rows than microbatches gives fewer of them.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,9 @@ from penstock.runtime.batch.batch_dims import FIRST, Dims
 from penstock.runtime.exact import rules as exact
 from penstock.trees import Flat, Leaf, flatten, map_tensors, unflatten
 from penstock.words import counted
+
+LISTS = (list, tuple, range, deque)
+"""What may have one entry per row."""
 
 
 class Microbatches(Leaf):
@@ -180,7 +184,7 @@ def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple
 
 def _length(leaf: Any, path: str, dims: Dims) -> int | None:
     """The rows of a tensor or array, the number of entries of a list; None for anything else."""
-    if type(leaf) in (list, tuple):
+    if type(leaf) in LISTS:
         return len(leaf)
     numpy: Any = sys.modules.get("numpy")  # if it is not loaded, there are no arrays: saves an import
     has_shape = isinstance(leaf, Tensor) or (numpy is not None and isinstance(leaf, numpy.ndarray))
@@ -196,7 +200,7 @@ def holds_tensors(leaf: Any) -> bool:
 def is_list(value: Any, path: str, dims: Dims) -> bool:
     """Whether this is a list or tuple that may have one entry per row. The model's arguments are none, nor is one whose
     entries have dimensions of their own in `batch_dims`."""
-    if type(value) not in (list, tuple) or not value or (dims.what == "input" and path in ("", "[0]")):
+    if type(value) not in LISTS or not value or (dims.what == "input" and path in ("", "[0]")):
         return False
     return dims.of(path) is not None and dims.states(path) is not None
 
@@ -282,27 +286,28 @@ def _split_leaf(
     leaf: Any, path: str, sizes: Sequence[int], where: str, device: torch.device | None, dims: Dims
 ) -> Sequence[Any]:
     if isinstance(leaf, Microbatches):
-        return _given(leaf, sizes, where, device)
+        return _given(leaf, sizes, where, device, dims)
     if is_block_mask(leaf):
         return block_masks.cut(leaf, sizes, where, device)
     ends = list(accumulate(sizes))
-    if type(leaf) in (list, tuple):  # a column: others are not leaves
+    if is_column(leaf, path, ends[-1], where, dims):
+        leaf = [*leaf] if type(leaf) in (range, deque) else leaf
         pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-        return _given(Microbatches(pieces), sizes, where, device)
+        return _given(Microbatches(pieces), sizes, where, device, dims)
     if not isinstance(leaf, Tensor):
         if _length(leaf, path, dims) != ends[-1]:
             return [leaf] * len(sizes)
         return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.of(path)))
     dim = dims.at(path, leaf, where)
     if dim is None:
-        return [_own(leaf, where, device) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
+        return [_own(leaf, where, device, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
     if leaf.shape[dim] != ends[-1]:
         raise ShapeError(
             f"{where} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
             f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
             f"{_ready_made(leaf.shape[dim], sizes, dim)} if it is to go whole to each microbatch, batch_dims= says so"
         )
-    return [_own(_dense(part) if dim else part, where, device) for part in torch.split(leaf, list(sizes), dim)]
+    return [_own(_dense(part) if dim else part, where, device, dims) for part in torch.split(leaf, list(sizes), dim)]
 
 
 def _dense(part: Tensor) -> Tensor:
@@ -310,10 +315,10 @@ def _dense(part: Tensor) -> Tensor:
     return part if exact.is_dense(tuple(part.shape), part.stride()) else part.clone()
 
 
-def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None) -> list[Any]:
+def _given(leaf: Microbatches, sizes: Sequence[int], where: str, device: torch.device | None, dims: Dims) -> list[Any]:
     if len(leaf) != len(sizes):
         raise ShapeError(f"{where} has {len(leaf)} pieces; expected {len(sizes)}, the number of microbatches")
-    return [map_tensors(lambda tensor: _own(tensor, where, device), piece) for piece in leaf.pieces]
+    return [map_tensors(lambda tensor: _own(tensor, where, device, dims), piece) for piece in leaf.pieces]
 
 
 def on(tree: Any, device: torch.device | None) -> Any:
@@ -334,11 +339,11 @@ def on(tree: Any, device: torch.device | None) -> Any:
     return map_tensors(moved, tree)
 
 
-def _own(tensor: Tensor, where: str, device: torch.device | None) -> Tensor:
+def _own(tensor: Tensor, where: str, device: torch.device | None, dims: Dims) -> Tensor:
     moved = tensor if device is None else tensor.to(device)
     if not tensor.requires_grad:
         return exact.own(moved)
-    if where.startswith("target"):
+    if dims.what == "target":
         raise ShapeError(
             f"{where} requires a gradient, which a pipeline returns for the model's inputs alone; pass {where}.detach()"
         )

@@ -7,9 +7,12 @@ a line in `RECOMPUTE`; one that only chooses microbatches, a line in `KEPT_FORWA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+from torch import fx, nn
 
 from penstock.errors import ArgumentError
 from penstock.runtime.execute.stage_runner import StageRunner
@@ -25,7 +28,6 @@ from penstock.runtime.features.recomputed_layers import RecomputedLayers
 from penstock.runtime.features.sharding import Framed, Reduced
 from penstock.runtime.features.step_check import StepCheck
 from penstock.runtime.kinds import distinct
-from penstock.runtime.split_backward.alike import weight_uses
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.runtime.transport.routes import RouteBuilder
 from penstock.schedule import Op
@@ -127,7 +129,7 @@ def _splits(stage: StageContext) -> list[SplitBackward | None]:
     """
     split = {*stage.microbatches(Op.I)}
     partitions = stage.binding.partitions
-    uses = {id(each): weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
+    uses = {id(each): _weight_uses(each.stages[stage.index].module) for each in distinct(partitions)}
     ways = [(kind, uses[id(each)]) for kind, each in zip(stage.binding.kinds.of, partitions, strict=True)]
     first = {way: microbatch for microbatch, way in reversed([*enumerate(ways)]) if microbatch in split}
     own = {way: _split(stage, microbatch, alike=len({*ways}) == 1) for way, microbatch in first.items()}
@@ -143,4 +145,25 @@ def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
         in_order=in_order and alike,
         keeper=next((feature for feature in stage.made if isinstance(feature, Offload)), None),
         compiled=stage.binding.compile is not None,
+    )
+
+
+def _weight_uses(module: nn.Module) -> Hashable:
+    """Which recorded forwards of a stage use its weights alike, so that what was learned from one holds for the others:
+    the calls that get a weight, and
+    their plain arguments, since a unit may branch on those. Leaves out all other calls, and names of values, which are
+    numbered through the recording."""
+    if not isinstance(module, fx.GraphModule):
+        return type(module).__qualname__
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    units = {name[:end] for name in weights for end, letter in enumerate(name) if letter == "."}
+    held = {node: str(node.target) for node in module.graph.nodes if node.op == "get_attr" and node.target in weights}
+
+    def plain(argument: fx.Node) -> Any:
+        return held.get(argument, "")
+
+    return tuple(
+        (node.op, str(node.target), repr(fx.node.map_arg((node.args, node.kwargs), plain)))
+        for node in module.graph.nodes
+        if (node.op == "call_module" and node.target in units) or any(each in held for each in node.all_input_nodes)
     )

@@ -71,6 +71,7 @@ class Engine:
     Attributes:
         allocated: by rank, the bytes that its device had allocated after each action of the last timed step; empty on
             a CPU.
+        held: what the model has on this rank of several processes, by id. (Not weakly: torch would not swap that.)
     """
 
     def __init__(
@@ -82,13 +83,14 @@ class Engine:
         patience: Patience | None = None,
         group_options: GroupOptions | None = None,
     ) -> None:
-        self.world, self.is_closed = world, False
+        self.world = world
         self.devices = tuple(devices)
         self.ranks: tuple[int, ...] = tuple(range(world.ranks)) if world.rank is None else (world.rank,)
         self._reducers: dict[int, dict[int, TieReducer]] = {rank: {} for rank in self.ranks}
         self._bound = 0
         self._connected: set[tuple[int, int]] = set()
         self.allocated: Mapping[int, Sequence[int]] = {}
+        self.held: dict[int, Tensor] = {}
         self._clocks = {rank: clock_of(self.devices[rank]) for rank in self.ranks}
         device = self.devices[self.ranks[0]]
         if not world.is_local and device.type == "cuda":
@@ -369,7 +371,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the watchdog, removes hooks, and releases the process groups."""
-        self.is_closed = True
+        self.held = {}
         atexit.unregister(self._close_at_exit)
         self.streams.close()
         if not self.control.failed:

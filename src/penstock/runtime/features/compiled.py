@@ -45,15 +45,20 @@ def arguments_of(compile: Compile) -> dict[str, Any] | None:
     arguments = {} if compile is True else dict(compile)
     if arguments.get("disable"):
         raise ArgumentError("compile={'disable': True}: leave compile= out")
-    mode, options = arguments.get("mode"), arguments.get("options") or {}
-    if mode in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
-        raise ArgumentError(
-            f"compile={compile!r} asks for CUDA graphs, which keep the results of one forward only, where a pipeline "
-            "has several microbatches under way; leave the mode out, or take 'max-autotune-no-cudagraphs'"
-        )
+    _refuse_graphs(arguments, f"compile={compile!r}")
     if draws_as_torch_does(arguments) and arguments.get("backend", "inductor") == "inductor":
-        arguments["options"] = {"fallback_random": True, **options}
+        arguments["options"] = {"fallback_random": True, **(arguments.get("options") or {})}
     return arguments
+
+
+def _refuse_graphs(arguments: Mapping[str, Any], given: str) -> None:
+    backend, options = arguments.get("backend"), arguments.get("options") or {}
+    by_backend = "cudagraphs" in (backend, getattr(backend, "compiler_name", None))
+    if by_backend or arguments.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
+        raise ArgumentError(
+            f"{given} asks for CUDA graphs, which keep the results of one forward only, where a pipeline has several "
+            "microbatches under way; omit the mode or backend, or pass mode='max-autotune-no-cudagraphs'"
+        )
 
 
 def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage]) -> Compile:
@@ -62,7 +67,10 @@ def effective_compile(compile: Compile, model: nn.Module, stages: Sequence[Stage
         return compile
     whole = {id(module) for stage in stages for module in stage.module.modules()}
     opened = (found for module in model.modules() if id(module) not in whole and (found := compiled(module)))
-    return next((found.arguments for found in opened), False)
+    own: Compile = next((found.arguments for found in opened), False)
+    if not isinstance(own, bool):
+        _refuse_graphs(own, "torch.compile(...) of the model")
+    return own
 
 
 def arguments_for(compile: Compile, schedule: Schedule) -> dict[str, Any] | None:
@@ -195,6 +203,7 @@ def _compile_again(block: nn.Module, schedule: Schedule) -> None:
     """
     found, splits = compiled(block), _splits(schedule)
     assert found is not None
+    _refuse_graphs(found.arguments, f"torch.compile(...) of a block, {type(block).__name__},")
     hooked = any(m._forward_pre_hooks or m._forward_hooks for m in block.modules())
     enough: Any = SplittingBackend if splits else (SplittingBackend, _Configured)
     arguments = arguments_of(found.arguments)

@@ -1,6 +1,6 @@
 """Batch norm whose running statistics are those of the whole batch, committed once per step.
 
-Normalisation does not change: each microbatch uses its own mean and variance. A hook on each batch norm module notes
+Normalization does not change: each microbatch uses its own mean and variance. A hook on each batch norm module notes
 the number, mean and squared deviations of the values that enter it. At the end of the step these are merged in
 ascending order of microbatch, so neither the schedule nor recomputation changes a bit, and the module's buffers are
 updated as one forward of the whole batch would have updated them. Updates by the step's own forwards are undone.
@@ -152,7 +152,7 @@ class DeferredNorms(Feature):
         alike = norm.running_var is None or torch.allclose(norm.running_var, variance, rtol=1e-2, atol=1e-6)
         if not alike or not torch.allclose(norm.running_mean, mean, rtol=1e-2, atol=1e-2 * spread):
             raise ArgumentError(
-                f"deferred_batch_norm=True: a {type(norm).__name__} normalises something other than its input, so its "
+                f"deferred_batch_norm=True: a {type(norm).__name__} normalizes something other than its input, so its "
                 "statistics would not be those of its input; change the input before the module, or leave "
                 "deferred_batch_norm out"
             )
@@ -239,7 +239,7 @@ def refuse_unseen(partitions: Sequence[Partition], model: nn.Module) -> None:
                 _refuse(name, "is compiled, so that nothing sees what enters it; compile other parts, or leave it out")
             if isinstance(owner, nn.SyncBatchNorm) or not isinstance(owner, _BatchNorm):
                 kind = type(owner).__name__
-                norm = "normalises by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
+                norm = "normalizes by itself" if isinstance(owner, _NormBase) else "keeps running statistics of its own"
                 _refuse(name, f"({kind}) {norm}; only the batch norms of torch.nn can be deferred")
 
 

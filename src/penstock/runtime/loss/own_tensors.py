@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.partition.state.closure_cells import contents
+from penstock.closures import contents, globals_named
 from penstock.partition.state.library import is_library
 from penstock.runtime.front_end import Partition
 
@@ -31,12 +31,28 @@ def tensors_of(loss: Callable[..., Any] | None) -> dict[str, Tensor]:
     A teacher is no part of its loss: only parameters that require a gradient count, and modules in training mode.
     """
     found: dict[int, tuple[str, Tensor]] = {}
-    for path, part in _parts("", loss, _DEPTH):
+    for path, part, _ in _parts("", loss, _DEPTH):
         named = [(path, part)] if isinstance(part, Tensor) else _own(path, part)
         for name, tensor in named:
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter):
                 found.setdefault(id(tensor), (name.strip("."), tensor))
     return dict(found.values())
+
+
+def notes(loss: Callable[..., Any] | None, own: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names the modules that a loss trains (`own`: its tensors) only since a function of it names them: this may be the
+    discriminator of a GAN, `loss_fn=lambda fake, y: bce(D(fake), y)`, which has an optimizer of its own.
+    """
+    trained = {id(tensor) for tensor in own.values() if is_trained(tensor)}
+    modules = (
+        (path, part) for path, part, in_code in _parts("", loss, _DEPTH) if in_code and not isinstance(part, Tensor)
+    )
+    names = [path.strip(".") for path, part in modules if any(id(p) in trained for p in part.parameters())]
+    return (
+        f"loss_fn calls {' and '.join(dict.fromkeys(names))}, whose parameters are trained with the model: they are in "
+        "pipe.parameters(), and their gradients in the norm that is clipped. If this is meant, pass an nn.Module that "
+        "holds them as loss_fn; otherwise call requires_grad_(False) on them before penstock.pipeline(...)",
+    ) if names else ()  # fmt: skip
 
 
 def with_loss(partition: Partition, tensors: Mapping[str, Tensor]) -> Partition:
@@ -73,11 +89,11 @@ def _own(path: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             )
 
 
-def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """The modules and trained tensors that a loss is made of, or names, and their names there."""
+def _parts(name: str, value: Any, depth: int, in_code: bool = False) -> Iterator[tuple[str, nn.Module | Tensor, bool]]:
+    """The modules and trained tensors that a loss is made of, or names; names there, and whether code has them."""
     value = unwrap(value) if callable(value) else value
     if isinstance(value, nn.Module) or (isinstance(value, Tensor) and value.requires_grad and value.is_leaf):
-        yield name, value
+        yield name, value, in_code
         return
     inner: dict[str, Any] = {}
     if isinstance(value, MethodType):
@@ -87,9 +103,8 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module |
     elif isinstance(value, partial):
         inner = {"": value.func, **dict(zip("0123456789", value.args, strict=False)), **value.keywords}
     elif isinstance(value, FunctionType):
-        code = value.__code__
-        inner = {key: value.__globals__.get(key) for key in code.co_names}
-        inner |= dict(zip(code.co_freevars, map(contents, value.__closure__ or ()), strict=True))
+        inner, in_code = globals_named(value), True
+        inner |= dict(zip(value.__code__.co_freevars, map(contents, value.__closure__ or ()), strict=True))
     elif isinstance(value, dict):
         inner = {str(key): part for key, part in islice(value.items(), _MOST_ENTRIES)}
     elif isinstance(value, (list, tuple)):
@@ -97,4 +112,4 @@ def _parts(name: str, value: Any, depth: int) -> Iterator[tuple[str, nn.Module |
     elif not isinstance(value, (type, ModuleType)) and not is_library(type(value).__module__):
         inner = getattr(value, "__dict__", {})
     for key, part in inner.items() if depth else ():
-        yield from _parts(f"{name}.{key}", part, depth - 1)
+        yield from _parts(f"{name}.{key}", part, depth - 1, in_code)

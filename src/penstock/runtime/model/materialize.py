@@ -17,7 +17,7 @@ from penstock.errors import ArgumentError
 from penstock.runtime.exact.streams import key_of, mix
 
 Materialize = Callable[[str, nn.Module], None]
-"""Given a module's name and the module, sets the module's own tensors, which are allocated but uninitialised."""
+"""Given a module's name and the module, sets the module's own tensors, which are allocated but uninitialized."""
 
 
 def materialize(
@@ -48,7 +48,7 @@ def materialize(
         state = generator.get_state()
         generator.manual_seed(mix(seed, key_of(name)))
         try:
-            _initialise(name, module, rule)
+            _initialize(name, module, rule)
         finally:
             generator.set_state(state)
         with torch.no_grad():
@@ -64,7 +64,7 @@ def materialize(
                 )
 
 
-def _initialise(name: str, module: nn.Module, rule: Materialize | None) -> None:
+def _initialize(name: str, module: nn.Module, rule: Materialize | None) -> None:
     if rule is not None:
         rule(name, module)
         return

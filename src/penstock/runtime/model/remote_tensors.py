@@ -70,7 +70,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if _draws(func):
         raise ArgumentError(
             f"{name!r} has no values on this rank, so that nothing would be drawn for it, and the random numbers of "
-            "this rank's own parameters would differ from plain torch's. Initialise the model before "
+            "this rank's own parameters would differ from plain torch's. Initialize the model before "
             "pipeline(...), from the same seed on every rank; to draw for this rank's parameters alone, loop over "
             "pipe.named_parameters()"
         )

@@ -22,7 +22,7 @@ from penstock.runtime.front_end import FrontEnd, Partition, Stage
 from penstock.runtime.gradients.distribution import check_sharding
 from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.kinds import all_uses
-from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, tensors_of, with_loss
+from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, notes, tensors_of, with_loss
 from penstock.runtime.model.copies import with_copies
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
@@ -102,6 +102,7 @@ class SplitModel:
         engine.tie(self.tie_groups, lambda name: held[name])
         self._originals = Originals(self.model, partitioner.opened_modules())
         self._touched = Touched(self._modules)
+        self.loss_notes = notes(loss, self._of_loss or {})
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ processes' stages are freed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import Tensor, fx, nn
 
@@ -17,8 +17,8 @@ from penstock.runtime.model.moving import move
 from penstock.runtime.model.remote_tensors import RemoteTensor, remote
 from penstock.schedule import Placement
 
-_HELD: WeakKeyDictionary[Engine, dict[int, Tensor]] = WeakKeyDictionary()
-"""What each pipeline of several processes has on this rank, by id. Not weakly: torch does not swap such tensors."""
+_ENGINES: WeakSet[Engine] = WeakSet()
+"""Those of pipelines of several processes."""
 
 
 def move_together(model: nn.Module, engine: Engine) -> None:
@@ -44,7 +44,8 @@ def take_over(
     named = list(model.named_modules())
     if not engine.world.is_local:
         here = set().union(*(kept[rank] for rank in engine.ranks))
-        _HELD[engine] = {id(t): t for t in _tensors(model) if id(t) in here}
+        engine.held = {id(t): t for t in _tensors(model) if id(t) in here}
+        _ENGINES.add(engine)
         released: dict[int, Tensor] = {}
         for path, module in named:
             _release(module, f"{path}." if path else "", here, released)
@@ -84,9 +85,10 @@ class HeldElsewhereError(ArgumentError):
         remedy = f"pass cuts={cuts}, so that each rank runs what it has"
         if cuts is None:
             remedy = "make this pipeline first, or pass both cuts= that put what they share on the same ranks"
-        to_be, held = ("not to be on", "runs it there, too") if freed else ("to be on", "holds it on another")
-        where = f"is {to_be} rank {rank}, but an earlier pipeline over the same modules {held}"
-        super().__init__(f"{name!r} {where}; {remedy}")
+        where = f"rank {rank} needs {name!r}, which an earlier pipeline over the same modules holds on another rank"
+        if freed:
+            where = f"{name!r} would leave rank {rank}, where an earlier pipeline over the same modules still runs it"
+        super().__init__(f"{where}; {remedy}")
         self.cuts = cuts
 
 
@@ -94,9 +96,7 @@ def holders_of(model: nn.Module, engine: Engine) -> tuple[dict[int, set[int]], d
     """The ranks on which earlier pipelines left a tensor, by its id, and those where one runs it that is not closed;
     empty without one. Every process calls it."""
     named = [*model.named_parameters(), *model.named_buffers()]
-    for other in [other for other in _HELD if other.is_closed]:
-        del _HELD[other]
-    run = set[int]().union(*_HELD.values())
+    run = set[int]().union(*(other.held for other in _ENGINES))
     lost = {name for name, tensor in named if isinstance(tensor, RemoteTensor)}
     every = engine.control.gather_line((lost, {name for name, tensor in named if id(tensor) in run}))
     running = {id(t): {rank for rank, (_, run) in enumerate(every) if name in run} for name, t in named}

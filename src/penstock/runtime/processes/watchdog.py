@@ -2,7 +2,7 @@
 
 A blocked gloo wait cannot be polled, cancelled or timed out from inside. So a separate thread watches the other ranks
 over its own connections; if the main thread waits in vain, the thread says why and exits the process. The exit is what
-frees the neighbours.
+frees the neighbors.
 """
 
 from __future__ import annotations

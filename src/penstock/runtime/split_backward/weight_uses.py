@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from penstock.compat import saved_tensors_hooks
+from penstock.compat import holders, saved_tensors_hooks
 from penstock.errors import PartitionError
 from penstock.runtime.exact import rules as exact
 from penstock.runtime.exact.saved import Keeper, Saved, SavedTensor
@@ -258,8 +258,9 @@ class WeightUses:
 
     def _keep(self, waiting: list[Waiting], call: Callable[[Tensor], Waiting], grads: Sequence[Tensor | None]) -> None:
         self._refuse_backward(waiting)
-        if (grad := grads[0]) is not None:  # if written to, it may be in memory that later backwards use, too
-            waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if grad._version else grad))
+        if (grad := grads[0]) is not None:  # if written to, or shared, later backwards may use its memory, too
+            shared = grad._version or holders(grad, None) > 1 + grad._is_view()  # a CUDA graph's replay is no write
+            waiting.append(call(exact.copy_as(exact.Layout.of(grad), grad) if shared else grad))
 
     def _refuse_backward(self, waiting: list[Waiting] | None) -> None:
         """Raises PartitionError if the forward that puts off gradients is not over."""
