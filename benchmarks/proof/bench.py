@@ -1,0 +1,107 @@
+"""Which models that a pipeline would train wrongly the proof sees, and in which step; and which faults of a runtime.
+
+Writes results.json, and the tables between the marks in README.md; with `--only` and `--kind`, these rows anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import apart  # noqa: E402
+import judged  # noqa: E402
+from models import CASES  # noqa: E402
+
+AT_ONCE = 5
+RESULTS = HERE / "results.json"
+
+
+def judge(name: str, schedule: str) -> dict[str, Any]:
+    """One row: the proof's word, and the truth."""
+    case = CASES[name]
+    row = {"name": name, "kind": case.kind, "schedule": schedule}
+    (proof,) = apart.run([(judged.proved, (name, schedule))])
+    if "error" in proof:
+        how = "refused" if proof.get("ours") else "raises"
+        return row | {"proof": how, "summary": proof["error"][:400], "truth": "", "seconds": proof.get("seconds")}
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [(judged.piped, (name, schedule, rank, f"{folder}/store")) for rank in range(2)]
+        plain, *found = apart.run([(judged.unsplit, (name,)), *ranks])
+    true = judged.truth(found, plain, ties=case.ties or schedule == "dualpipe")
+    return row | {"proof": proof["seen"], "summary": "" if proof["ok"] else proof["summary"], "truth": true}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """What a row comes to."""
+    proof, true = row["proof"], row["truth"]
+    if proof in ("refused", "raises"):
+        return proof
+    if proof == "exact":
+        return "not seen" if true.startswith("wrong") else "exact"
+    return "false alarm" if true == "right" else proof
+
+
+def of_case(name: str) -> list[dict[str, Any]]:
+    """A row for each schedule. What is refused under one is not tried under the others."""
+    rows: list[dict[str, Any]] = []
+    for schedule in CASES[name].schedules:
+        row = judge(name, schedule)
+        rows.append(row | {"verdict": verdict(row)})
+        if rows[-1]["verdict"] == "refused":
+            break
+    return rows
+
+
+def measure(names: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = as_completed([pool.submit(of_case, name) for name in names])
+        for row in (row for each in done for row in each.result()):
+            keep({"models": [row]})
+            print(f"{row['name']:28} {row['schedule']:9} {row['verdict']:18} {(row['truth'] or row['summary'])[:90]}", flush=True)
+            rows.append(row)
+    return rows
+
+
+def keep(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Puts rows in the place of those with the same name and schedule."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for table, rows in found.items():
+        by_key = {(row["name"], row["schedule"]): row for row in (*known.get(table, ()), *rows)}
+        known[table] = list(by_key.values())
+    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--kind", nargs="+")
+    parser.add_argument("--missing", action="store_true", help="those without a row")
+    parser.add_argument("--verbose", action="store_true")
+    chosen = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
+    names = chosen.only or [n for n, case in CASES.items() if not chosen.kind or case.kind in chosen.kind]
+    if chosen.missing:
+        known = {row["name"] for row in json.loads(RESULTS.read_text())["models"]}
+        names = [name for name in names if name not in known]
+    began = time.monotonic()
+    rows = measure(names)
+    if chosen.verbose:
+        for row in rows:
+            print("--", row["name"], row["schedule"], "|", row["summary"], "|", row["truth"])
+    print(Counter(row["verdict"] for row in rows), f"{time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
