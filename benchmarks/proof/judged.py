@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 Values = dict[str, Any]
@@ -62,7 +61,7 @@ def _trained(name: str, schedule: str, **options: Any) -> list[Values]:
     pipe = penstock.pipeline(
         model, case.batch(0)[0], loss_fn=loss, schedule=schedule, microbatches=MICROBATCHES, seed=1, **options
     )
-    with pipe, deterministic(torch):
+    with pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for args, target, training in batches(case):
             if not training:
@@ -98,7 +97,10 @@ def _by_hand(name: str) -> list[Values]:
         if not training:
             found.append({"loss": array(total)})
             continue
-        found.append(values(total, model.named_parameters(), model.named_buffers()))
+        of_loss = {"loss": loss} if isinstance(loss, torch.nn.Module) else {}
+        whole = torch.nn.ModuleDict(of_loss)
+        parameters, buffers = ([*getattr(model, of)(), *getattr(whole, of)()] for of in ("named_parameters", "named_buffers"))
+        found.append(values(total, parameters, buffers))
         optimizer.step()
     return found
 
@@ -111,12 +113,6 @@ def batches(case: Any) -> Iterator[tuple[Any, Any, bool]]:
         yield (*case.batch(step), True)
         if step == 1:
             yield (*case.batch(step), False)
-
-
-@contextmanager
-def deterministic(torch: Any) -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
 
 
 def values(loss: Any, parameters: Iterable[Any], buffers: Iterable[Any]) -> Values:
