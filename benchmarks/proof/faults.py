@@ -402,7 +402,7 @@ def outputs_come_in_another_order() -> None:
     def swapped(self: Pipeline, *args: Any, **options: Any) -> Any:
         result = step(self, *args, **options)
         first, second, *rest = result.outputs
-        return replace(result, outputs=(second, first, *rest))
+        return replace(result, _outputs=(second, first, *rest))
 
     Pipeline.step = swapped  # type: ignore[method-assign]
 

@@ -147,7 +147,8 @@ def truth(ranks: list[Any], plain: Any, *, ties: bool) -> str:
                 if value is None or other is None:
                     same = value is other
                 elif ties:
-                    same = value.shape == other.shape and np.allclose(value, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+                    largest = max(1e-2, float(np.abs(other).max(initial=0.0)))
+                    same = value.shape == other.shape and np.allclose(value, other, 0.0, 1e-4 * largest, equal_nan=True)
                 else:
                     same = value.shape == other.shape and np.array_equal(value, other, equal_nan=value.dtype.kind == "f")
                 if not same and not (key == "loss" and value is None):

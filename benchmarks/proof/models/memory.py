@@ -67,16 +67,6 @@ class WritesWeightForReal(WritesWeight):
 
 
 @blocks(KIND)
-class RenormsWeight(Block):
-    """Under `no_grad`, as max-norm constraints are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.linear.weight.mul_(0.9)
-        return super().forward(x)
-
-
-@blocks(KIND)
 class Clamps(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.linear.weight.data.clamp_(-0.1, 0.1)

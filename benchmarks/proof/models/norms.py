@@ -100,7 +100,7 @@ class SharedNormWithoutAverages(Layered):
         return x
 
 
-@model(KIND)
+@model(KIND, ties=True)
 class ReadsANorm(Layered):
     """The model's own forward takes the averages of a layer's norm."""
 

@@ -186,7 +186,6 @@ class Verification:
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-            states.enter(states.home)
             found = _rows(pipe, result, batch, expected.steps[step - 1], exact)
             if trails and follows:
                 gradients = {name: tensor.grad for name, tensor in trained(pipe.named_parameters(), pipe).items()}
