@@ -48,7 +48,7 @@ def verdict(row: dict[str, Any]) -> str:
     if proof in ("refused", "raises"):
         return proof
     if proof == "exact":
-        return "not seen" if true.startswith("wrong") else "exact"
+        return "not seen" if true.startswith("wrong") else "exact" if true == "right" else "refused in processes"
     return "false alarm" if true == "right" else proof
 
 
@@ -74,6 +74,64 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def plant(name: str) -> dict[str, Any]:
+    """One fault's row."""
+    (found,) = apart.run([(judged.planted, (name,))])
+    found = {"seen": "raises", "named": False, "says": found["error"]} if "error" in found else found
+    print(f"{name:44} {found['seen']:10} {found['named']!s:6} {found['says'][:120]}", flush=True)
+    return {"name": name, "schedule": "", **found}
+
+
+KINDS = ("refused", "step 1", "step 2", "step 3", "evaluation", "not seen", "exact", "false alarm")
+
+
+def totals(rows: list[dict[str, Any]]) -> str:
+    """How many of each kind came to what."""
+    of = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
+    lines = ["| kind | classes | runs | refused | seen in step 1 | 2 | 3 | in evaluation | not seen | right | false alarms |"]
+    lines.append("|---|" + "--:|" * 10)
+    for kind, some in {**of, "**all**": rows}.items():
+        counts = Counter(row["verdict"] for row in some)
+        refused = sum(counts[each] for each in ("refused", "refused in processes", "raises"))
+        found = [refused, *(counts[f"seen in {when}"] for when in KINDS[1:5]), *(counts[each] for each in KINDS[5:])]
+        cells = [kind, len({row["name"] for row in some}), len(some), *found]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def of_models(rows: list[dict[str, Any]]) -> str:
+    lines = ["| class | kind | schedule | the proof | the truth |", "|---|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: (row["kind"], row["name"], row["schedule"])):
+        true = row["truth"].replace("|", " ")
+        true = true.split(":")[0] if not true.startswith(("wrong", "right")) else true
+        lines.append(f"| {row['name']} | {row['kind']} | {row['schedule']} | {row['verdict']} | {true} |")
+    return "\n".join(lines)
+
+
+def of_faults(rows: list[dict[str, Any]]) -> str:
+    import faults
+
+    lines = ["| fault | the proof | names where | it says |", "|---|---|---|---|"]
+    for row in sorted(rows, key=lambda row: list(faults.FAULTS).index(row["name"])):
+        what = (faults.FAULTS[row["name"]].plant.__doc__ or "").rstrip(".")
+        says = row["says"].split(" differs by ")[0].replace("|", " ")
+        lines.append(f"| {what} | {row['seen']} | {'yes' if row['named'] else 'no'} | {says[:160]} |")
+    return "\n".join(lines)
+
+
+def write() -> None:
+    """The tables of README.md."""
+    found, readme = json.loads(RESULTS.read_text()), (HERE / "README.md").read_text()
+    for mark, text in (
+        ("totals", totals(found["models"])),
+        ("faults", of_faults(found["faults"])),
+        ("models", of_models(found["models"])),
+    ):
+        before, after = readme.split(f"<!-- {mark} -->")[0], readme.split(f"<!-- end of {mark} -->")[1]
+        readme = f"{before}<!-- {mark} -->\n\n{text}\n\n<!-- end of {mark} -->{after}"
+    (HERE / "README.md").write_text(readme)
+
+
 def keep(found: dict[str, list[dict[str, Any]]]) -> None:
     """Puts rows in the place of those with the same name and schedule."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -89,18 +147,28 @@ def main() -> None:
     parser.add_argument("--kind", nargs="+")
     parser.add_argument("--missing", action="store_true", help="those without a row")
     parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--faults", action="store_true", help="only the faults")
+    parser.add_argument("--tables", action="store_true", help="only writes the tables of README.md")
     chosen = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     names = chosen.only or [n for n, case in CASES.items() if not chosen.kind or case.kind in chosen.kind]
     if chosen.missing:
         known = {row["name"] for row in json.loads(RESULTS.read_text())["models"]}
         names = [name for name in names if name not in known]
+    if chosen.tables:
+        return write()
     began = time.monotonic()
-    rows = measure(names)
+    if chosen.faults or not (chosen.only or chosen.kind or chosen.missing):
+        import faults
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            keep({"faults": list(pool.map(plant, faults.FAULTS))})
+    rows = [] if chosen.faults else measure(names)
     if chosen.verbose:
         for row in rows:
             print("--", row["name"], row["schedule"], "|", row["summary"], "|", row["truth"])
     print(Counter(row["verdict"] for row in rows), f"{time.monotonic() - began:.0f} s")
+    write()
 
 
 if __name__ == "__main__":
