@@ -69,7 +69,10 @@ def measure(names: list[str]) -> list[dict[str, Any]]:
         done = as_completed([pool.submit(of_case, name) for name in names])
         for row in (row for each in done for row in each.result()):
             keep({"models": [row]})
-            print(f"{row['name']:28} {row['schedule']:9} {row['verdict']:18} {(row['truth'] or row['summary'])[:90]}", flush=True)
+            print(
+                f"{row['name']:28} {row['schedule']:9} {row['verdict']:18} {(row['truth'] or row['summary'])[:90]}",
+                flush=True,
+            )
             rows.append(row)
     return rows
 
@@ -88,7 +91,9 @@ KINDS = ("refused", "step 1", "step 2", "step 3", "evaluation", "not seen", "exa
 def totals(rows: list[dict[str, Any]]) -> str:
     """How many of each kind came to what."""
     of = {kind: [row for row in rows if row["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
-    lines = ["| kind | classes | runs | refused | seen in step 1 | 2 | 3 | in evaluation | not seen | right | false alarms |"]
+    lines = [
+        "| kind | classes | runs | refused | seen in step 1 | 2 | 3 | in evaluation | not seen | right | false alarms |"
+    ]
     lines.append("|---|" + "--:|" * 10)
     for kind, some in {**of, "**all**": rows}.items():
         counts = Counter(row["verdict"] for row in some)
@@ -156,7 +161,8 @@ def main() -> None:
         known = {row["name"] for row in json.loads(RESULTS.read_text())["models"]}
         names = [name for name in names if name not in known]
     if chosen.tables:
-        return write()
+        write()
+        return
     began = time.monotonic()
     if chosen.faults or not (chosen.only or chosen.kind or chosen.missing):
         import faults

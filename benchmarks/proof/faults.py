@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from penstock import Pipeline, verify
 from penstock.pipe.steps import Steps
 from penstock.runtime.exact import rules as exact
@@ -20,7 +22,6 @@ from penstock.runtime.execute.stage_runner import StageRunner
 from penstock.runtime.features import deferred_norm
 from penstock.runtime.loss.loss import LossHead
 from penstock.runtime.transport.local import LocalChannel
-from torch import Tensor, nn
 
 WIDTH, MICROBATCHES = 7, 4
 
@@ -53,7 +54,9 @@ class Fault:
 FAULTS: dict[str, Fault] = {}
 
 
-def fault(*names: str, tied: bool = False, plain: bool = False, **options: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
+def fault(
+    *names: str, tied: bool = False, plain: bool = False, **options: Any
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
     """Adds a fault. `names`: what the report must say of where it begins."""
 
     def add(plant: Callable[[], None]) -> Callable[[], None]:
@@ -69,7 +72,11 @@ def planted(name: str) -> dict[str, Any]:
     chosen.plant()
     x, target = torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(1))
     options = {"cuts": ["layers.2"], "microbatches": MICROBATCHES, "seed": 5, **chosen.options}
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) if chosen.plain else Model(tied=chosen.tied)
+    model = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        if chosen.plain
+        else Model(tied=chosen.tied)
+    )
     options |= {"cuts": None} if chosen.plain else {}
     report = verify(model, (x,), target=target, loss_fn=F.mse_loss, ranks=2, **options)
     words = report.first.text if report.first is not None else report.summary()

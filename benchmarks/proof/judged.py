@@ -11,9 +11,10 @@ Values = dict[str, Any]
 
 def proved(name: str, schedule: str) -> dict[str, Any]:
     """What `verify` says with two ranks."""
-    import penstock
     from models import CASES
     from models.registry import MICROBATCHES
+
+    import penstock
 
     case = CASES[name]
     args, target = case.batch(0)
@@ -29,10 +30,9 @@ def seen(report: Any) -> str:
         return "exact"
     if not report.differing:
         return "undefined"
-    in_evaluation = [row.name.endswith(" in evaluation") for row in report.differing]
-    if all(in_evaluation):
-        return "seen in evaluation"
-    return f"seen in step {min(r.step for r, late in zip(report.differing, in_evaluation, strict=True) if not late)}"
+    step = min(row.step for row in report.differing)
+    first = [row for row in report.differing if row.step == step]
+    return "seen in evaluation" if all(row.name.endswith(" in evaluation") for row in first) else f"seen in step {step}"
 
 
 def planted(name: str) -> dict[str, Any]:
@@ -58,10 +58,11 @@ def unsplit(name: str) -> list[Values]:
 
 
 def _trained(name: str, schedule: str, **options: Any) -> list[Values]:
-    import penstock
     import torch
     from models import CASES
     from models.registry import MICROBATCHES
+
+    import penstock
 
     case, found = CASES[name], list[Values]()
     model, loss = case.make()
@@ -106,7 +107,9 @@ def _by_hand(name: str) -> list[Values]:
             continue
         of_loss = {"loss": loss} if isinstance(loss, torch.nn.Module) else {}
         whole = torch.nn.ModuleDict(of_loss)
-        parameters, buffers = ([*getattr(model, of)(), *getattr(whole, of)()] for of in ("named_parameters", "named_buffers"))
+        parameters, buffers = (
+            [*getattr(model, of)(), *getattr(whole, of)()] for of in ("named_parameters", "named_buffers")
+        )
         found.append(values(total, parameters, buffers))
         optimizer.step()
     return found
@@ -154,10 +157,14 @@ def truth(ranks: list[Any], plain: Any, *, ties: bool) -> str:
                 if value is None or other is None:
                     same = value is other
                 elif ties:
-                    near = 3e-3 * float(np.abs(other).max(initial=0.0)) + 1e-7  # rounding, which grows from step to step
+                    near = (
+                        3e-3 * float(np.abs(other).max(initial=0.0)) + 1e-7
+                    )  # rounding, which grows from step to step
                     same = value.shape == other.shape and np.allclose(value, other, 0.0, near, equal_nan=True)
                 else:
-                    same = value.shape == other.shape and np.array_equal(value, other, equal_nan=value.dtype.kind == "f")
+                    same = value.shape == other.shape and np.array_equal(
+                        value, other, equal_nan=value.dtype.kind == "f"
+                    )
                 if not same and not (key == "loss" and value is None):
                     return f"wrong {step} ({key})"
     return "right"

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 
 KIND = "attributes between blocks"
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models.registry import SPLIT, WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from models.registry import SPLIT, WIDTH, Block, Layered, blocks, mean, model
 
 KEPT, LEFT = "kept for the backward", "hooks and backwards with state"
 
@@ -35,7 +36,13 @@ def variable() -> tuple[Any, Any]:
     return put, lambda: held
 
 
-SLOTTED, LOCAL, CONTEXT, TOLD, TAPE = Slotted(), threading.local(), ContextVar[Any]("kept"), dict[str, Any](), list[Any]()
+SLOTTED, LOCAL, CONTEXT, TOLD, TAPE = (
+    Slotted(),
+    threading.local(),
+    ContextVar[Any]("kept"),
+    dict[str, Any](),
+    list[Any](),
+)
 PUT, GET = variable()
 
 

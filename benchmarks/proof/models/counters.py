@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 
 COUNTERS, CACHES, LATE = "counters", "caches", "state that begins late"
 LARGE = 100.0

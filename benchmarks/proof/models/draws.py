@@ -1,4 +1,4 @@
-"""Random draws: outside of modules, in backwards, from generators of the model's own, and what is left out by chance."""
+"""Random draws: outside of modules, in backwards, from generators of the model, and what is left out by chance."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models.registry import SPLIT, WIDTH, Block, Layered, blocks, model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from models.registry import SPLIT, WIDTH, Block, Layered, blocks, model
 
 KIND = "random draws"
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models.registry import WIDTH, Layered, mean, model
 from torch import Tensor, nn
+
+from models.registry import Layered, mean, model
 
 KIND = "losses"
 LEFT: list[Any] = []

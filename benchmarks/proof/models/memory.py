@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models.registry import BOTH_WAYS, SPLIT, WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import BOTH_WAYS, SPLIT, WIDTH, Block, Layered, blocks, mean, model
 
 KIND = "writes in place and through .data"
 

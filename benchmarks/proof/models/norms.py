@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import BOTH_WAYS, WIDTH, Block, Layered, blocks, mean, model
 
 KIND = "statistics"
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from models.registry import WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import WIDTH, Block, Layered, blocks, mean, model
 
 KIND = "globals, classes, closures"
 
@@ -107,7 +108,7 @@ class InSlotsOfAClass(Keeps):
 @blocks(KIND)
 class InGlobal(Keeps):
     def put(self, scale: Any) -> None:
-        global FACTOR
+        global FACTOR  # noqa: PLW0603
         FACTOR = scale
 
     def get(self) -> Any:
@@ -266,7 +267,7 @@ class Iterates(Block):
 @blocks(KIND)
 class CountsInGlobal(Block):
     def forward(self, x: Tensor) -> Tensor:
-        global COUNT
+        global COUNT  # noqa: PLW0603
         COUNT += 1
         return super().forward(x) * (1 + 0.1 * (COUNT % 5))
 
@@ -368,7 +369,7 @@ class ListsOfTheModel(Layered):
 @model(KIND)
 class GlobalOfTheModel(Layered):
     def forward(self, x: Tensor) -> Any:
-        global COUNT
+        global COUNT  # noqa: PLW0603
         COUNT += 1
         return super().forward(x) * (1 + 0.1 * (COUNT % 5))
 

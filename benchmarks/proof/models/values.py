@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from models.registry import WIDTH, Block, Layered, blocks, mean, model
 from torch import Tensor, nn
+
+from models.registry import WIDTH, Block, Layered, blocks, mean, model
 
 VALUES, OBJECTS = "branches on values", "objects that blocks change"
 
