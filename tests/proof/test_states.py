@@ -158,24 +158,3 @@ def test_an_evaluation_that_drops_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Pipeline, "evaluate", training)
     assert "in evaluation on stage 1" in proof(dropping).summary()
-
-
-class KeepsLate(nn.Linear):
-    """From its seventh forward on, its backward reads what its forward has set."""
-
-    calls, kept = 0, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        if self.calls > 6:
-            self.kept = float(x.detach().mean())
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda grad: grad * self.kept)
-        return y
-
-
-def test_the_state_of_another_rank_is_no_change_of_the_model() -> None:
-    """Otherwise what a forward keeps for its backward is learned again in each step, as it is in no real run."""
-    report = proof(lambda: nn.Sequential(KeepsLate(WIDTH, WIDTH), KeepsLate(WIDTH, WIDTH)))
-    assert {row.step for row in report.wrong} == {2}, report.summary()

@@ -29,7 +29,6 @@ class States:
     As a context, it leaves everything as it was.
 
     Attributes:
-        owner: whose state is in place.
         home: the owner of what code outside of stages reads: the rank that has the loss.
     """
 
@@ -41,7 +40,7 @@ class States:
         self._others = places_beside(held, (*made.model.parameters(), *made.model.buffers()))
         self._modules = Snapshot(made.model)
         self._states: dict[Hashable, list[tuple[Place, Any]]] = {}
-        self.owner: Hashable = None
+        self._owner: Hashable = None
 
     def __enter__(self) -> States:
         return self
@@ -53,15 +52,15 @@ class States:
 
     def enter(self, owner: Hashable) -> None:
         """Keeps the present owner's state, and puts that of another in place."""
-        if owner == self.owner:
+        if owner == self._owner:
             return
         changed: list[Place] = [*self._reach.changed(), *(place for place in self._others if place.is_changed())]
-        self._states[self.owner] = [(place, place.copied()) for place in changed]
+        self._states[self._owner] = [(place, place.copied()) for place in changed]
         for place in changed:
             _put(place, place.before)
         for place, entries in self._states.pop(owner, ()):
             _put(place, entries)
-        self.owner = owner
+        self._owner = owner
 
     def by_rank(self) -> MakeFeature:
         """A feature that enters the state of each stage's rank before it computes."""

@@ -186,7 +186,7 @@ class Verification:
             follows = trails is not None and trails[0].step == step
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-            owner = states.owner  # the state of another rank would be a change of the model, which is recorded again
+            states.enter(states.home)
             found = _rows(pipe, result, batch, expected.steps[step - 1], exact)
             if trails and follows:
                 gradients = {name: tensor.grad for name, tensor in trained(pipe.named_parameters(), pipe).items()}
@@ -194,13 +194,11 @@ class Verification:
                 first = first_difference(*trails, gradients, found, counts, exact)
             losses.append(float(result.loss))
             if step == len(batches) - 1 and expected.evaluated is not None:
-                states.enter(states.home)
                 try:
                     of = pipe.evaluate(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
                     found += _rows(pipe, of, batch, expected.evaluated, exact, label=IN_EVALUATION)
                 except PartitionError as error:
                     notes.append(f"evaluation was not compared: {error}")
-                states.enter(owner)
             steps.append([row if row.ok else replace(row, step=step) for row in found])
         rows, order, copies = tuple(merged(row for rows in steps for row in rows).values()), pipe.schedule, pipe.world
         sizes = copies.ranks, len(pipe.stages), order.microbatches, losses[0], exact, copies.data_parallel
