@@ -238,6 +238,22 @@ def test_an_evaluation_that_is_left_on(monkeypatch: pytest.MonkeyPatch) -> None:
     begins(report, "step 3, microbatch 0")
 
 
+def test_an_evaluation_that_drops_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins there, not in the step after it."""
+    forward = StageRunner.forward
+
+    def training(self: StageRunner, microbatch: int, args: Any) -> None:
+        if not self._training:
+            code(self).train()
+        forward(self, microbatch, args)
+
+    monkeypatch.setattr(StageRunner, "forward", training)
+    x = torch.randn(8, WIDTH)
+    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+    report = verify(nn.Sequential(*layers), (x,), loss_fn=lambda out: out.square().mean(), ranks=2, microbatches=4)
+    assert "the first is output 0 of microbatch 0 in evaluation on stage 1" in report.summary()
+
+
 def test_a_gradient_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Pipeline.step
 

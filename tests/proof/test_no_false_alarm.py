@@ -72,6 +72,20 @@ class Cache(nn.Module):
         return self.layer(x) + self.tables[len(x)]
 
 
+class Writes(nn.Module):
+    """Updates a buffer where autograd does not see it, in evaluations too, and its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.mul_(0.5)) * self.scale.clone()
+        self.scale.data.mul_(0.9)
+        return y
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": Layers,
     "dropout": lambda: Layers(lambda self, i, x: self.dropout(x)),
@@ -81,6 +95,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "layer drop": lambda: Layers(drop_a_layer),
     "noise": lambda: Layers(noise),
     "count": lambda: nn.Sequential(Counts(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(4))),
+    "writes": lambda: nn.Sequential(Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "cache": lambda: nn.Sequential(Cache(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "spectral norm": lambda: nn.Sequential(
         nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))

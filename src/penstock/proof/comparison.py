@@ -165,8 +165,8 @@ class Report:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """Those that are another than they should be, in the model's order."""
-        return tuple(row for row in self.wrong if row.verdict != "undefined")
+        """Those that are another than they should be, by the step in which that begins, then in the model's order."""
+        return tuple(sorted((row for row in self.wrong if row.verdict != "undefined"), key=lambda row: row.step))
 
     def __str__(self) -> str:
         return self.summary()

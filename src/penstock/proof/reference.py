@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.gradients import gradient_dtype
 from penstock.marks import NOW, computing
+from penstock.partition.values.memory import same_bits
 from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
@@ -115,7 +116,7 @@ def reference(
         with unsplit.alone:
             *before, last = batches
             steps = [unsplit.step(batch, step, trail) for step, batch in enumerate(before, 1)]
-            evaluated, updated = unsplit.evaluate(), _update(unsplit.trained)
+            evaluated, updated = unsplit.evaluate(before[-1]), _update(unsplit.trained)
             steps.append(unsplit.step(last, len(batches), trail))
             plain = (torch.float32, torch.float64)
             exact = all(p.device.type == "cpu" and p.dtype in plain for p in unsplit.trained.values())
@@ -168,8 +169,9 @@ class _Unsplit:
             tensor.grad = None
         return found
 
-    def evaluate(self) -> Expected | None:
-        """Forwards of the last batch in evaluation mode; None if the model raises."""
+    def evaluate(self, batch: Microbatch) -> Expected | None:
+        """Forwards of a batch in evaluation mode; None if the model raises."""
+        self._parts = _pieces(self._pipe, batch)
         try:
             with evaluating(self.alone.session.split, self._loss), torch.no_grad():
                 return self._with_noise(lambda: Expected(self._run(training=False)))
@@ -241,7 +243,7 @@ class _Unsplit:
                 losses += [] if value is None else [value.detach()]
                 for index, leaf in enumerate(leaf_tensors(output)):
                     found["output", f"{index} of microbatch {k}{label}"] = _copy(leaf)
-                if len(self._parts) > 1 and (k + 1) * len(self._parts) == len(pieces):
+                if (k + 1) * len(self._parts) == len(pieces):
                     first = {name: buffer.detach().clone() for name, buffer in self.alone.named_buffers()}
             self._set_buffers(first)  # deferred norms are committed after this
         if losses and (total := weighted_sum(losses, weighted)) is not None:
@@ -282,8 +284,9 @@ class _Unsplit:
 
     def _set_buffers(self, values: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, buffer in self.alone.named_buffers() if values else ():
-                buffer.copy_(values[name])
+            for name, buffer in self.alone.named_buffers():
+                if not same_bits(buffer, values[name]):  # else an evaluation would take it for an update
+                    buffer.copy_(values[name])
 
 
 def _update(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
