@@ -26,6 +26,7 @@ from penstock.explain import explain, read_run, run_of
 from penstock.fabric.results import results
 from penstock.fabric.samples import RUN, SAMPLES, Run
 from penstock.hardware.specs import device
+from penstock.network.background import parse_background
 from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
 from penstock.network.topology import Topology
@@ -305,6 +306,32 @@ def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypat
     cut.write_bytes(many.read_bytes()[:2000])
     with pytest.raises(ArgumentError, match="cannot be unpacked: it is cut off"):
         read_run([cut])
+
+
+def test_gzip_is_read_in_all_its_parts_and_nothing_else(tmp_path: Path) -> None:
+    part, file = gzip.compress(b"x" * 3_000_000), tmp_path / "some.gz"
+    file.write_bytes(part + part + bytes(100))
+    assert files.read_bytes(file) == b"x" * 6_000_000
+    file.write_bytes(part + b"text")
+    with pytest.raises(ArgumentError, match="incorrect header check"):
+        files.read_bytes(file)
+    for many, limit in (
+        (gzip.compress(b"") * 100_000, "10,000 packed parts"),
+        (part + bytes(4 << 20), "has more than 4 MiB"),
+    ):
+        file.write_bytes(many)
+        with pytest.raises(ArgumentError, match=limit):
+            files.read_bytes(file, max_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("row", ["0F0,0\r1,2", "x" * 200_000, "0F0\0,1"])
+def test_rows_that_are_not_csv_are_refused(row: str, tmp_path: Path) -> None:
+    for text, read in (
+        (f"op,start_us,duration_us\n{row}\n", lambda file: explain(run_of(read_run([file])))),
+        (f"0.1,100\n{row}\n", lambda file: parse_background(f"trace {file}", 2)),
+    ):
+        with pytest.raises(ArgumentError, match=r"^[^\n]{1,600}$"):
+            read(write(tmp_path / "c.csv", text))
 
 
 def test_an_error_quotes_at_most_80_characters_of_a_value(tmp_path: Path) -> None:

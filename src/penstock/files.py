@@ -8,7 +8,9 @@ older file as it was. Every error is an `ArgumentError` of one line: which file,
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
+import io
 import itertools
 import json
 import os
@@ -40,6 +42,7 @@ MAX_QUOTED = 80
 
 _MAX_ENTRIES = 1000
 _CHUNK_BYTES = 1 << 20
+_MAX_MEMBERS = 10_000
 _GZIP = 31  # zlib's window size for gzip's format
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -72,17 +75,21 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
             if kind := _kind(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(f"{what} is {kind}; expected a regular file")
             file.seek(start)
-            data = bytearray()
-            unpack = None
+            data, packed, members, unpack = bytearray(), 0, 0, None
             while chunk := file.read(_CHUNK_BYTES):
-                if not data and unpack is None and chunk.startswith(b"\x1f\x8b"):
-                    unpack = zlib.decompressobj(_GZIP)
+                packed += len(chunk)
+                if members == 0 and not data and chunk.startswith(b"\x1f\x8b"):
+                    members, unpack = 1, zlib.decompressobj(_GZIP)
                 while chunk:
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
-                    if len(data) > max_bytes:
-                        size = "unpacks to" if unpack else "has"
+                    if max(len(data), packed) > max_bytes:
+                        size = "has" if packed > max_bytes else "unpacks to"
                         raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, the limit for such a file")
                     chunk = unpack.unconsumed_tail if unpack else b""
+                    if unpack and unpack.eof and (chunk := unpack.unused_data.lstrip(b"\0")):
+                        members, unpack = members + 1, zlib.decompressobj(_GZIP)
+                    if members > _MAX_MEMBERS:
+                        raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts; pack it as a whole")
             if unpack and not unpack.eof:
                 raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
             return bytes(data)
@@ -135,6 +142,16 @@ def parse_json(data: str | bytes, what: str) -> Any:
         words: Any = ("NaN", "Infinity") if isinstance(data, str) else (b"NaN", b"Infinity")
         finite = "; numbers must be finite, without NaN or Infinity" if any(word in data for word in words) else ""
         raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
+
+
+def parse_csv(text: str, what: str, delimiter: str = ",") -> Iterator[list[str]]:
+    """Yield the rows of CSV. Raises ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
+    check_number_of_values(text, what)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise ArgumentError(f"{what}, line {rows.line_num}, is not CSV: {error}") from None
 
 
 def check_number_of_values(data: str | bytes, what: str) -> None:

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from penstock.launch.agent import end_with_parent
 from penstock.launch.endings import shell_status
 
 _VERBS = {"verify", "inspect", "profile", "simulate", "plan", "fabric"}
@@ -31,6 +32,7 @@ def in_child(command: Callable[[], int]) -> int:
     child = os.fork()
     if child == 0:
         os.close(reads)
+        end_with_parent(os.getppid())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = command()
         os.write(writes, bytes([status]))
