@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
 import socket
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
 from penstock.network.topology import Topology
 from penstock.plan import Choice, Plan, read_plan
-from penstock.runs import RunRead
+from penstock.runs import RunRead, reading
 from penstock.runs import read_run as read_folder
 from penstock.runs.about import FORMAT, VERSION, About
 from penstock.runs.health import health
@@ -252,11 +253,16 @@ def test_what_is_wrong_a_million_times_is_named_once(tmp_path: Path) -> None:
     assert peak < 20 << 20
 
 
-def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(tmp_path: Path) -> None:
+def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunRead(tmp_path, ABOUT)
     line = STEP.to_line()
     write(tmp_path / "steps.jsonl", line + "[" * 100_000 + "\n" + line.replace("}", " " * 1000 + "}"))
     assert run.steps() == [STEP]
+    monkeypatch.setattr(reading, "MAX_BYTES", 3 * len(line))
+    (tmp_path / "steps.jsonl").write_text("".join(replace(STEP, step=n).to_line() for n in range(1, 10)))
+    assert [one.step for one in run.steps()] == [7, 8, 9]
     (tmp_path / "steps.jsonl").unlink()
     (tmp_path / "steps.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
@@ -355,6 +361,30 @@ def test_what_is_written_takes_the_place_of_the_old_file_only_once_it_is_whole(t
     write_csv(SCHEDULE, file)
     assert Schedule.parse(str(read_csv(file))).rows == SCHEDULE.rows
     assert (os.listdir(tmp_path), file.stat().st_mode & 0o777) == (["out.csv"], 0o640)
+
+
+@pytest.mark.parametrize("name", ["n" * 251 + ".csv", "n" * 255, "\u00e9" * 120 + ".csv"])
+def test_names_of_any_length_are_written(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    for text in ("old", "new"):
+        files.write_text(file, text)
+    with pytest.raises(ZeroDivisionError), files.replacing(file) as new:
+        new.write_text(str(1 // 0))
+    assert (file.read_text(), os.listdir(tmp_path)) == ("new", [name])
+
+
+def test_a_new_file_is_made_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write into the folder can guess its name."""
+    victim, file = write(tmp_path / "victim", "precious"), write(tmp_path / "secret.csv", "")
+    file.chmod(0o600)
+    monkeypatch.setattr(files, "_numbers", itertools.count())
+    (tmp_path / f".{os.getpid()}-0.new.csv").symlink_to(victim)
+    with files.replacing(file) as new:
+        assert new.stat().st_mode & 0o777 == 0o600
+        new.write_text("text")
+    assert (victim.read_text(), file.read_text()) == ("precious", "text")
+    files.remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["secret.csv", "victim"]
 
 
 def test_a_link_stays_a_link_when_its_file_is_written(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import errno
 import io
 import itertools
 import json
+import math
 import os
 import re
 import reprlib
 import stat
 import tomllib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,7 @@ MAX_VALUES = 4_000_000
 MAX_QUOTED = 80
 """Characters that an error quotes of a value."""
 
+_LIMIT = "the limit for such a file; of a trace, keep only the steps to look at"
 _MAX_ENTRIES = 1000
 _CHUNK_BYTES = 1 << 20
 _MAX_MEMBERS = 10_000
@@ -51,8 +53,7 @@ _KINDS = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISSOCK: "a socket",
 }
-_NEW = re.compile(r"\.\d+-\d+\.new\.")
-_MAX_NAME = 255
+_NEW = re.compile(r"\.\d+-\d+\.new(\.|$)")
 _AROUND_NAMES = re.compile(r"[=,\n]|#.*")
 _numbers = itertools.count()
 
@@ -84,7 +85,7 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
                     if max(len(data), packed) > max_bytes:
                         size = "has" if packed > max_bytes else "unpacks to"
-                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, the limit for such a file")
+                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, {_LIMIT}")
                     chunk = unpack.unconsumed_tail if unpack else b""
                     if unpack and unpack.eof and (chunk := unpack.unused_data.lstrip(b"\0")):
                         members, unpack = members + 1, zlib.decompressobj(_GZIP)
@@ -112,6 +113,13 @@ def read_json(path: FilePath, what: str | None = None) -> Any:
     """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
     what = os.fspath(path) if what is None else what
     return parse_json(read_bytes(path, what), what)
+
+
+def json_or_none(path: FilePath) -> Any:
+    """Read a file of JSON; None if there is none, or it is something else."""
+    with contextlib.suppress(ArgumentError):
+        return read_json(path)
+    return None
 
 
 def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
@@ -144,6 +152,18 @@ def parse_json(data: str | bytes, what: str) -> Any:
         raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
 
 
+def finite(value: Any) -> Any:
+    """Make a value fit for JSON, which has no NaN and no Infinity: they become null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+    return value
+
+
 def parse_csv(text: str, what: str, delimiter: str = ",") -> Iterator[list[str]]:
     """Yield the rows of CSV. Raises ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
     check_number_of_values(text, what)
@@ -159,7 +179,7 @@ def check_number_of_values(data: str | bytes, what: str) -> None:
     marks: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
     lines, *values = map(data.count, marks)
     if max(lines, sum(values)) > MAX_VALUES:  # files with indentation have a line for each value, too
-        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
+        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, {_LIMIT}")
 
 
 STRICT: Any = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
@@ -186,7 +206,7 @@ def validate(kind: type[T], given: Any, what: str) -> T:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
         is_own = first["type"] == "unexpected_keyword_argument" and len(first["loc"]) == 1 and is_dataclass(kind)
-        known = f"; known are {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
+        known = f"; expected one of {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
         raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}{known}") from None
 
 
@@ -198,7 +218,7 @@ def _in_words(error: Any, where: str) -> str:
     if error["type"] == "value_error":  # raised by the class itself, which names its own fields
         return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
     expected = _OF_JSON.get(error["type"], error["msg"].removeprefix("Input should be "))
-    return f"{where or 'the whole'}={quoted(error['input'])}: expected {expected}"
+    return f"{f'{where}=' if where else 'top-level value: '}{quoted(error['input'])}: expected {expected}"
 
 
 _OF_JSON = {
@@ -313,15 +333,23 @@ def atomic(path: FilePath) -> Iterator[Path]:
         mode = target.stat().st_mode
         if kind := _kind(mode):
             raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", str(path))
-    new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new.{target.name}"[-_MAX_NAME:])
+    new = _new_file(target, mode)
     try:
         yield new
-        if mode is not None:
-            new.chmod(stat.S_IMODE(mode))
         new.replace(target)
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+
+
+def _new_file(target: Path, mode: int | None) -> Path:
+    """Make an empty file beside the target, with its mode. Raises OSError."""
+    while True:  # a killed process of the same id may have left some
+        new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new{target.suffix[:16]}")
+        with contextlib.suppress(FileExistsError), new.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            return new
 
 
 def remove_leftovers(folder: FilePath) -> None:

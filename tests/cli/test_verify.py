@@ -344,7 +344,7 @@ BAD = [
     ("cases.py:exits_in_forward", "the model or the loss of cases.py:exits_in_forward raised SystemExit: 0 (cases.py:"),
     ("cases.py:exits_in_loss", "raised SystemExit (cases.py:"),
     ("cases.py:exits_the_second_time", "raised SystemExit: 0 (cases.py:"),
-    ("cases.py:exits_while_its_error_is_described", "ended the command before it had a result (SystemExit)"),
+    ("cases.py:exits_while_its_error_is_described", "user code exited before the command finished (SystemExit)"),
     ("cases.py:raises_much", "TARGET 'cases.py:raises_much' raised ValueError: \N{REPLACEMENT CHARACTER}[31myyyyy"),
     ("exits.py:good", "TARGET 'exits.py:good' raised SystemExit: 0 (exits.py:"),
     ("cases.py:failing_loss", "raised ZeroDivisionError: no such loss (cases.py:"),

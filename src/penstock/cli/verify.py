@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -18,12 +17,15 @@ from rich.console import Console
 
 from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._size import weigh
 from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import TargetName, loaded
 from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
+from penstock.files import finite
 from penstock.launch.processes import launch
-from penstock.schedule import MICROBATCHES, generate
+from penstock.schedule import MICROBATCHES, generate, generator
+from penstock.schedule.generators import Numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,10 +99,12 @@ def verify(
     _choice(case.transport)  # raises before any process starts
     in_one_process = _is_local(case.transport, case.replicas)
     count = MICROBATCHES if case.microbatches is None else case.microbatches
+    chunks = generator(case.schedule).chunks if case.chunks is None else case.chunks
+    weigh([(generator(case.schedule), Numbers(case.ranks, count, chunks))])
     generate(case.schedule, case.ranks, count, case.chunks)  # raises before anything is loaded
     report = prove(case) if in_one_process else prove_distributed(case)
     if as_json:
-        print(json.dumps(_finite(report), allow_nan=False))
+        print(json.dumps(finite(report), allow_nan=False))
     else:
         show(report, Console(highlight=False), show_all=show_all)
     if not report["ok"]:
@@ -235,19 +239,6 @@ def rank_main(folder: Path) -> int:
         left = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(left), encoding="utf-8")
     return 2 if "error" in left else 0
-
-
-def _finite(value: Any) -> Any:
-    """Makes a value fit for strict JSON: infinities and NaN become null."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value
 
 
 if __name__ == "__main__":
