@@ -72,7 +72,8 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
     what = os.fspath(path) if what is None else what
     max_bytes = MAX_BYTES if max_bytes is None else max_bytes
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # O_NONBLOCK: a pipe's other end is not waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if kind := _kind(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(f"{what} is {kind}; expected a regular file")
             file.seek(start)
@@ -90,7 +91,7 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
                     if unpack and unpack.eof and (chunk := unpack.unused_data.lstrip(b"\0")):
                         members, unpack = members + 1, zlib.decompressobj(_GZIP)
                     if members > _MAX_MEMBERS:
-                        raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts; pack it as a whole")
+                        raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts")
             if unpack and not unpack.eof:
                 raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
             return bytes(data)
@@ -286,11 +287,6 @@ def quoted(value: Any) -> str:
 def _kind(mode: int) -> str:
     """What a file is, by its mode, if it is no regular one; otherwise nothing."""
     return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def write_text(path: FilePath, text: str, what: str | None = None) -> None:

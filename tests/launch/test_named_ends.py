@@ -66,7 +66,7 @@ def test_what_users_write_there_is_passed_over(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"\n".join(odd) + b"\n")
     RankFailure(1, -999, 5).write(str(path))
-    assert explain_end(FAILED, str(path), ["the agent"]).said == "rank 1 was killed by signal 999"
+    assert explain_end(FAILED, str(path), ["the agent"]).said == "rank 1 ended with exit status -999"
     path.write_bytes(bytes(2 << 20))
     assert explain_end(FAILED, str(path), ["the agent"]).said == "the agent ended with exit status 1"
 

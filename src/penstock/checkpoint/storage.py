@@ -28,7 +28,7 @@ from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import unpickle
 from penstock.errors import ArgumentError
 from penstock.files import read_bytes
-from penstock.words import line_of
+from penstock.words import in_a_line, line_of
 
 
 def hush() -> None:
@@ -196,8 +196,7 @@ def _check(path: Path, metadata: Metadata) -> None:
 
 
 def _damaged(file: Path, error: Exception) -> str:
-    text = line_of(str(error), 160)
     return (
-        f"{file} is damaged or not a checkpoint file ({type(error).__name__}: {text}); take another checkpoint, or "
+        f"{file} is damaged or not a checkpoint file ({line_of(in_a_line(error), 200)}); take another checkpoint, or "
         "copy the whole folder again"
     )

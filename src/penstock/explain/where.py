@@ -70,8 +70,8 @@ def where_of(step: Step, factors: Factors, replay: Case) -> Where:
     names = [*[*cases][1:], Reason.REST]
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     place = step.replicas.index(step.slowest)
-    idle = [_idle(case, place) for case in cases.values()] + [_measured_idle(step.slowest)]
     busy = _busy(step.slowest)
+    idle = [_idle(case, place) for case in cases.values()] + [[step.slowest.span_seconds - one for one in busy]]
     ranks = tuple(
         RankTime(rank, busy[rank], _shares([*Reason], [one[rank] for one in idle])) for rank in range(len(busy))
     )
@@ -87,10 +87,6 @@ def _idle(case: Case, place: int) -> list[float]:
 
 def _busy(replica: Replica) -> list[float]:
     return [replica.timeline.busy_seconds(rank) for rank in range(replica.timeline.ranks)]
-
-
-def _measured_idle(replica: Replica) -> list[float]:
-    return [replica.span_seconds - busy for busy in _busy(replica)]
 
 
 def _shares(reasons: Sequence[Reason], idle: Sequence[float]) -> dict[Reason, float]:

@@ -130,9 +130,8 @@ def shell_status(exitcode: int) -> int:
 
 def how_it_ended(exitcode: int) -> str:
     """In words: was killed by SIGKILL; ended with exit status 3."""
-    names = {one.value: one.name for one in signal.Signals}
-    signalled = names.get(-exitcode, f"signal {-exitcode}")
-    return f"was killed by {signalled}" if exitcode < 0 else f"ended with exit status {exitcode}"
+    names = {one.value: f"was killed by {one.name}" for one in signal.Signals}
+    return names.get(-exitcode, f"ended with exit status {exitcode}")
 
 
 def stopped_by(number: int) -> str:
@@ -148,10 +147,8 @@ def _add(path: str, value: object) -> None:
 
 def _lines(path: Path | str) -> Iterator[dict[str, Any]]:
     """The objects in a file to which ranks, and so the user's code, may write."""
-    data = b""
     with contextlib.suppress(ArgumentError):
-        data = read_bytes(path, max_bytes=_MAX_BYTES)
-    for line in data.splitlines():
-        with contextlib.suppress(ArgumentError):
-            if isinstance(found := parse_json(line, "failure"), dict):
-                yield found
+        for line in read_bytes(path, max_bytes=_MAX_BYTES).splitlines():
+            with contextlib.suppress(ArgumentError):
+                if isinstance(found := parse_json(line, "failure"), dict):
+                    yield found
