@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.pipe.result import StepResult as StepResult
     from penstock.pipe.scaler import GradScaler as GradScaler
     from penstock.proof.comparison import Report as Report
-    from penstock.proof.proved import verify as verify
+    from penstock.proof.verify import verify as verify
     from penstock.runtime.batch.batch_dims import BatchDims as BatchDims
     from penstock.runtime.batch.cutting import Microbatch as Microbatch
     from penstock.runtime.batch.microbatches import Microbatches as Microbatches
@@ -74,7 +74,7 @@ _HOMES = {
     "inspect": "pipe.inspection",
     "Profile": "balance.profile",
     "profile": "pipe.profiling",
-    "verify": "proof.proved",
+    "verify": "proof.verify",
 }
 
 _SUBPACKAGES = frozenset(

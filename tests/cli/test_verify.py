@@ -16,10 +16,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.cli import verify as command
 from penstock.cli._comparison_table import Line, block, fold
 from penstock.cli.verify import rank_main
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, VerificationError
 from penstock.launch.target import load
+from penstock.schedule import generator
 from scaffolding.ranks import Ranks
 from scaffolding.tcp import EXAMPLE
 
@@ -194,7 +196,7 @@ def test_json_is_the_only_thing_on_stdout() -> None:
     assert (report["ok"], report["ranks"], report["stages"], report["microbatches"]) == (True, 3, 3, 3)
     assert report["schedule"] == "gpipe"
     kinds = [row["kind"] for row in report["rows"]]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"output": 3, "loss": 1, "gradient": 16, "buffer": 9}
+    assert {kind: kinds.count(kind) for kind in kinds} == {"output": 6, "loss": 2, "gradient": 16, "buffer": 9}
     assert {row["verdict"] for row in report["rows"]} == {"equal"}
 
 
@@ -490,7 +492,8 @@ def test_replicas_take_equal_parts_of_the_batch() -> None:
     report = json.loads(done.stdout)
     assert (report["ok"], report["replicas"], report["ranks"], report["microbatches"]) == (True, 2, 1, 3)
     parts = [row["name"] for row in report["rows"] if row["kind"] == "output"]
-    assert parts == [f"0 of microbatch {k}" for k in range(6)], "both replicas' outputs are compared"
+    trained, evaluated = ([f"0 of microbatch {k}{label}" for k in range(6)] for label in ("", " in evaluation"))
+    assert parts == trained + evaluated, "both replicas' outputs are compared"
 
 
 @pytest.mark.distributed
@@ -508,3 +511,22 @@ def test_balance_is_what_the_stages_share() -> None:
 
     assert cut("layers") == [0, 0, 0, 0, 1, 1, 1, 1]
     assert cut("parameters") == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
+    monkeypatch.setattr(command, "generators", lambda: [generator(name) for name in names])
+    given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-whole-batch")
+    result = verify("cases.py:good", *given)
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines() if "gradients are equal" in line] == [
+        "gpipe",
+        "zb-h1",
+    ]
+    assert "chimera: not verified: " in result.stderr
+    reports = json.loads(verify("cases.py:good", *given, "--json").stdout)
+    assert [report["schedule"] for report in reports] == ["gpipe", "zb-h1"]
+    wrong = verify("cases.py:drifting", *given)
+    assert isinstance(wrong.exception, VerificationError) or wrong.exit_code == 1
+    refused = verify("cases.py:good", *given, "--transport", "distributed")
+    assert refused.exit_code == 2

@@ -78,18 +78,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
 def test_inspect_says_what_verify_says(name: str) -> None:
     make, given, options = CASES[name]
 
+    def made() -> tuple[nn.Module, Any]:
+        model, loss = make(), given["loss"]
+        return model, loss(model) if loss is penalised else loss
+
     def said(look: bool) -> str:
-        model = make()
-        asked = dict(given)
-        if asked["loss"] is penalised:
-            asked["loss"] = penalised(model)
         try:
             if look:
-                penstock.inspect(model, (X,), stages=RANKS, microbatches=MICROBATCHES, **asked, **options)
+                model, loss = made()
+                asked = {**given, "loss": loss, **options}
+                penstock.inspect(model, (X,), stages=RANKS, microbatches=MICROBATCHES, **asked)
             else:
-                penstock.verify(
-                    lambda: (model, asked["loss"]), (X,), ranks=RANKS, microbatches=MICROBATCHES, **asked, **options
-                )
+                penstock.verify(made, (X,), ranks=RANKS, microbatches=MICROBATCHES, **given, **options)
         except PenstockError as error:
             return str(error)
         except Exception as error:  # of the loss itself, which nothing stands in for

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from penstock import Report, verify
 from penstock.proof.comparison import compare
-from penstock.proof.term_sizes import measuring_roundings
 from penstock.runtime.exact import rules as exact
+from penstock.runtime.gradients.term_sizes import TermSizes
 from penstock.runtime.split_backward.weight_gradients import Product
 
 WIDTH, LAYERS, MICROBATCHES = 24, 4, 8
@@ -88,10 +88,11 @@ def test_one_term_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong:
 def test_what_adding_up_rounds() -> None:
     """Each term that is added to others, and each sum so far, the first of which is rounded by nothing."""
     weight = nn.Parameter(torch.zeros(2))
-    with measuring_roundings({"w": weight}) as found:
+    sizes = TermSizes({"w": weight}, rounding=["w"])
+    with sizes.measuring():
         for term in ([1.0, 5.0], [-3.0, 0.0], [4.0, 0.0]):
             (weight * torch.tensor(term)).sum().backward()
-    assert found["w"].tolist() == [3 + 2 + 4 + 2, 5 + 5]
+    assert sizes.rounded["w"].tolist() == [3 + 2 + 4 + 2, 5 + 5]
     assert not weight._backward_hooks
 
 

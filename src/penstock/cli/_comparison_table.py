@@ -70,15 +70,18 @@ def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     """Merges neighbouring rows of one block that are all equal, or all undefined; keeps the others as they are."""
 
     def key(line: Line) -> tuple[Any, ...]:
-        place = block(line.name) if line.kind in ("gradient", "buffer") else ""
+        place = block(line.name) if line.kind in ("gradient", "buffer") else line.name.partition(" in ")[2]
         alike = line.verdict in ("equal", "undefined")
         return (line.kind, place, line.stages, line.verdict, line.step) if alike else (line,)
 
     for _, group in groupby(map(Line.of, rows), key):
         first, *others = group
         if others:
-            place = block(first.name) if first.kind in ("gradient", "buffer") else ""
-            first = replace(first, name=f"{place}.* ({len(others) + 1})" if place else f"all {len(others) + 1}")
+            place, _, phase = first.name.partition(" in ")
+            count = len(others) + 1
+            of_block = first.kind in ("gradient", "buffer")
+            name = f"{block(place)}.* ({count})" if of_block else f"all {count}{phase and f' in {phase}'}"
+            first = replace(first, name=name)
         yield first
 
 

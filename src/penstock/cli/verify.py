@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,15 +18,23 @@ from rich.console import Console
 
 from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
+from penstock.cli._order import ALL
 from penstock.cli._size import weigh
 from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import TargetName, loaded
-from penstock.errors import ArgumentError, PenstockError, PipelineFailure, VerificationError
+from penstock.errors import (
+    ArgumentError,
+    PartitionError,
+    PenstockError,
+    PipelineFailure,
+    VerificationError,
+)
 from penstock.files import finite
 from penstock.launch.processes import launch
-from penstock.schedule import MICROBATCHES, generate, generator
+from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
 from penstock.schedule.generators import Numbers
+from penstock.words import counted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,22 +102,57 @@ def verify(
     a dict with batch_dims, split or merge at the end. TARGET is called twice,
     with all generators at seed 0, to get two models that share nothing.
 
+    With --schedule all, every schedule that takes these ranks and microbatches is
+    verified in one process, on one line each; what the unsplit model does is
+    computed once.
+
     The exit status is 0 if everything is equal, 1 if something differs or nothing
     is proven because the loss is NaN or infinite, and 2 on any other error.
     """
     _choice(case.transport)  # raises before any process starts
     in_one_process = _is_local(case.transport, case.replicas)
-    count = MICROBATCHES if case.microbatches is None else case.microbatches
-    chunks = generator(case.schedule).chunks if case.chunks is None else case.chunks
-    weigh([(generator(case.schedule), Numbers(case.ranks, count, chunks))])
-    generate(case.schedule, case.ranks, count, case.chunks)  # raises before anything is loaded
-    report = prove(case) if in_one_process else prove_distributed(case)
+    if case.schedule == ALL:
+        _verify_all(case, in_one_process, as_json=as_json)
+        return
+    _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
+    report = prove(case, [case.schedule])[0] if in_one_process else prove_distributed(case)
     if as_json:
         print(json.dumps(finite(report), allow_nan=False))
     else:
         show(report, Console(highlight=False), show_all=show_all)
     if not report["ok"]:
         raise VerificationError(report["summary"])
+
+
+def _verify_all(case: Case, in_one_process: bool, *, as_json: bool) -> None:
+    if not in_one_process:
+        raise ArgumentError("--schedule all: one process drives all ranks; omit --transport and --replicas")
+    out, names = sys.stdout, list[str]()  # while the model is loaded, what is printed goes to stderr
+
+    def tell(report: Mapping[str, Any]) -> None:
+        if not as_json:
+            print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
+
+    for entry in (entry for entry in generators() if entry.slices == 1):
+        try:
+            _check_numbers(case, entry)
+            names.append(entry.name)
+        except PenstockError as error:
+            print(f"{entry.name}: not verified: {error}", file=sys.stderr)
+    found = prove(case, names, tell)
+    if not found:
+        raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
+    if as_json:
+        print(json.dumps(finite(found), allow_nan=False))
+    if wrong := [report["schedule"] for report in found if not report["ok"]]:
+        raise VerificationError(f"{len(wrong)} of {counted(len(found), 'schedule')} did not pass: {', '.join(wrong)}")
+
+
+def _check_numbers(case: Case, entry: Generator) -> None:
+    """Raises ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
+    count = MICROBATCHES if case.microbatches is None else case.microbatches
+    weigh([(entry, Numbers(case.ranks, count, entry.chunks if case.chunks is None else case.chunks))])
+    generate(entry.name, case.ranks, count, case.chunks)
 
 
 def _is_local(transport: str | None, replicas: int) -> bool:
@@ -122,17 +166,20 @@ def _is_local(transport: str | None, replicas: int) -> bool:
     return local
 
 
-def prove(case: Case) -> dict[str, Any]:
-    """The report of one case, as `penstock.Report.to_dict` returns it. What TARGET prints goes to stderr.
+def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]], object] = id) -> list[dict[str, Any]]:
+    """The report of each schedule, as `penstock.Report.to_dict` returns it; of several, only of those that take these
+    numbers and this model. Each is passed to `tell` as soon as it is there. What TARGET prints goes to stderr.
 
     Raises:
         PenstockError: TARGET or an option is wrong, or the model cannot be split.
         ArgumentError: the model or its loss raised an error.
     """
 
-    from penstock.proof.proved import verify as compare
+    from penstock.proof.twins import twins
+    from penstock.proof.verify import Verification
     from penstock.runtime.batch.cutting import Microbatch
 
+    found: list[dict[str, Any]] = []
     with loaded(case.target, "the model or the loss") as given:
         calls = iter([lambda: given, given.again])
 
@@ -144,21 +191,18 @@ def prove(case: Case) -> dict[str, Any]:
         if case.replicas > 1:
             mesh = _mesh(case, given)
             part = _part(given, case.replicas, mesh.get_local_rank("dp"))
-        return compare(
-            make,
-            part.args,
-            part.kwargs,
-            target=part.target,
-            mesh=mesh,
-            reduction=case.reduction,
-            exact=case.exact,
-            ranks=case.ranks,
-            microbatches=case.microbatches,
-            whole_batch=case.whole_batch,
-            transport=_choice(case.transport),
-            **case.arguments(),
-            **given.cutting,
-        ).to_dict()
+        options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
+        options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
+        verification = Verification(*twins(make, None), part, options, case.reduction, case.exact, case.whole_batch)
+        for schedule in schedules:
+            try:
+                found.append(verification.report(schedule).to_dict())
+                tell(found[-1])
+            except PartitionError as error:
+                if len(schedules) == 1:
+                    raise
+                print(f"{schedule}: not verified: {error}", file=sys.stderr)
+    return found
 
 
 def _choice(name: str | None) -> TransportChoice:
@@ -231,7 +275,7 @@ def rank_main(folder: Path) -> int:
     """Runs one rank of `prove_distributed`. Returns its exit status."""
     case = Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
     try:
-        left: dict[str, Any] = {"report": prove(case)}
+        left: dict[str, Any] = {"report": prove(case, [case.schedule])[0]}
     except PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             traceback.print_exc()

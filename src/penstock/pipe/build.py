@@ -227,7 +227,7 @@ def pipeline(
     if verify not in (True, False, None):
         raise ArgumentError(f"verify={verify!r}: expected True, False or None")
     asked = bool(os.environ.get(VERIFY)) if verify is None else verify
-    proof = import_module("penstock.proof.proved") if asked else None  # above this floor: loaded by name
+    proof = import_module("penstock.proof.verify") if asked else None  # above this floor: loaded by name
     first_step = None if proof is None else proof.first_step(model, loss_fn, mesh)
     pipe = build(model, example, world, order, options, plan=followed.plan)
     pipe.session.first_step = first_step

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock.errors import VerificationError
+from penstock.partition.values.memory import same_bits
 
-TIED_TOLERANCE = 1e-6
+TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
 """Largest difference if terms of several stages or replicas are added in another order, over the tensor's largest
-entry; or, for each entry, over the sum of its terms' sizes. In half precision, `TIED_EPSILONS` of its epsilons."""
+entry; or, for each entry, over the sum of its terms' sizes. In half precision, so many of its epsilons."""
 
-TIED_EPSILONS = 4
-
-UNDEMANDED = {
-    torch.float64: (1e-7, 1e-7),
-    torch.complex128: (1e-7, 1e-7),
-    torch.float16: (1e-3, 1e-5),
-    torch.bfloat16: (1.6e-2, 1e-5),
-}
+DOUBLE = dict.fromkeys((torch.float64, torch.complex128), (1e-7, 1e-7))
+UNDEMANDED = DOUBLE | {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
 """If bits are not demanded: the relative and absolute tolerance of an entry; (1.3e-6, 1e-5) in float32. These are
 `torch.testing.assert_close`'s. But any gradient smaller than its absolute one would pass, so here that is at most this
 fraction (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
@@ -31,6 +27,9 @@ fraction (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
 NOISE_TIMES = 3
 """If stages are compiled under autocast, they round elsewhere, but no worse than eager code: the noise of one device's
 own gradients, of which theirs may be twice as far from full precision. It depends on nothing that the pipeline did."""
+
+Key = tuple[str, str]
+"""A value's kind and name."""
 
 Verdict = Literal["equal", "close", "different", "missing", "unexpected", "undefined"]
 
@@ -40,9 +39,7 @@ class Comparison:
     """One comparison.
 
     Attributes:
-        kind: output, loss, gradient or buffer.
-        name: the name of the parameter or buffer; of the leaf, for an output.
-        stages: the stages that hold it.
+        kind, name: output, loss, gradient or buffer, and which; held by `stages`.
         verdict: "equal" to the bit (or absent in both); "close" within the tolerance that holds for it; "different";
             "missing" if only the reference has one; "unexpected" if the reference has none; "undefined" if both are
             alike but nothing in them is finite, which proves nothing about a loss or a gradient (about an output, if
@@ -72,16 +69,43 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """The first value that differs.
+
+    Attributes:
+        what: such as "what enters 'blocks.2'", or the gradient of a parameter.
+        microbatch: None if it is a sum over microbatches.
+        stage: where it was computed.
+        max_difference, max_reference: as in `Comparison`.
+        shape: what the difference looks like; empty if unknown.
+    """
+
+    step: int
+    what: str
+    microbatch: int | None
+    stage: int
+    max_difference: float
+    max_reference: float
+    shape: str = ""
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        where = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
+        by = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
+        return f"it begins in {where} on stage {self.stage}: {self.what} differs {by}"
+
+
+@dataclass(frozen=True, slots=True)
 class WholeBatch:
     """The unsplit model on the whole batch at once, compared with its microbatches.
 
     Attributes:
         microbatches: the loss that the microbatches' losses make, according to `reduction`.
         whole: the loss of the whole batch.
-        verdict: "close" within rounding; "explained" if intended behaviour makes them differ (batch norm, dropout), or
-            both are not finite; "missing" if there is nothing to compare with; "warning" if the loss is not a mean over
-            rows, or rows depend on each other; "different" if these are signs that the batch is cut along the wrong
-            dimension.
+        verdict: "close" within rounding; "explained" if what acts in training alone makes them differ, or both are not
+            finite; "missing" if there is nothing to compare with; "warning" if the loss is not a mean over rows, or
+            rows depend on each other; "different" if the batch seems to be cut along the wrong dimension.
         why: what explains it; empty if they are close.
     """
 
@@ -97,27 +121,24 @@ class WholeBatch:
     @property
     def text(self) -> str:
         """In words."""
-        if self.verdict == "close":
-            return "the microbatches' loss is that of the whole batch"
         if self.verdict == "missing":
             return f"the comparison with the whole batch is missing: {self.why}"
-        return (
-            f"the microbatches' loss is {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
-        )
+        is_other = f" {self.microbatches:.6g}, that of the whole batch {self.whole:.6g}: {self.why}"
+        return f"the microbatches' loss is{' that of the whole batch' if self.verdict == 'close' else is_other}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `verify` found: a row for every output, the loss, every parameter and every buffer of the unsplit model.
 
-    Printing it prints its summary.
-
     Attributes:
         rows: each covers all steps.
+        loss: the first step's.
         exact: whether equality to the bit was demanded.
         steps: how many were compared.
         whole_batch: whether microbatches make what the whole batch does; None if that was not asked.
         notes: the pipeline's, including what runs again in backward.
+        first: where what is not as promised begins; None if all is, or if that could not be found.
     """
 
     rows: tuple[Comparison, ...] = field(repr=False)
@@ -131,6 +152,7 @@ class Report:
     steps: int = 1
     whole_batch: WholeBatch | None = None
     notes: tuple[str, ...] = ()
+    first: Difference | None = None
 
     @property
     def ok(self) -> bool:
@@ -141,12 +163,17 @@ class Report:
     def wrong(self) -> tuple[Comparison, ...]:
         return tuple(row for row in self.rows if not row.ok)
 
+    @property
+    def differing(self) -> tuple[Comparison, ...]:
+        """Those that are another than they should be, in the model's order."""
+        return tuple(row for row in self.wrong if row.verdict != "undefined")
+
     def __str__(self) -> str:
         return self.summary()
 
     def summary(self) -> str:
         """One line: what was proven, or the first layer that differs, or why the batch cannot be cut this way."""
-        if any(row.verdict != "undefined" for row in self.wrong):
+        if self.differing:
             return self._first_wrong()
         if self.wrong:
             return self._unproven()
@@ -163,10 +190,10 @@ class Report:
         if close:
             sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
-            why = sorted({row.allowed for row in close})
             values = "1 value is" if len(close) == 1 else f"{len(close)} values are"
             entry = "entry, or of the terms that cancel in it" if any(row.max_terms for row in close) else "entry"
-            text += f"; {values} within {worst:.1e} of their largest {entry} ({'; '.join(why)})"
+            why = "; ".join(sorted({row.allowed for row in close}))
+            text += f"; {values} within {worst:.1e} of their largest {entry} ({why})"
         return text
 
     def _unproven(self) -> str:
@@ -176,27 +203,26 @@ class Report:
             count, all_of = (sum(row.kind == kind for row in rows) for rows in (undefined, self.rows))
             found += [f"{count} of {all_of} {kind}s have no finite entry"] if count else []
         step = f" (step {undefined[0].step})" if undefined[0].step else ""
-        text = (
-            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
-            "whatever the pipeline does. Give weights, a batch and a loss that leave them finite"
-        )
         whole = self.whole_batch
-        return f"{text}; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else text
+        more = f"; {whole.text}" if whole is not None and whole.verdict in ("warning", "different") else ""
+        return (
+            f"nothing is proven, since on one device, too, {', '.join(found)}{step}: such values compare equal "
+            f"whatever the pipeline does. Give weights, a batch and a loss that leave them finite{more}"
+        )
 
     def _first_wrong(self) -> str:
-        wrong = [row for row in self.wrong if row.verdict != "undefined"]
-        first = wrong[0]
-        text = f"{len(wrong)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
+        first = self.differing[0]
+        text = f"{len(self.differing)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
-        step = f", in step {first.step}" if first.step else ""
+        step, remedy = f", in step {first.step}" if first.step else "", ""
+        how = f"by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
         if first.verdict in ("missing", "unexpected"):
-            return f"{text}: {first.verdict} in the pipeline{step}"
-        if math.isinf(first.max_difference) and math.isfinite(first.max_reference):
-            return (
-                f"{text}: one is NaN or infinite where the other is not, or NaN where it is infinite{step}. If values "
-                "overflow, give a smaller loss, or a wider dtype"
-            )
-        return f"{text}: by {first.max_difference:.3g} (largest entry {first.max_reference:.3g}){step}"
+            how = f"{first.verdict} in the pipeline"
+        elif math.isinf(first.max_difference) and math.isfinite(first.max_reference):
+            how = "one is NaN or infinite where the other is not, or NaN where it is infinite"
+            remedy = ". If values overflow, give a smaller loss, or a wider dtype"
+        text = f"{text}: {how}{step}{remedy}"
+        return text if self.first is None else f"{self.first.text}. Downstream, {text}"
 
     def check(self) -> Report:
         """Returns itself. Raises VerificationError, with the summary, unless everything is equal."""
@@ -226,133 +252,89 @@ def compare(
     """Compares one tensor with that of the unsplit model; either may be absent.
 
     Args:
-        exact: demand equality to the bit.
+        exact: demand equality to the bit. If not, `computed_in`, `rounded` and `noise` count.
         reordered: why terms may have been added in another order; empty if they must not be.
         terms: for each entry, the sum of the sizes of its terms; None if unknown.
         computed_in: the dtype in which its terms were computed; None: the tensor's own.
-        rounded: for each entry, the sizes of all that adding its terms rounds, if one of the two does not round each
-            term before it adds it (`measuring_roundings`). Allows for that where bits are not demanded.
-        noise: how far the tensor of the unsplit model is from the same in full precision (`noise`). Where bits are not
-            demanded, any entry may be `NOISE_TIMES` as far off.
+        rounded: for each entry, the sizes of all that adding its terms rounds; see `TermSizes`.
+        noise: how far the tensor of the unsplit model is from the same in full precision.
     """
+    row = partial(Comparison, kind, name, stages)
     if mine is None or other is None:
-        absent: Verdict = "missing" if mine is None else "unexpected"
-        return Comparison(kind, name, stages, "equal" if mine is other else absent)
+        return row("equal" if mine is other else "missing" if mine is None else "unexpected")
     mine, other = _dense(mine), _dense(other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
-        return Comparison(kind, name, stages, "different", float("inf"), float("inf"))
+        return row("different", math.inf, math.inf)
+    numbers, one, two = other.is_floating_point() or other.is_complex(), _wide(mine), _wide(other)
     largest = _largest(other)
-    if _same_bits(mine, other):
-        return Comparison(kind, name, stages, "equal" if _proves(kind, other) else "undefined", 0.0, largest)
-    if not (other.is_floating_point() or other.is_complex()):
-        return Comparison(kind, name, stages, "different", _largest(mine.double() - other.double()), largest)
-    if not _alike_where_not_finite(mine, other):
-        return Comparison(kind, name, stages, "different", float("inf"), largest)
-    differences = _differences(mine, other)
+    if _same(mine, other):
+        return row("equal" if not numbers or _proves(kind, two) else "undefined", 0.0, largest)
+    finite = one.isfinite() & two.isfinite()
+    if not _same(one[~finite], two[~finite]):  # no tolerance covers them
+        return row("different", math.inf, largest)
+    differences = (_finite(one) - _finite(two)).abs()
     difference = float(differences.max())
-    if reordered and difference <= _tied_tolerance(other.dtype) * largest:
-        return Comparison(kind, name, stages, "close", difference, largest, reordered)
-    if reordered and terms is not None and _is_rounding_of(terms, differences, other.dtype):
-        return Comparison(kind, name, stages, "close", difference, largest, reordered, max_terms=_largest(terms))
-    if not exact and _is_close(differences, other, largest, computed_in or other.dtype, rounded, noise):
-        return Comparison(kind, name, stages, "close", difference, largest, "not demanded to the bit here")
-    return Comparison(kind, name, stages, "different", difference, largest)
+    close = partial(row, "close", difference, largest)
+    tied = max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(other.dtype).eps) if numbers else 0.0
+    if numbers and reordered and difference <= tied * largest:
+        return close(reordered)
+    of_terms = terms if numbers and reordered and terms is not None and terms.shape == other.shape else None
+    if of_terms is not None and (differences <= tied * _finite(of_terms)).all():
+        return close(reordered, max_terms=_largest(of_terms))
+    if numbers and not exact:
+        dtype = computed_in or other.dtype
+        relative, absolute = UNDEMANDED.get(dtype, (1.3e-6, 1e-5))
+        in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(dtype).eps) * largest)
+        allowed = in_all + NOISE_TIMES * noise + relative * _finite(two).abs()
+        if rounded is not None and rounded.shape == other.shape:
+            allowed += torch.finfo(other.dtype).eps * _finite(rounded)
+        if (differences <= allowed).all():
+            return close("not demanded to the bit here")
+    return row("different", difference, largest)
 
 
-def noise(
-    low: Mapping[tuple[str, str], Tensor | None], full: Mapping[tuple[str, str], Tensor | None]
-) -> dict[tuple[str, str], float]:
+def noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
     """The largest difference of each floating-point value from the same in full precision; finite entries only."""
     pairs = ((key, mine, full.get(key)) for key, mine in low.items())
     return {
-        key: _largest(_dense(mine).double() - _dense(other).double())
+        key: _largest(_wide(_dense(mine)) - _wide(_dense(other)))
         for key, mine, other in pairs
         if mine is not None and other is not None and mine.is_floating_point() and mine.shape == other.shape
     }
 
 
-def over_steps(compared: Sequence[Sequence[Comparison]]) -> Iterator[Comparison]:
-    """One row for each value: the first step in which it is not as promised, or the one in which it is furthest from
-    equal."""
-    found: dict[tuple[str, str], Comparison] = {}
-    for step, rows in enumerate(compared, 1):
-        for row in rows:
-            known = found.get((row.kind, row.name))
-            if known is None or (known.ok and (not row.ok or row.max_difference > known.max_difference)):
-                found[row.kind, row.name] = row if row.ok else replace(row, step=step)
-    yield from found.values()
+def merged(rows: Iterable[Comparison]) -> dict[Key, Comparison]:
+    """One row for each value: the first that is not as promised, or the one that is furthest from equal."""
+    found: dict[Key, Comparison] = {}
+    for row in rows:
+        known = found.setdefault((row.kind, row.name), row)
+        if known.ok and (not row.ok or row.max_difference > known.max_difference):
+            found[row.kind, row.name] = row
+    return found
 
 
 def _proves(kind: str, values: Tensor) -> bool:
     """Whether equality of these proves anything. NaN swallows whatever is wrong; masks may be infinite, and buffers NaN
     until they are set."""
-    if kind == "buffer" or not values.numel() or not (values.is_floating_point() or values.is_complex()):
+    if kind == "buffer" or not values.numel():
         return True
-    values = _wide(values)
     return not bool(values.isnan().all()) if kind == "output" else bool(values.isfinite().any())
 
 
-def _tied_tolerance(dtype: torch.dtype) -> float:
-    return max(TIED_TOLERANCE, TIED_EPSILONS * torch.finfo(dtype).eps)
-
-
-def _is_rounding_of(terms: Tensor, differences: Tensor, dtype: torch.dtype) -> bool:
-    """Whether each entry differs by no more than adding its terms in another order may change it."""
-    if terms.shape != differences.shape:
-        return False
-    return bool((differences <= _tied_tolerance(dtype) * _finite(terms)).all())
-
-
-def _is_close(
-    differences: Tensor,
-    other: Tensor,
-    largest: float,
-    computed_in: torch.dtype,
-    rounded: Tensor | None,
-    noise: float,
-) -> bool:
-    relative, absolute = UNDEMANDED.get(computed_in, (1.3e-6, 1e-5))
-    in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(computed_in).eps) * largest)
-    allowed = in_all + NOISE_TIMES * noise + relative * _finite(_wide(other)).abs()
-    if rounded is not None and rounded.shape == other.shape:
-        allowed += torch.finfo(other.dtype).eps * _finite(rounded)
-    return bool((differences <= allowed).all())
-
-
-def _differences(mine: Tensor, other: Tensor) -> Tensor:
-    """Absolute differences, entry by entry, in float64; entries that are not finite are dropped."""
-    return (_finite(_wide(mine)) - _finite(_wide(other))).abs()
+def _same(mine: Tensor, other: Tensor) -> bool:
+    """Equality of bits: tells -0 from 0. All NaNs count as equal, since hardware leaves their bits open."""
+    if mine.is_complex():
+        mine, other = torch.view_as_real(mine), torch.view_as_real(other)
+    if same_bits(mine, other) or not other.is_floating_point():
+        return same_bits(mine, other)
+    return bool(other.isnan().any()) and same_bits(
+        *(t.double().masked_fill(t.isnan(), math.nan) for t in (mine, other))
+    )
 
 
 def _finite(wide: Tensor) -> Tensor:
     """The same with 0 for entries that are not finite."""
     return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))
-
-
-def _alike_where_not_finite(mine: Tensor, other: Tensor) -> bool:
-    """Whether entries that are not finite in one are NaN, or the same infinity, in both. No tolerance covers them."""
-    mine, other = _wide(mine), _wide(other)
-    places = ~(mine.isfinite() & other.isfinite())
-    return _same_bits(mine[places], other[places])
-
-
-def _same_bits(mine: Tensor, other: Tensor) -> bool:
-    """Equality of bits: tells -0 from 0. All NaNs count as equal, since hardware leaves their bits open."""
-
-    def same(mine: Tensor, other: Tensor) -> bool:
-        return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)))
-
-    mine, other = _real(mine), _real(other)
-    if same(mine, other) or not other.is_floating_point():
-        return same(mine, other)
-    mine, other = mine.double(), other.double()
-    return bool(other.isnan().any()) and same(
-        *(tensor.masked_fill(tensor.isnan(), math.nan) for tensor in (mine, other))
-    )
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -1,17 +1,16 @@
-"""Whether the microbatches of a batch make what the whole batch does, and if not, why.
+"""Whether a batch is the sum of its microbatches, and if not, why.
 
 A pipeline's loss is made of its microbatches' losses. That equals the batch's loss only if rows do not depend on each
-other and the loss is a mean over them. Both are tested here on the unsplit model: with the whole batch at once, then
-with batch norm and dropout off and in double precision, so that what remains is not rounding.
+other and the loss is a mean over them. Both are tested here on the unsplit model, with the whole batch at once: in
+double precision, so that what remains is not rounding, and in evaluation, without batch norm's statistics and dropout.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +28,11 @@ from penstock.runtime.batch.microbatches import Microbatches, split
 from penstock.runtime.loss.loss import Loss, Reduction, no_loss, own_loss, weighted_sum, weights
 from penstock.runtime.loss.of_torch import advice, padding
 from penstock.runtime.loss.parts import loss_in
+from penstock.runtime.model.state_dicts import evaluating
 from penstock.trees import flatten, leaf_tensors, map_tensors, unflatten
 from penstock.words import shortened
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}
-"""How much losses may differ through rounding, over the largest of them; 2e-2 in half precision."""
-
-_QUIET_TOLERANCE = 1e-7
-"""The same in double precision, with nothing random: a larger difference is not rounding."""
-
 _WHOLE = Dims("batch", (("", None),))
-
-_UNLESS = "If that is meant, pass whole_batch=False"
 
 _TOGETHER = (
     "keep those that belong together next to each other in the batch, so that a microbatch has all of them, pass them "
@@ -57,17 +49,16 @@ class _Ran:
     largest: float
     outputs: list[Any]
 
+    def is_close(self, other: _Ran) -> bool:
+        """Whether two losses differ by no more than rounding, over the largest microbatch's."""
+        dtypes = {leaf.dtype for leaf in leaf_tensors(other.outputs) if leaf.is_floating_point()}
+        tolerance = 1e-7 if dtypes <= {torch.float64} else 2e-5 if dtypes <= {torch.float64, torch.float32} else 2e-2
+        return abs(self.loss - other.loss) <= tolerance * max(self.largest, other.largest)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """One replica's batch and the unsplit model.
-
-    Attributes:
-        alone: a pipeline of one rank; its model's values are changed.
-        batch: the whole batch, uncut.
-        cutting: how the microbatches came about.
-        pieces: the microbatches.
-    """
+    """One replica's batch, uncut and in the pieces that `cutting` made of it, and the unsplit model in `alone`."""
 
     alone: Pipeline
     batch: Microbatch
@@ -81,217 +72,121 @@ class Whole:
         leaves = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target)).leaves
         if len(self.pieces) < 2 or any(isinstance(leaf, Microbatches) for leaf in leaves):
             return None
+        with suppress(Exception), _widened(self.alone.model):  # float32 may be written into its code
+            return self._compare()
         try:
-            whole = self._run([self.batch])
+            return self._compare()
         except Exception as error:  # from the user's code: some models take no more than a microbatch
             told = f"the model raised on the whole batch ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
             if self.cutting.split is not None:
                 told = "the model takes what split= makes of a batch, so that there is no whole batch to compare with"
-            return WholeBatch(float("nan"), float("nan"), "missing", told)
-        parts = self._run(self.pieces)
-        if not math.isfinite(parts.loss) and not math.isfinite(whole.loss):
-            return WholeBatch(parts.loss, whole.loss, "explained", "what is not finite cannot be compared")
-        if _close(parts, whole, self._tolerance):
-            return WholeBatch(parts.loss, whole.loss, "close")
+            return WholeBatch(math.nan, math.nan, "missing", told)
+
+    def _compare(self) -> WholeBatch:
+        model, session = self.alone.model, self.alone.session
+        whole, parts = self._run([self.batch]), self._run(self.pieces)
+        losses = parts.loss, whole.loss
+        if not any(map(math.isfinite, losses)):
+            return WholeBatch(*losses, "explained", "what is not finite cannot be compared")
+        if parts.is_close(whole):
+            return WholeBatch(*losses, "close")
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+        drawing = list(session.drawing_modules)
+        known = [
+            *([f"batch norm ({shortened(norms)}) takes its statistics from the rows that it sees"] if norms else []),
+            *([f"random numbers ({shortened(drawing)}) are drawn for each microbatch"] if drawing else []),
+        ] or ["something in the model that acts in training alone, and looks at several rows"]
+        reach = Reach(model)
         try:
-            verdict, why = self._explain()
-        except Exception as error:  # from the user's code, called in a way that it did not expect
-            verdict, why = "warning", f"the cause could not be found ({type(error).__name__}: {error})"
-        return WholeBatch(parts.loss, whole.loss, verdict, why)  # type: ignore[arg-type]
+            with evaluating(session.split, self.loss):
+                whole, parts = self._run([self.batch]), self._run(self.pieces)
+                if parts.is_close(whole):
+                    return WholeBatch(*losses, "explained", "; ".join(known))
+                if self._run([self.batch], stream=1).loss != whole.loss:
+                    kept = reach.names_changed()
+                    changes = kept and f"the forward changes what it keeps from call to call: {shortened(kept)}"
+                    drawn = "the model draws random numbers, which cannot be switched off"
+                    return WholeBatch(*losses, "explained", changes or drawn)
+                return WholeBatch(*losses, *self._cause(parts, whole))  # type: ignore[arg-type]
+        except Exception as error:  # from the user's code: models may return something else in evaluation
+            return WholeBatch(*losses, "warning", f"the cause could not be found ({type(error).__name__}: {error})")
 
-    @property
-    def _tolerance(self) -> float:
-        return _TOLERANCES.get(next((p.dtype for _, p in self.alone.session.all_parameters()), torch.float32), 2e-2)
-
-    def _explain(self) -> tuple[str, str]:
-        model, drawing = self.alone.model, self.alone.session.drawing_modules
-        updated = [name for stage in self.alone.stages for name in stage.updated]
-        norms = {n: m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training}
-        glue = list(model.modules()) if self.alone.session.draws_in_glue else []
-        with _off([*drawing.values(), *norms.values(), *glue]):
-            wide = self._widened()
-            tolerance = _QUIET_TOLERANCE if wide else 10 * self._tolerance
-            run = partial(self._run, wide=wide)
-            parts, whole = run(self.pieces), run([self.batch])
-            if _close(parts, whole, tolerance):
-                return self._meant(norms, drawing, updated)
-            reach = Reach(model)
-            if run([self.batch]).loss != whole.loss and (kept := reach.names_changed()):
-                return "explained", f"the forward changes what it keeps from call to call: {shortened(kept)}"
-            if run([self.batch], stream=1).loss != whole.loss:
-                return "explained", "the model draws random numbers, which cannot be switched off"
-            depend = self._rows_depend(parts.outputs, whole.outputs[0])
-            losses = self._losses(run)
-            slack = tolerance * whole.largest
-            is_sum = self.reduction == "mean" and abs(sum(losses) - whole.loss) <= 1e-6 * abs(whole.loss)
-            if is_sum and not depend:
-                return "warning", "the loss is a sum over rows; pass reduction='sum'"
-            beyond = not min(losses) - slack <= whole.loss <= max(losses) + slack
-            if depend is False:
-                return "warning", self._no_mean(whole, beyond=beyond, wide=wide)
-            elsewhere = self._along_another(run, whole, tolerance)
-            if elsewhere:
-                return "different", elsewhere
-            if self._agree_in_evaluation(run, tolerance):
-                return "explained", "something in the model that acts in training alone, and looks at several rows"
-        if depend is None:
+    def _cause(self, parts: _Ran, whole: _Ran) -> tuple[str, str]:
+        """The verdict where nothing is left to chance."""
+        depend, each = self._rows_depend(parts.outputs, whole.outputs[0]), [math.nan]
+        for piece in self.pieces:
+            with suppress(ArgumentError):  # no target counts in it
+                each.append(self._run([piece]).loss)
+        each = [*filter(math.isfinite, each)] or each
+        if not depend and self.reduction == "mean" and abs(sum(each) - whole.loss) <= 1e-6 * abs(whole.loss):
+            return "warning", "the loss is a sum over rows; pass reduction='sum'"
+        beyond = not min(each) * (1 - 1e-7) <= whole.loss <= max(each) * (1 + 1e-7)  # no weights make it of theirs
+        compares = "in the loss samples depend on each other (pairs, a contrastive loss), and each has only its own"
+        if depend is False and beyond:
+            return "warning", f"the outputs agree, but {compares}: {_TOGETHER}"
+        if depend is False:
+            targets, sizes = [piece.target for piece in self.pieces], [piece.rows or 1 for piece in self.pieces]
+            advised = advice(self.loss, self.reduction) or padding(self.loss, targets, sizes)
             return "warning", (
-                "rows of the batch depend on each other (is the batch in dimension 1? see batch_dims=; if pairs of "
-                f"them are compared, {_TOGETHER})" + ("" if beyond else ", or the loss weights them (see reduction=)")
+                "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
+                "of classes), and gradients are those of the microbatches' losses; "
+                + (advised or f"pass reduction= what gives the weight of a microbatch. Or {compares}: {_TOGETHER}")
             )
         if self.cutting.inputs.stated or self.cutting.split is not None:
             return "warning", f"rows of the batch depend on each other, as batch_dims= or split= cuts it: {_TOGETHER}"
-        sequence_first = self._sequence_first()
-        return "different" if sequence_first else "warning", (
-            "rows of the batch depend on each other. Is the batch in dimension 1? Then pass batch_dims=1"
-            + (f"{sequence_first}. {_UNLESS}" if sequence_first else f". Or does it compare samples? Then {_TOGETHER}")
-        )
-
-    def _meant(
-        self, norms: Mapping[str, nn.Module], drawing: Mapping[str, nn.Module], updated: Sequence[str]
-    ) -> tuple[str, str]:
-        """The verdict if microbatches do what the batch does once all of this is off."""
-        found = [
-            *([f"batch norm ({_listed(norms)}) takes its statistics from the rows that it sees"] if norms else []),
-            *([f"random numbers ({_listed(drawing)}) are drawn for each microbatch"] if drawing else []),
+        kinds, named = (nn.RNNBase, nn.MultiheadAttention), self.alone.model.named_modules()
+        first = [
+            f"{type(m).__name__} {n}: batch_first=False" for n, m in named if isinstance(m, kinds) and not m.batch_first
         ]
-        if not found and updated:
-            found = [f"the forward updates buffers ({_listed(updated)}) from microbatch to microbatch"]
-        return ("explained", "; ".join(found)) if found else ("close", "")
+        if (along := self._is_along_another(whole)) or (depend and first):
+            return "different", (
+                f"rows along dimension 0 depend on each other{', and along dimension 1 they do not' if along else ''}: "
+                "the batch is in dimension 1; pass batch_dims=1, or what holds for each input, target and output"
+                f"{f' ({shortened(first)})' if first else ''}. If that is meant, pass whole_batch=False"
+            )
+        weighted = "" if beyond or depend else ", or the loss weights them (see reduction=)"
+        asks = "Is the batch in dimension 1? Then pass batch_dims=1. Or are samples compared? Then"
+        return "warning", f"rows of the batch depend on each other{weighted}. {asks} {_TOGETHER}"
 
     def _rows_depend(self, parts: Sequence[Any], whole: Any) -> bool | None:
         """Whether outputs of microbatches differ from the whole's rows; None if that cannot be determined."""
-        try:
-            if self.cutting.merge is not None:
-                pairs = list(zip(leaf_tensors(self.cutting.merge(list(parts))), leaf_tensors(whole), strict=True))
-            else:
-                pairs = list(self._joined(parts, whole))
-        except Exception:  # from the user's merge, or because outputs are not alike
+        flat, merge, pairs = flatten(whole), self.cutting.merge, list[tuple[Tensor, Tensor]]()
+        with suppress(Exception):  # from the user's merge, or because outputs are not alike
+            merged = leaf_tensors(merge(list(parts))) if merge is not None else []
+            columns = zip(*(flatten(part).leaves for part in parts), strict=True)
+            for index, (leaf, path, column) in enumerate(zip(flat.leaves, flat.paths, columns, strict=True)):
+                dim = self.cutting.output.of(path)
+                if isinstance(leaf, Tensor) and leaf.dim() and isinstance(dim, int):
+                    pairs.append((merged[index] if merge is not None else torch.cat(column, dim), leaf))
+        pairs = [(mine.double(), other.double()) for mine, other in pairs if mine.shape == other.shape]
+        if not pairs:
             return None
-        pairs = [(mine, other) for mine, other in pairs if mine.shape == other.shape and other.dim()]
-        return any(not _same(mine, other) for mine, other in pairs) if pairs else None
+        small = [1e-6 if other.dtype == torch.float64 else 1e-3 for _, other in pairs]
+        return any((m - o).abs().max() > s * o.abs().max() for (m, o), s in zip(pairs, small, strict=True) if o.numel())
 
-    def _joined(self, parts: Sequence[Any], whole: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        flats, flat = [flatten(part) for part in parts], flatten(whole)
-        columns = zip(*(one.leaves for one in flats), strict=True)
-        for column, leaf, path in zip(columns, flat.leaves, flat.paths, strict=True):
-            dim = self.cutting.output.of(path)
-            if isinstance(leaf, Tensor) and isinstance(dim, int) and -leaf.dim() <= dim < leaf.dim():
-                sizes = [part.shape[dim] for part in column]
-                if sum(sizes) == leaf.shape[dim]:
-                    yield torch.cat(list(column), dim), leaf
+    def _is_along_another(self, whole: _Ran) -> bool:
+        """Whether two halves along dimension 1 make what the whole batch does."""
+        flat = flatten((self.batch.args, dict(self.batch.kwargs), self.batch.target))
+        rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
+        sizes = [rows - rows // 2, rows // 2]
 
-    def _losses(self, run: Any) -> list[float]:
-        """Those of the microbatches, each by itself, but not of ones in which no target counts."""
-        found = [math.nan]
-        for piece in self.pieces:
-            with suppress(ArgumentError):
-                found.append(run([piece]).loss)
-        return [*filter(math.isfinite, found)] or found
+        def half(index: int) -> Microbatch:
+            def cut(leaf: Any) -> Any:
+                dims = [d for d in (1, 0) if isinstance(leaf, Tensor) and leaf.dim() > d and leaf.shape[d] == rows]
+                return torch.split(leaf, sizes, dims[0])[index] if dims else leaf
 
-    def _no_mean(self, whole: _Ran, *, beyond: bool, wide: bool) -> str:
-        """Why losses do not make that of the batch. `beyond`: no weights make it of them, as for CLIP, whose loss grows
-        with the number of samples."""
-        if beyond or self._loss_compares(whole.outputs[0], wide=wide):
-            return (
-                "the outputs agree, but in the loss samples depend on each other (pairs, a contrastive loss), and each "
-                f"microbatch has only its own: {_TOGETHER}"
-            )
-        advised = padding(self.loss, [piece.target for piece in self.pieces], [p.rows or 1 for p in self.pieces])
-        return (
-            "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights of "
-            "classes), and gradients are those of the microbatches' losses; "
-            f"{advice(self.loss, self.reduction) or advised or 'pass reduction= what gives the weight of a microbatch'}"
-        )
+            return Microbatch._make((*unflatten([*map(cut, flat.leaves)], flat.structure), sizes[index]))
 
-    def _loss_compares(self, output: Any, *, wide: bool) -> bool:
-        """Whether a sample's gradient depends on other samples' outputs. For this, half of them are mixed with their
-        neighbors': one of each pair next to each other, and of some pair in two halves. False if that cannot be
-        determined.
-        """
-        flat, target = flatten(output), _owned(_wide(self.batch) if wide else self.batch, self.alone.device).target
-        floats = {i for i, x in enumerate(flat.leaves) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()}
-        dims = {i: dim for i in floats if isinstance(dim := self.cutting.output.of(flat.paths[i]), int)}
-        odd = {i: [k.bit_count() % 2 == 1 for k in range(flat.leaves[i].shape[dim])] for i, dim in dims.items()}
+        with suppress(Exception):  # the model or its loss does not allow it: then nothing is known
+            return rows > 1 and self._run([half(0), half(1)]).is_close(whole)
+        return False
 
-        def gradients(*, mixed: bool) -> list[Tensor]:
-            """Those of the samples that are never mixed."""
-            leaves = list(flat.leaves)
-            for i, dim in dims.items():
-                rows = leaves[i].movedim(dim, 0).clone()
-                if mixed:
-                    rows[odd[i]] = (rows + rows.roll(1, 0))[odd[i]] / 2
-                leaves[i] = rows.movedim(0, dim).requires_grad_()
-            with torch.enable_grad(), self.alone.session.drawing() as streams:
-                streams.begin_loss(0)
-                value = loss_in(self.loss(unflatten(leaves, flat.structure), target))  # type: ignore[misc]
-                found = torch.autograd.grad(value, [leaves[i] for i in dims], materialize_grads=True)
-            return [g.movedim(dim, 0)[~torch.tensor(odd[i])] for g, (i, dim) in zip(found, dims.items(), strict=True)]
-
-        try:
-            return not all(map(_same, gradients(mixed=False), gradients(mixed=True)))
-        except Exception:  # from the user's loss, or there is none
-            return False
-
-    def _along_another(self, run: Any, whole: _Ran, tolerance: float) -> str:
-        """What to say about a batch whose rows are independent along dimension 1; empty if they are not."""
-        inputs = (self.batch.args, dict(self.batch.kwargs))
-        try:
-            halves = _halves(inputs, self.batch.target)
-            if halves is None:
-                return ""
-            parts = run(halves)
-            agree = _agree_somewhere(parts.outputs, whole.outputs[0])
-            if agree is False or (agree is None and not _close(parts, whole, tolerance)):
-                return ""
-        except Exception:  # the model, its loss or its outputs do not allow it: then nothing is known
-            return ""
-        return (
-            "rows along dimension 0 depend on each other, and along dimension 1 they do not: the batch is in dimension "
-            f"1; pass batch_dims=1, or what holds for each input, target and output{self._sequence_first()}. {_UNLESS}"
-        )
-
-    def _sequence_first(self) -> str:
-        kinds = (nn.RNNBase, nn.MultiheadAttention)
-        named = self.alone.model.named_modules()
-        found = [f"{type(m).__name__} {n!r}" for n, m in named if isinstance(m, kinds) and not m.batch_first]
-        return f" ({_listed(found)}: batch_first=False)" if found else ""
-
-    def _agree_in_evaluation(self, run: Any, tolerance: float) -> bool:
-        modes = {module: module.training for module in self.alone.model.modules()}
-        self.alone.model.eval()
-        try:
-            return _close(run(self.pieces), run([self.batch]), tolerance)
-        except Exception:  # models may return something else in evaluation
-            return False
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-
-    def _widened(self) -> bool:
-        """Whether the model could be converted to double precision, and runs that way."""
-        model = self.alone.model
-        parameters = [(parameter, parameter.data) for parameter in model.parameters()]
-        buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
-        model.double()
-        try:
-            self._run([self.batch], wide=True)
-        except Exception:  # float32 is written into its code
-            for parameter, data in parameters:
-                parameter.data = data
-            for module, named in buffers:
-                for name, buffer in named.items():
-                    setattr(module, name, buffer)
-            return False
-        return True
-
-    def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0, wide: bool = False) -> _Ran:
+    def _run(self, pieces: Sequence[Microbatch], *, stream: int = 0) -> _Ran:
         """Forward and loss of each piece, all from the same buffers, which are left as they were."""
-        alone, loss = self.alone, self.loss
-        outputs: list[Any] = []
-        losses: list[Tensor] = []
+        alone, loss, outputs, losses = self.alone, self.loss, list[Any](), list[Tensor]()
         before = [(buffer, buffer.detach().clone()) for buffer in alone.model.buffers() if not buffer.is_meta]
-        pieces = [_owned(_wide(piece) if wide else piece, alone.device) for piece in pieces]
+        is_wide = all(p.dtype == torch.float64 for p in alone.model.parameters() if p.is_floating_point())
+        pieces = [_owned(piece, alone.device, is_wide) for piece in pieces]
         wanted = [piece.kwargs.get("labels") if loss is None else piece.target for piece in pieces]
         weighted = weights(self.reduction, [piece.rows or 1 for piece in pieces], wanted)
         with alone.session.drawing() as streams, computing(0, 0):
@@ -315,72 +210,24 @@ class Whole:
 
 
 @contextmanager
-def _off(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Puts just these modules, not their children, in evaluation mode."""
-    before = [(module, module.training) for module in modules]
-    for module in modules:
-        module.training = False
+def _widened(model: nn.Module) -> Iterator[None]:
+    """Converts a model to double precision, and back."""
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [(module, dict(module.named_buffers(recurse=False))) for module in model.modules()]
+    model.zero_grad()
+    model.double()
     try:
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for parameter, data in parameters:
+            parameter.data = data
+        for module, named in buffers:
+            for name, buffer in named.items():
+                setattr(module, name, buffer)
 
 
-def _close(parts: _Ran, whole: _Ran, tolerance: float) -> bool:
-    return abs(parts.loss - whole.loss) <= tolerance * max(parts.largest, whole.largest)
-
-
-def _same(mine: Tensor, other: Tensor) -> bool:
-    if not mine.is_floating_point():
-        return torch.equal(mine, other)
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    tolerance = {torch.float64: 1e-6, torch.float32: 1e-3}.get(other.dtype, 5e-2)
-    return torch.allclose(mine, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
-
-
-def _agree_somewhere(parts: Sequence[Any], whole: Any) -> bool | None:
-    """Whether outputs of pieces, joined along some dimension, are the whole's; None if no dimension fits."""
-    found: list[bool] = []
-    for column, leaf in zip(zip(*map(leaf_tensors, parts), strict=True), leaf_tensors(whole), strict=True):
-        dims = [d for d in range(leaf.dim()) if sum(part.shape[d] for part in column) == leaf.shape[d]]
-        joined = [torch.cat(column, d) for d in dims if len({(*p.shape[:d], *p.shape[d + 1 :]) for p in column}) == 1]
-        if joined:
-            found.append(any(_same(one, leaf) for one in joined if one.shape == leaf.shape))
-    return all(found) if found else None
-
-
-def _halves(inputs: Any, target: Any) -> list[Microbatch] | None:
-    """The batch in two, cut along dimension 1 wherever that has the most common size."""
-    flat = flatten((*inputs, target))
-    rows = next((leaf.shape[1] for leaf in flat.leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), 0)
-    if rows < 2:
-        return None
-    sizes = (rows - rows // 2, rows // 2)
-
-    def cut(leaf: Any) -> Sequence[Any]:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return (leaf, leaf)
-        dim = 1 if leaf.dim() > 1 and leaf.shape[1] == rows else 0
-        return torch.split(leaf, list(sizes), dim) if leaf.shape[dim] == rows else (leaf, leaf)
-
-    columns = zip(*map(cut, flat.leaves), strict=True)
-    return [
-        Microbatch._make((*unflatten(column, flat.structure), size))
-        for column, size in zip(columns, sizes, strict=True)
-    ]
-
-
-def _owned(piece: Microbatch, device: torch.device) -> Microbatch:
-    tree = (piece.args, dict(piece.kwargs), piece.target)
+def _owned(piece: Microbatch, device: torch.device, is_wide: bool) -> Microbatch:
+    """The same in memory of its own, and in double precision if the model is."""
+    tree: Any = (piece.args, dict(piece.kwargs), piece.target)
+    tree = map_tensors(lambda x: x.double() if is_wide and x.is_floating_point() else x, tree)
     return Microbatch._make((*split(tree, (1,), "batch", device, _WHOLE)[0], piece.rows))
-
-
-def _wide(piece: Microbatch) -> Microbatch:
-    tree = (piece.args, dict(piece.kwargs), piece.target)
-    return Microbatch._make((*map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree), piece.rows))
-
-
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
-    some = list(names)
-    return ", ".join(some[:3]) + (f" and {len(some) - 3} more" if len(some) > 3 else "")

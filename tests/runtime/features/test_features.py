@@ -94,7 +94,7 @@ def test_a_kind_of_recomputation_is_a_class_and_a_line(monkeypatch: pytest.Monke
     assert report.ok
     said = "recompute='every_second': its own choice of forwards runs again in backward, out of those on stages 0-1"
     assert said in report.notes
-    stages, steps = 2, 2
+    stages, steps = 2, 3
     assert sorted(EverySecond.ran_again) == sorted([1, 3] * stages * steps)
 
 

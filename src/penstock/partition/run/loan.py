@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,22 +143,31 @@ def _fake_memory(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> 
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+def generators() -> Callable[[], None]:
+    """What puts torch's, Python's and numpy's generators back to where they are now."""
+    numpy, cuda = sys.modules.get("numpy"), torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    puts: list[Callable[[], object]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+        *([partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())] if cuda else []),
+        *([partial(numpy.random.set_state, numpy.random.get_state())] if numpy else []),
+    ]
+
+    def put() -> None:
+        for each in puts:
+            each()
+
+    return put
+
+
 @contextmanager
 def untouched_generators() -> Iterator[None]:
     """Restores torch's, Python's and numpy's generators on exit."""
-    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    torch_states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy.random.get_state() if numpy else None
+    restore, numpy = generators(), sys.modules.get("numpy")
     random.seed()  # a new state, so that a forward that seeds it is noticed whatever the old state was
     if numpy:
         numpy.random.seed()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_states[0])
-        if torch_states[1] is not None:
-            torch.cuda.set_rng_state_all(torch_states[1])
-        random.setstate(before[0])
-        if numpy:
-            numpy.random.set_state(before[1])
+        restore()

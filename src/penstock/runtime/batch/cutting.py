@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.compat import is_block_mask
 from penstock.errors import ArgumentError, ShapeError
 from penstock.runtime.batch import microbatches as batches
 from penstock.runtime.batch.batch_dims import BatchDims, Dim, Dims, parse, plain
 from penstock.runtime.batch.merging import join, refuse_missing
 from penstock.runtime.batch.microbatches import CutBatch, Microbatches
+from penstock.runtime.exact.rules import outside_autocast
 from penstock.schedule import MICROBATCHES
-from penstock.trees import flatten
+from penstock.trees import flatten, unflatten
 from penstock.words import counted
 
 
@@ -130,6 +132,30 @@ class Cutting:
         pieces = tuple(map(flatten, whole))
         sizes = tuple(piece.rows or 0 for piece in divided)
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
+
+    def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
+        """A batch with its rows in another order: each microbatch has those of another, as far as that is known."""
+        inputs = (batch.args, dict(batch.kwargs))
+        leaves = flatten((*inputs, batch.target)).leaves
+        if self.split is not None or any(isinstance(leaf, Microbatches) or is_block_mask(leaf) for leaf in leaves):
+            return batch
+        rows = batches.rows_of(inputs, "batch", self.inputs)
+
+        def moved(tree: Any, dims: Dims) -> Any:
+            flat = flatten(tree)
+
+            def one(leaf: Any, path: str) -> Any:
+                plain = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+                dim = dims.at(path, leaf, path) if plain else None
+                if dim is None or leaf.shape[dim] != rows:
+                    return leaf
+                with outside_autocast(leaf.device.type):  # which casts what `roll` joins
+                    return leaf.detach().roll(-(-rows // microbatches), dim).requires_grad_(leaf.requires_grad)
+
+            return unflatten([one(*pair) for pair in zip(flat.leaves, flat.paths, strict=True)], flat.structure)
+
+        args, kwargs = moved(inputs, self.inputs)
+        return Microbatch(args, kwargs, moved(batch.target, self.target), batch.rows)
 
     def of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> CutBatch:
         """One microbatch of exactly that many rows, whatever the number of microbatches: the first of the batch, or the

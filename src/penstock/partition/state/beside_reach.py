@@ -1,0 +1,139 @@
+"""State that `Reach` does not follow: attributes of classes, variables around functions, and values of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from types import CellType, FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.partition.state.closure_cells import EMPTY, contents
+from penstock.partition.state.library import is_library
+from penstock.partition.state.reach import Holder, Reach
+
+LARGEST_TENSOR = 2**20
+"""Larger ones, in bytes, are taken for data."""
+
+
+class Place(Protocol):
+    """Something that holds state: a `Holder`, or one of those below."""
+
+    @property
+    def before(self) -> Any:
+        """What it held when this was made."""
+
+    def is_changed(self) -> bool: ...
+    def copied(self) -> Any: ...
+    def put(self, entries: Any) -> None: ...
+
+
+def places_beside(held: Sequence[Any], own: Iterable[Tensor]) -> list[Place]:
+    """Those that `held`, the objects that a model reaches, lead to; not the tensors in `own`."""
+    kinds = {value if isinstance(value, type) else type(value) for value in held}
+    bases = {base for kind in kinds for base in kind.__mro__ if not is_library(base.__module__)}
+    cells = _cells([*held, *(value for base in bases for value in vars(base).values())])
+    known = {id(tensor) for tensor in own}
+    found = (tensor for value in (*held, *map(contents, cells.values())) for tensor in _tensors(value))
+    tensors = {id(tensor): tensor for tensor in found if id(tensor) not in known}
+    return [*map(_Cell, cells.values()), *map(_Class, bases), *map(_Values, tensors.values())]
+
+
+class _Cell:
+    """A variable around a function."""
+
+    def __init__(self, cell: CellType) -> None:
+        self._cell, self.before = cell, contents(cell)
+
+    def copied(self) -> Any:
+        return contents(self._cell)
+
+    def is_changed(self) -> bool:
+        return self.copied() is not self.before
+
+    def put(self, entries: Any) -> None:
+        if entries is not EMPTY:
+            self._cell.cell_contents = entries
+        elif self.copied() is not EMPTY:
+            del self._cell.cell_contents
+
+
+class _Class:
+    """The attributes of a class."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+        self.before = self.copied()
+
+    def copied(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self._kind).items() if not key.startswith("__")}
+
+    def is_changed(self) -> bool:
+        now = self.copied()
+        return now.keys() != self.before.keys() or any(value is not self.before[key] for key, value in now.items())
+
+    def put(self, entries: dict[str, Any]) -> None:
+        now = self.copied()
+        for key in now.keys() - entries.keys():
+            delattr(self._kind, key)
+        for key, value in entries.items():
+            if now.get(key, EMPTY) is not value:
+                setattr(self._kind, key, value)
+
+
+class _Values:
+    """The values of a tensor. They are put back without a new version, since graphs that saved it are its owner's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version, self.before = tensor, tensor._version, tensor.detach().clone()
+
+    def copied(self) -> Tensor:
+        return self._tensor.detach().clone()
+
+    def is_changed(self) -> bool:
+        return self._tensor._version != self._version
+
+    def put(self, entries: Tensor) -> None:
+        self._tensor.data.copy_(entries)
+        self._version = self._tensor._version if entries is self.before else -1
+
+
+def _cells(values: Iterable[Any]) -> dict[int, CellType]:
+    """The variables around functions, and around those that these hold."""
+    found: dict[int, CellType] = {}
+    todo = [*values]
+    while todo:
+        value = getattr(value := todo.pop(), "__func__", value)
+        cells = (value.__closure__ or ()) if isinstance(value, FunctionType) else ()
+        new = {id(cell): cell for cell in cells if id(cell) not in found}
+        found |= new
+        todo += map(contents, new.values())
+    return found
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """What a value is, or holds if it is a module, of plain tensors that are not large, such as data sets."""
+    found = (*value.parameters(), *value.buffers()) if isinstance(value, nn.Module) else (value,)
+    for tensor in found:
+        plain = isinstance(tensor, Tensor) and tensor.is_leaf and tensor.layout == torch.strided and not tensor.is_meta
+        if plain and (tensor.requires_grad or tensor.nbytes <= LARGEST_TENSOR):
+            yield tensor
+
+
+def reach_of(model: nn.Module, loss: Any) -> Reach:
+    """All that a model and its loss can reach."""
+    around = nn.Module()
+    around.model = model
+    around.loss = loss
+    return Reach(around)
+
+
+def held_by(place: Holder) -> Iterator[Any]:
+    """What a place held at first."""
+    entries = place.before
+    if isinstance(entries, dict):
+        yield from entries.values()
+    else:
+        yield from entries if isinstance(entries, (list, deque)) else (entries,)

@@ -1,0 +1,136 @@
+"""Notes what modules take and leave in a step, and the gradients that reach them, of a pipeline or an unsplit model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx, nn
+
+from penstock.partition.chance.gate import Gate
+from penstock.runtime.features.context import MakeFeature, StageContext
+from penstock.runtime.features.feature import NOTHING, Context, Feature
+from penstock.schedule import Action, Op
+from penstock.trees import leaf_tensors
+
+FORWARD = ("what enters {}", "what leaves {}", "what leaves {} when it runs again")
+BACKWARD = "the gradient that reaches {}"
+
+
+class Place(NamedTuple):
+    """A value: which of them, of which call of a module, in which microbatch."""
+
+    what: str
+    module: str
+    call: int
+    leaf: int
+    microbatch: int
+
+    @property
+    def text(self) -> str:
+        return self.what.format(repr(self.module))
+
+
+@dataclass(slots=True)
+class Trail:
+    """What one of the two computed in one step.
+
+    Attributes:
+        step: which step.
+        order: the modules to follow, in dataflow order; one may come again.
+        values: what entered and left modules, and the gradients that reached them.
+        terms: for each parameter, each microbatch's term of its gradient.
+        uses: for each tied parameter, the sum of each use's terms; the last use comes first.
+        stages: where a module's call was made.
+    """
+
+    step: int
+    order: Sequence[str] = ()
+    values: dict[Place, Tensor] = field(default_factory=dict)
+    terms: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    uses: Mapping[str, Mapping[int, Tensor]] = field(default_factory=dict)
+    stages: dict[Place, int] = field(default_factory=dict)
+    _microbatch: int = 0
+    _stage: int = 0
+    _again: bool = False
+    _calls: dict[int, Counter[str]] = field(default_factory=dict)
+    _begun: dict[tuple[int, int], Counter[str]] = field(default_factory=dict)
+
+    def begin(self, microbatch: int, stage: int = 0, *, backward: bool = False) -> None:
+        """Notes what runs next; in a backward, the forward may run again."""
+        self._microbatch, self._stage, self._again = microbatch, stage, backward
+        if backward:
+            self._calls[microbatch] = Counter(self._begun.get((microbatch, stage), Counter()))
+        else:
+            self._begun[microbatch, stage] = Counter(self._calls.setdefault(microbatch, Counter()))
+
+    @contextmanager
+    def following(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """Wraps the step."""
+        handles: list[Any] = []
+        for name in {*self.order}:
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, tensor in parameters.items():
+            if tensor.requires_grad:
+                handles.append(tensor.register_hook(partial(self._add, name)))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def by_stage(self) -> MakeFeature:
+        """A feature that notes which microbatch each stage computes."""
+        return lambda stage: _Noting(self, stage)
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._again:
+            self._note(FORWARD[0], name, (args, kwargs))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, result: Any) -> None:
+        for place, tensor in self._note(FORWARD[1 + self._again], name, result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._keep, place._replace(what=BACKWARD)))  # type: ignore[no-untyped-call]
+        self._calls[self._microbatch][name] += 1
+
+    def _note(self, what: str, name: str, value: Any) -> list[tuple[Place, Tensor]]:
+        call = self._calls.setdefault(self._microbatch, Counter())[name]
+        tensors = enumerate(leaf_tensors(value))
+        found = [(Place(what, name, call, leaf, self._microbatch), tensor) for leaf, tensor in tensors]
+        for place, tensor in found:
+            self._keep(place, tensor)
+            self.stages[place] = self.stages[place._replace(what=BACKWARD)] = self._stage
+        return found
+
+    def _keep(self, place: Place, tensor: Tensor) -> None:
+        self.values[place] = tensor.detach().clone()
+
+    def _add(self, name: str, term: Tensor) -> None:
+        terms, dense = self.terms.setdefault(name, {}), term.detach().clone()
+        terms[self._microbatch] = terms[self._microbatch] + dense if self._microbatch in terms else dense
+
+
+class _Noting(Feature):
+    def __init__(self, trail: Trail, stage: StageContext) -> None:
+        self._trail, self._stage = trail, stage.index
+
+    def around(self, action: Action) -> Context:
+        """Notes the action before it begins."""
+        assert action.microbatch is not None
+        self._trail.begin(action.microbatch, self._stage, backward=action.op is not Op.F)
+        return NOTHING
+
+
+def units_of(codes: Sequence[nn.Module]) -> Iterator[str]:
+    """The names of the modules that stages' code runs as a whole, in order; one may come again."""
+    for code in codes:
+        for node in code.graph.nodes if isinstance(code, fx.GraphModule) else ():
+            if node.op == "call_module":
+                module = code.get_submodule(str(node.target))
+                yield from units_of([module.inside]) if isinstance(module, Gate) else [str(node.target)]
