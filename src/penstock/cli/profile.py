@@ -190,7 +190,7 @@ def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[U
     rows = _alike(units)
     depth = max((unit.name.count(".") for unit in units), default=0)
     while len(rows) > most and depth:
-        rows = [[*group] for _, group in groupby(units, lambda unit, depth=depth: unit.name.split(".")[:depth])]
+        rows = [[*group] for _, group in groupby(units, lambda unit: unit.name.split(".")[:depth])]  # noqa: B023  (called at once)
         depth -= 1
     return [(_name(row), row) for row in rows]
 
