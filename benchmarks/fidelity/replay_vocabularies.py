@@ -1,4 +1,4 @@
-"""Replay: 8 GPUs, 128 microbatches, plain 1F1B and three ways to spread a vocabulary over all ranks."""
+"""Replay: 8 GPUs, 128 microbatches: plain 1F1B, and a vocabulary spread over all ranks in three ways."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from result import DATA, Result, summed
 
 from penstock.schedule import generate
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.simulate.passes_run import simulate_with
-from penstock.simulate.vocabulary import Vocabulary
 
 ADAM_BYTES, HBM_BYTES_PER_SECOND = 34, 2.0e12
 """What mixed-precision Adam reads and writes for a parameter, and an A100's peak bandwidth: an optimizer's estimate."""
@@ -32,16 +30,13 @@ def vocabulary() -> list[Result]:
         name, aim = f"vocabulary, {method}", "MAPE 0.7, worst 1.4" if rows is plain else "MAPE 1"
         theirs = f"closed form {summed(closed_form(row) / measured(row) - 1 for row in rows)}"
         ways = [("half a round trip as latency", False), ("sends block", True)]
-        for own in (False, True)[: 1 if rows is plain else 2]:
-            passes = "passes on every rank, " if own else "" if rows is plain else "part of the backward, "
-            seconds = [
-                [replayed(row, message[row["setting"]], block=block, own=own) for row in rows] for _, block in ways
-            ]
-            ways_seconds = [*zip([how for how, _ in ways], seconds, strict=True)]
-            with_optimizer = [one + optimizer(row) for one, row in zip(seconds[-1], rows, strict=True)]
-            for how, times in (*ways_seconds, ("sends block, optimizer from specs", with_optimizer)):
-                errors = tuple(one / measured(row) - 1 for one, row in zip(times, rows, strict=True))
-                found.append(Result(f"{name}: {passes}{how}", "step", errors, theirs, aim))
+        passes = "" if rows is plain else "part of the backward, "
+        seconds = [[replayed(row, message[row["setting"]], block=block) for row in rows] for _, block in ways]
+        ways_seconds = [*zip([how for how, _ in ways], seconds, strict=True)]
+        with_optimizer = [one + optimizer(row) for one, row in zip(seconds[-1], rows, strict=True)]
+        for how, times in (*ways_seconds, ("sends block, optimizer from specs", with_optimizer)):
+            errors = tuple(one / measured(row) - 1 for one, row in zip(times, rows, strict=True))
+            found.append(Result(f"{name}: {passes}{how}", "step", errors, theirs, aim))
     return found
 
 
@@ -58,23 +53,16 @@ def stage_seconds(row: Mapping[str, Any]) -> list[tuple[float, float]]:
     return [((f + e) / 1e6, (b + g + v) / 1e6) for f, b, e, g, v in columns]
 
 
-def replayed(row: Mapping[str, Any], message_seconds: float, *, block: bool, own: bool = False) -> float:
+def replayed(row: Mapping[str, Any], message_seconds: float, *, block: bool) -> float:
     """How long the step takes.
 
     Args:
         block: a rank that sends waits until the message has arrived, as in the traces.
-        own: vocabulary passes are passes of their own, with a collective that takes as long as a message; otherwise
-            they are parts of forwards and backwards.
     """
     ranks, sent = row["ranks"], message_seconds if block else 0.0
-    computed = zip(row["forward_us"], row["backward_us"], strict=True)
-    work = [(f / 1e6, b / 1e6) for f, b in computed] if own else stage_seconds(row)
-    costs = [StageCost(f + sent * (rank < ranks - 1), b + sent * (rank > 0), 0) for rank, (f, b) in enumerate(work)]
+    work = enumerate(stage_seconds(row))
+    costs = [StageCost(f + sent * (rank < ranks - 1), b + sent * (rank > 0), 0) for rank, (f, b) in work]
     link = LinkCost(0.0 if block else message_seconds)
-    if own:
-        layers = ([us / 1e6 for us in row[name]] for name in ("vocab_us", *EMBEDDING))
-        spread = Vocabulary(row["method"], *layers, message_seconds)
-        return simulate_with(spread.schedule(ranks, row["microbatches"]), costs, spread.passes(), link).makespan_seconds
     return simulate(generate("1f1b", ranks, row["microbatches"]), costs, link).makespan_seconds
 
 

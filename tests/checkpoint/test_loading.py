@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import ArgumentError, checkpoint
-from penstock.checkpoint.contents import Rest
 from scaffolding.models import squared_error
 from scaffolding.small import WIDTH, batch
 
@@ -49,14 +48,6 @@ def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypat
         monkeypatch.chdir("elsewhere")
         checkpoint.finish(pipe)
         assert path == checkpoint.latest(tmp_path / "checkpoints")
-
-
-def test_a_checkpoint_of_the_version_with_one_optimizer_is_read() -> None:
-    groups = [{"names": ("0.weight",), "options": {"lr": 0.1}}]
-    old = {"step": 3, "seed": 7, "extra": None, "others": {"a": {}}, "ties": {}, "optimizer": "SGD", "groups": groups}
-    read = Rest.from_values(old)
-    assert read.optimizers == {"optimizer": ("SGD", [(("0.weight",), {"lr": 0.1})])}
-    assert (read.step, read.others) == (3, {"others['a']": {}})
 
 
 def test_options_of_the_optimizers_groups_are_those_that_were_saved(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import output, penstock, refusal
+from command_line import output, refusal
 
 from penstock import __version__
 from penstock.cli._as_typed import in_options
@@ -44,7 +44,7 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
     [
         ("simulate --schedule gpipe --ranks 4 --forward 5ms", "--forward 5ms: expected a number, such as 1.5"),
         ("fabric --hosts four", "--hosts four: expected a whole number, such as 4"),
-        ("fabric train --trials x", "--trials x: expected a whole number, such as 4"),
+        ("fabric --trials x", "--trials x: expected a whole number, such as 4"),
         ("run --ranks two x.py", "--ranks two: expected a whole number, such as 4"),
         (
             "verify a:b --balance weight",
@@ -82,10 +82,3 @@ def test_so_does_a_model_that_has_too_few_layers(tmp_path: Path) -> None:
 
 def test_version() -> None:
     assert output("--version") == f"penstock {__version__}\n"
-
-
-def test_training_lists_no_option_that_it_refuses() -> None:
-    listed = output("fabric", "train", "--help")
-    assert "--warmup" in listed
-    assert not any(option in listed for option in ("--algorithm", "--overlap", "--iterations"))
-    assert penstock("fabric", "train", "--overlap").exit_code == 2

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.cli.demo import introduction
 from penstock.demo import data, show
-from penstock.demo.bubble import compare, stage_costs
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.demo.train import main, warmup_and_decay
@@ -240,8 +239,8 @@ def test_bubble_of_a_run_that_went_as_simulated() -> None:
     order = generate("1f1b", 2, 8)
     costs = [StageCost(1.0, 2.0, 0.0), StageCost(1.5, 2.5, 0.0)]
     ran = simulate(order, costs)
-    bubble = compare(order, [ran])
-    assert stage_costs(order, [ran]) == pytest.approx(costs)
+    bubble = show.compare(order, [ran])
+    assert show.stage_costs(order, [ran]) == pytest.approx(costs)
     assert bubble.measured == pytest.approx(bubble.simulated)
     assert bubble.textbook == pytest.approx(1 / 9)
     assert bubble.formula == "(p - 1)/(m + p - 1)"
@@ -256,7 +255,7 @@ def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
     for index in range(4, 8):  # the second rank's backwards start late, as after a slow message
         last.start[index] += 5
         last.end[index] += 5
-    bubble = compare(order, [slow])
+    bubble = show.compare(order, [slow])
     assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
 
 

@@ -50,11 +50,12 @@ def nothing_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 SIZES = ("--sizes", "4000")
+TRAINING = Path(__file__).parents[2] / "benchmarks/fabric/mlp_training.py"
 WRONG = {
     "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
     "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
-    "probe": "penstock fabric has no command 'probe': it has train, show, compare, predict, clean; with no command, ",
+    "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
     "sho": "did you mean 'show'?",
     "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
@@ -84,7 +85,6 @@ WRONG = {
     "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: give one of",
     "--sizes 4 --algorithm rings": "known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
-    "train --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
     "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
@@ -118,9 +118,6 @@ WRONG = {
     "show taken": "taken holds no run of penstock fabric: run.json: workload is missing",
     "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
-    "train --algorithm tree": "the training sums each layer's gradients with torch.distributed",
-    "train --overlap": "leave out --algorithm, --overlap and --iterations",
-    "train --hosts 1": "--hosts 1: a network has at least 2",
 }
 
 
@@ -337,7 +334,6 @@ def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     said = "backend 'nccl' is not available: this torch has gloo"
     assert refusal("fabric", *SIZES, "--backend", "nccl", *more) == said
-    assert refusal("fabric", "train", "--backend", "nccl") == said
 
 
 @pytest.mark.usefixtures("nothing_is_made")
@@ -371,7 +367,7 @@ def test_an_unknown_collective_gets_the_names_of_all() -> None:
 @pytest.mark.parametrize("how", [("--link", "100mbit"), ("--slow", "0=50%")])
 def test_where_no_hosts_can_be_made_links_are_refused(how: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "why_not", lambda: NO_ROOT)
-    for command in (("fabric", *SIZES), ("fabric", *SIZES, "--dry-run"), ("fabric", "train")):
+    for command in (("fabric", *SIZES), ("fabric", *SIZES, "--dry-run")):
         said = refusal(*command, *how)
         assert said == f"{NO_ROOT}. Without --link and --slow, hosts are plain processes of this machine"
     assert os.listdir() == []
@@ -481,7 +477,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """A training, and its emulation."""
     place = tmp_path_factory.mktemp("runs")
     training, emulation = place / "training", place / "emulation"
-    said = output("fabric", "train", "--hosts", "2", "--trials", "9", "--out", str(training))
+    asked = ("--ranks", "2", str(TRAINING), "--trials", "9", "--out", str(training))
+    assert penstock("run", *asked).exit_code == 0
+    said = output("fabric", "show", str(training))
     like = ("--like", str(training), "--hosts", "2", "--trials", "10", "--algorithm", "engine")
     return Runs(training, said, emulation, as_json("fabric", *like, "--out", str(emulation), "--chakra"))
 

@@ -76,7 +76,7 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, zoom: int, palett
     for rank in range(schedule.ranks):
         cells = "".join(line.partition("| ")[2] for line in lines if line.startswith(f"rank {rank} "))
         assert len(cells) == columns
-        idle = sum(cause for cause in outcome.idle[rank].values()) / unit
+        idle = sum(cause for cause in outcome.figures.idle[rank].values()) / unit
         gaps = len(outcome.timeline.tracks[rank]) + 1  # each gap's ends fall between the middles of columns
         assert abs(cells.count(".") - idle) <= gaps
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from command_line import penstock, refusal
 
-from penstock.cli import _size
+from penstock.cli import _order
 from penstock.schedule import Generator, generate, generators
 from penstock.schedule.generators import Numbers
 
@@ -35,7 +35,7 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
 def test_too_much_is_refused(options: tuple[str, ...]) -> None:
     says = refusal(*options)
     assert says.startswith(f"--ranks {options[4]} --microbatches {options[6]}: that makes ")
-    assert f"{_size.MOST:,} can be timed; give fewer ranks" in says
+    assert f"{_order.MOST:,} can be timed; give fewer ranks" in says
 
 
 def test_too_many_stages_are_refused_however_few_their_actions() -> None:
@@ -47,7 +47,7 @@ def test_too_many_stages_are_refused_however_few_their_actions() -> None:
 
 
 def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_size, "MOST", 500)
+    monkeypatch.setattr(_order, "MOST", 500)
     numbers = ("--ranks", "4", "--microbatches", "8")
     assert penstock("simulate", "--schedule", "zb-v", *numbers).exit_code == 0
     assert "actions, but at most 500 can be timed" in refusal("simulate", "--schedule", "all", *numbers)
@@ -56,15 +56,15 @@ def test_all_is_as_much_as_its_schedules_together(monkeypatch: pytest.MonkeyPatc
 def test_long_work_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--json")
     assert penstock(*options).stderr == ""
-    monkeypatch.setattr(_size, "ANNOUNCED", 60)
+    monkeypatch.setattr(_order, "ANNOUNCED", 60)
     done = penstock(*options)
     assert done.stderr == "penstock: timing 64 actions, which takes a while\n"
     assert json.loads(done.stdout)["makespan"] == 33
 
 
 def test_without_numba_it_says_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_size, "ANNOUNCED", 60)
-    monkeypatch.setattr(_size, "find_spec", lambda _: None)
+    monkeypatch.setattr(_order, "ANNOUNCED", 60)
+    monkeypatch.setattr(_order, "find_spec", lambda _: None)
     done = penstock("simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8", "--json")
     assert done.stderr.startswith(
         "penstock: timing 64 actions, which takes a while; numba makes it some times as quick"

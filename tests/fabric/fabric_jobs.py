@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from penstock.errors import FabricError
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
-from penstock.fabric.dtypes import OPS, USUAL
 from penstock.fabric.emulation import clock, links, probe, signals, start_board
 from penstock.fabric.emulation import trials as trials_module
 from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise, wrong
@@ -27,7 +26,7 @@ from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.emulation.trials import Trials
 from penstock.fabric.emulation.wires import Message, Wire
 from penstock.fabric.steps import Collective, StepList
-from penstock.fabric.workload import Transfer, Workload
+from penstock.fabric.workload import OPS, USUAL, Transfer, Workload
 
 CPU = torch.device("cpu")
 DTYPES = {size: TYPES[name] for size, name in USUAL.items()}

@@ -25,7 +25,7 @@ from penstock import owner
 from penstock.cli import app
 from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.algorithms import algorithms
-from penstock.fabric.emulation import joining
+from penstock.fabric.emulation import coordinate, joining
 from penstock.fabric.emulation.coordinate import emulate
 from penstock.fabric.emulation.joining import Members, first_line, joined
 from penstock.fabric.emulation.run_file import cause
@@ -241,6 +241,7 @@ def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch
     """As one that waits for another over the network. What would come three seconds after Ctrl-C never does."""
     (tmp_path / "deaf_host.py").write_text(DEAF)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setattr(coordinate, "EMULATION", "deaf_host")
     folder = tmp_path / "run"
 
     def interrupt() -> None:
@@ -250,7 +251,7 @@ def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch
     typist = threading.Thread(target=interrupt)
     typist.start()
     with pytest.raises(KeyboardInterrupt):
-        emulate(Spec(Workload.of_sizes([400]), 2, trials=1), folder, module="deaf_host")
+        emulate(Spec(Workload.of_sizes([400]), 2, trials=1), folder)
     typist.join()
     assert processes(str(folder)) == {}, "nothing runs any more when it returns"
     assert list(folder.glob("late-*")) == []

@@ -9,9 +9,8 @@ import pytest
 from drawn_runs import run_of
 
 from penstock.errors import ArgumentError
-from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.models import LinkFit, predict
-from penstock.fabric.ports import Port, Ports, changed, shaped_ports
+from penstock.fabric.ports import Port, Ports, changed, lower_bound_seconds, shaped_ports
 from penstock.fabric.results import results
 from penstock.fabric.steps import Collective
 from penstock.fabric.terms import known_algorithms

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from penstock.fabric.algorithms import ENGINE, algorithms
-from penstock.fabric.dtypes import OPS
 from penstock.fabric.emulation import clock, payload
 from penstock.fabric.emulation.spec import Spec
 from penstock.fabric.steps import Collective
-from penstock.fabric.workload import Transfer, Workload
+from penstock.fabric.workload import OPS, Transfer, Workload
 from scaffolding.ranks import Ranks
 
 SIZES = (1, 1001, 7)

@@ -214,7 +214,6 @@ def test_a_table_up_to_4096_hosts() -> None:
         assert set(row.seconds) == set(known_algorithms("all_reduce"))
     assert rows[-1].best == "halving-doubling"
     assert rows[-1].seconds["ring"] == pytest.approx(2 * 4095 * (1e-4 + 65536 * 8e-8 / 4096))
-    assert [set(row.seconds) for row in predictions(LINK, "all_reduce", 1, [3], ["ring"])] == [{"ring"}]
 
 
 @given(alphas, betas, st.sampled_from(COLLECTIVES), st.integers(2, 100), st.floats(0.1, 1e10))
@@ -237,7 +236,7 @@ def test_latency_rules_small_sizes_and_bandwidth_large_ones() -> None:
 # -- links.json -------------------------------------------------------------------------------------------------------
 
 
-def test_the_links_of_a_record_are_given_both_ways() -> None:
+def test_the_links_of_a_record_are_given_as_they_were_measured() -> None:
     record = {
         "links": [
             {"from": 0, "to": 1, "latency_seconds": 1e-4, "bytes_per_second": 1e7, "points": []},
@@ -248,7 +247,6 @@ def test_the_links_of_a_record_are_given_both_ways() -> None:
     made = json.loads(json.dumps(links_json(record)))
     assert made["links"] == [
         {"from": 0, "to": 1, "latency": 1e-4, "bandwidth": pytest.approx(1e7)},
-        {"from": 1, "to": 0, "latency": 1e-4, "bandwidth": pytest.approx(1e7)},
         {"from": 1, "to": 2, "latency": 3e-4},
         {"from": 2, "to": 1, "latency": 2e-4, "bandwidth": pytest.approx(5e6)},
     ]

@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 import scipy  # loads its parts when they are asked for
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ArgumentError
 from penstock.fabric.autocorrelation import correlation_time, effective_counts
 from penstock.fabric.statistics import (
     PERCENTILES,
-    StreamingQuantile,
     Summary,
     fewest,
     log_histogram,
@@ -197,30 +196,6 @@ def test_few_dependent_trials_have_no_mean_interval_that_explodes() -> None:
         samples = 200 + 50 * np.exp(_series(draw, 200, 0.9))
         interval = mean_interval(samples)
         assert interval is None or interval[1] - interval[0] < 4 * samples.std()
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 1000), st.sampled_from([0.5, 0.9, 0.99]), st.floats(1e-6, 1.0))
-def test_a_live_quantile_is_right_to_one_percent_in_the_memory_it_began_with(seed: int, q: float, scale: float) -> None:
-    samples = scale * np.random.default_rng(seed).lognormal(0, 1, 2000)
-    live = StreamingQuantile()
-    size = live._counts.nbytes
-    for one in samples[:1000]:
-        live.add(one)
-    live.add(samples[1000:])
-    assert live.quantile(q) == pytest.approx(np.quantile(samples, q, method="inverted_cdf"), rel=0.0051)
-    assert live._counts.nbytes == size < 64 * 1024
-    assert live.quantile(0.999) is None
-
-
-def test_a_live_quantile_waits_for_its_samples_and_takes_what_is_out_of_range() -> None:
-    live = StreamingQuantile()
-    live.add([1.0] * 367)
-    assert live.quantile(0.99) is None
-    live.add(0.0)
-    live.add(1e9)
-    assert live.quantile(0.99) == pytest.approx(1, rel=0.01)
-    assert live.count == 369
 
 
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), max_size=50))

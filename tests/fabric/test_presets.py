@@ -35,13 +35,3 @@ def test_trials_are_batches_times_epochs():
     assert presets.trials_of(60, 5) == 300
     with pytest.raises(ArgumentError, match="epochs=0"):
         presets.trials_of(60, 0)
-
-
-def test_compute_goes_in_front_of_each_transfer():
-    timed = presets.with_compute(presets.preset("mlp"), [0.4, 0.3, 0.2, 0.1], after=0.05)
-    assert [(t.name, t.compute_seconds) for t in timed.transfers] == [
-        ("fc4", 0.4), ("fc3", 0.3), ("fc2", 0.2), ("fc1", 0.1),
-    ]  # fmt: skip
-    assert timed.compute_seconds == 0.05
-    with pytest.raises(ArgumentError, match="3 times for the 4 transfers"):
-        presets.with_compute(presets.preset("mlp"), [1, 2, 3])

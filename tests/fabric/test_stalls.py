@@ -11,7 +11,7 @@ from made_runs import made_run
 
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
-from penstock.fabric.stalls import stalled
+from penstock.fabric.times import stalled
 from penstock.fabric.views.facts import facts
 from penstock.fabric.workload import Workload
 from penstock.network.parse import parse_link

@@ -11,7 +11,7 @@ from penstock.network.background import AHEAD_NS, Neighbour, Stream, arrivals, p
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
 from penstock.network.switch.filling import tables
-from penstock.network.switch.neighbours import Background
+from penstock.network.switch.serve import Background
 from penstock.network.topology import Topology
 
 

@@ -70,7 +70,7 @@ def test_network_that_nobody_counts_is_one_line(shaper: str | None, link: str | 
 def test_many_hosts_are_told_in_sum() -> None:
     lines = network_lines(described(40), told=told(40))
     assert lines[1] == (
-        "all hosts  out 48,000 frames, 60 MB (12 lost); in 48,000 frames, 60 MB (3 dropped because the queue was "
+        "all hosts  out 48,000 frames, 60.0 MB (12 lost); in 48,000 frames, 60.0 MB (3 dropped because the queue was "
         "full); neighbours 2.5 MB"
     )
     assert len(lines) == 3

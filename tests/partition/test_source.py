@@ -5,8 +5,7 @@ import torch
 from chained import NoStreams
 from torch import nn
 
-from penstock import compat, trees
-from penstock.demo import mlp_training
+from penstock import compat, demo, trees
 from penstock.errors import PartitionError
 from penstock.partition import Partitioner, source
 from penstock.partition.recorder import recorder
@@ -14,7 +13,7 @@ from penstock.partition.recorder import recorder
 
 def test_only_what_records_is_ours() -> None:
     assert all(source.is_ours(str(module.__file__)) for module in (compat, trees, recorder))
-    assert not source.is_ours(str(mlp_training.__file__))
+    assert not source.is_ours(str(demo.__file__))
     assert not source.is_ours(__file__)
 
 

@@ -10,13 +10,13 @@ from torch import nn
 import penstock
 from penstock.balance import read_profile
 from penstock.errors import ArgumentError
-from penstock.pipe import action_time
+from penstock.pipe import profiling
 
 
 def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {action_time.FEW: 1.0, action_time.MANY: 1.0 + 2 * 0.25 * (action_time.MANY - action_time.FEW) * 4}
-    monkeypatch.setattr(action_time, "_step_seconds", seconds.__getitem__)
-    monkeypatch.setattr(action_time, "_least", lambda _: 0.0)
+    seconds = {profiling.FEW: 1.0, profiling.MANY: 1.0 + 2 * 0.25 * (profiling.MANY - profiling.FEW) * 4}
+    monkeypatch.setattr(profiling, "_step_seconds", seconds.__getitem__)
+    monkeypatch.setattr(profiling, "_least", lambda _: 0.0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     drawn = torch.get_rng_state()
     found = penstock.profile(layers, (torch.randn(2, 8, generator=torch.Generator()),), budget_seconds=0.0)
@@ -27,7 +27,7 @@ def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_pipeline_with_nothing_to_do_runs() -> None:
-    assert 0 <= action_time.action_seconds() < 1
+    assert 0 <= profiling.action_seconds() < 1
 
 
 def test_files_without_it_are_read_and_odd_ones_refused() -> None:

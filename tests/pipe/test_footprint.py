@@ -8,16 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from penstock.partition import Partitioner
+from penstock.partition import NoStreams, Partitioner
 from penstock.partition.measure.footprint import Footprint, footprint
-from penstock.traffic.layers import _NoStreams
 from scaffolding import models
 
 
 @pytest.mark.parametrize("name", ["mlp", "skips", "convnet", "gpt", "encoder_decoder", "in_place", "dicts"])
 def test_a_stage_keeps_what_its_recording_saves(name: str) -> None:
     case = models.CASES[name]()
-    partition = Partitioner(case.model, 2, streams=_NoStreams(), sees_saved=True)(case.args, case.kwargs)
+    partition = Partitioner(case.model, 2, streams=NoStreams(), sees_saved=True)(case.args, case.kwargs)
     before = {key: value.clone() for key, value in partition.stages[0].module.state_dict().items()}
     found = [footprint(stage.module, [i.meta for i in stage.meta.inputs]) for stage in partition.stages]
     assert [each.kept for each in found if each is not None] == list(partition.saved)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.plan import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
-from penstock.plan.sums import sums_end
+from penstock.plan.predict import sums_end
 from penstock.schedule import Op, Schedule, generate, reduce_replicas
 from penstock.simulate import LinkCost, StageCost, memory, simulate
 

@@ -111,8 +111,8 @@ def test_each_op_has_a_kind() -> None:
 
 
 def test_the_style_sheet_has_every_colour_for_both_backgrounds() -> None:
-    sheet = css("body")
-    assert sheet.startswith("body {")
+    sheet = css()
+    assert sheet.startswith(":root {")
     light, media, _, forced = sheet.splitlines()
     for theme, lines in ((LIGHT, [light]), (DARK, [media, forced])):
         for line in lines:

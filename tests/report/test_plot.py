@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from penstock.errors import MissingExtraError, ScheduleError
 from penstock.report.colours import DARK, LIGHT, Kind, shade
 from penstock.report.plot import write_png
-from penstock.report.svg import panel_of, schedule_svg, timeline_svg
+from penstock.report.svg import panel_of, schedule_svg, svg
 from penstock.schedule import Action, Op, Placement, Row, Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
@@ -27,8 +27,8 @@ def timeline() -> Timeline:
 def test_a_notebook_shows_the_picture(timeline: Timeline) -> None:
     schedule = generate("zb-v", 2, 4)
     assert schedule._repr_html_() == schedule_svg(schedule)
-    assert timeline._repr_html_() == timeline_svg(timeline)
-    assert "2 ranks, 18 ms; bubble 33.3%" in timeline_svg(timeline)
+    assert timeline._repr_html_() == svg([panel_of(timeline)])
+    assert "2 ranks, 18 ms; bubble 33.3%" in svg([panel_of(timeline)])
 
 
 def test_a_notebook_does_not_wait_for_what_takes_long() -> None:

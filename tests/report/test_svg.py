@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from penstock.errors import ArgumentError
 from penstock.report.colours import DARK, LIGHT, Kind, shade
 from penstock.report.marks import Axis, said_of
-from penstock.report.svg import Panel, panel_of, schedule_svg, svg, timeline_svg
+from penstock.report.svg import Panel, panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
 from penstock.schedule.timeline import Span, Timeline
@@ -149,10 +149,10 @@ def test_times_are_in_their_unit() -> None:
 
 def test_messages_lie_below_what_is_computed_meanwhile() -> None:
     row = [Span(0, Action.parse("0F0"), 0, 2), Span(0, Action.parse("0SEND_F0"), 1, 2)]
-    (one, *_), (two, _, _, y, label) = drawn(timeline_svg(Timeline.merge([row])))
+    (one, *_), (two, _, _, y, label) = drawn(svg([panel_of(Timeline.merge([row]))]))
     assert one.startswith("forward")
     assert two == "send activations of microbatch 0, stage 0 to stage 1: 1 s to 2 s"
-    assert (y > drawn(timeline_svg(Timeline.merge([row])))[0][3], label) == (True, None)
+    assert (y > drawn(svg([panel_of(Timeline.merge([row]))]))[0][3], label) == (True, None)
 
 
 def test_a_name_is_not_taken_for_markup() -> None:
@@ -165,7 +165,7 @@ def test_names_under_the_pointer_can_be_left_out() -> None:
 
 
 def test_nothing_is_a_picture_too() -> None:
-    assert texts(timeline_svg(from_nanoseconds([[]])), "time") == ["0"]
+    assert texts(svg([panel_of(from_nanoseconds([[]]))]), "time") == ["0"]
     assert texts(svg([Panel("", Timeline(()))]), "time") == ["0"]
 
 

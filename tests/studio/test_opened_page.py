@@ -18,8 +18,9 @@ from penstock.report import write_perfetto
 from penstock.runs.folder import write_whole
 from penstock.schedule import generate
 from penstock.simulate import StageCost, simulate
-from penstock.studio import reports
+from penstock.studio import background
 from penstock.studio.app import Studio
+from penstock.studio.app import policy as policy_of
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
 from penstock.studio.opened import opened
@@ -107,7 +108,7 @@ def client(folder: Path, token: str = "t") -> TestClient:
 def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "gpt")
     answer = client(tmp_path).get("/report", params={"name": "gpt"})
-    assert answer.text == report_page(shown([folder])) == reports.report(folder)
+    assert answer.text == report_page(shown([folder])) == background.report(folder)
     policy = answer.headers["content-security-policy"]
     scripts = next(part for part in policy.split(";") if "script-src" in part)
     assert scripts.count("'sha256-") == 1
@@ -115,7 +116,7 @@ def test_a_report_is_that_of_the_command_and_runs_nothing_else(tmp_path: Path) -
     assert "default-src 'none'" in policy
     assert "connect-src" not in policy
     injected = answer.text.replace("<main>", '<main><script type="module">steal()</script><style>i {}</style>')
-    assert reports.policy(injected) == policy  # only the page's own are let run
+    assert policy_of(injected) == policy  # only the page's own are let run
 
 
 def test_a_report_needs_the_token_and_the_runs_folder(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from penstock.report.frame import frame
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
-from penstock.web import band, bundle, timeline_data
-from penstock.web.assets import asset, embedded
+from penstock.web.assets import asset, bundle, embedded
+from penstock.web.page_data import band, timeline_data
 
 LATENCY = 0.25
 

@@ -16,8 +16,8 @@ from penstock.report.said import said_of
 from penstock.schedule import Action, Op, add_communication, add_sharding, generate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.simulate import StageCost, critical_path, memory
-from penstock.web import band, curve, timeline_data
 from penstock.web.assets import STATIC, bundle
+from penstock.web.page_data import band, curve, timeline_data
 
 ZB = generate("zb-h1", 3, 5)
 INTERLEAVED = generate("interleaved-1f1b", 2, 4, 2)

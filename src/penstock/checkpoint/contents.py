@@ -73,10 +73,6 @@ class Rest:
 
     @classmethod
     def from_values(cls, read: dict[str, Any]) -> Rest:
-        if "groups" in read:  # of a version that took one optimizer
-            kind, groups = read.pop("optimizer"), [(group["names"], group["options"]) for group in read.pop("groups")]
-            read["optimizers"] = {} if kind is None else {"optimizer": (kind, groups)}
-            read["others"] = {f"others[{key!r}]": state for key, state in read["others"].items()}
         return cls(**read)
 
 

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from penstock.report.table import table
 from penstock.words import counted
 
 LONG_TABLE = 24
@@ -23,20 +23,16 @@ def show(report: Mapping[str, Any], console: Console, *, show_all: bool = False)
     """Prints what was compared, one row per value, and the summary."""
     rows = report["rows"]
     lines = list(fold(rows)) if len(rows) > LONG_TABLE and not show_all else [Line.of(row) for row in rows]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("value", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    table.add_column("stage", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("max|difference|", justify="right", no_wrap=True)
-    if any(line.step for line in lines):
-        table.add_column("step", justify="right", no_wrap=True)
+    steps = ["step"] if any(line.step for line in lines) else []
+    made = table("value", "name", "stage", "verdict", "max|difference|", *steps, left=4, overflow="fold")
+    for column in made.columns:
+        column.no_wrap = column.header != "name"
     for line in lines:
         verdict = Text(line.verdict, _STYLES.get(line.verdict, "bold red"))
         step = [str(line.step)] if line.step else []
         stages = ", ".join(map(str, line.stages))
-        table.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
-    console.print(table)
+        made.add_row(line.kind, Text(line.name), stages, verdict, f"{line.difference:.3g}", *step)
+    console.print(made)
     counts = {"rank": report["ranks"], "stage": report["stages"], "microbatch": report["microbatches"]}
     if report["replicas"] > 1:
         counts = {"replica": report["replicas"]} | counts

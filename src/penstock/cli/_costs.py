@@ -52,15 +52,12 @@ class MeasuredLinks(Mapping[tuple[int, int], LinkCost]):
         return len(self.pairs)
 
     @property
-    def slowest(self) -> LinkCost:
-        """A link with the longest latency and the least bandwidth of them all."""
-        known = [*self.pairs.values(), *([self.every] if self.every else [])]
-        return LinkCost(max(link.latency_seconds for link in known), min(link.bytes_per_second for link in known))
+    def known(self) -> list[LinkCost]:
+        return [*self.pairs.values(), *([self.every] if self.every else [])]
 
     @property
     def has_bandwidth(self) -> bool:
-        known = [*self.pairs.values(), *([self.every] if self.every else [])]
-        return any(link.bytes_per_second < math.inf for link in known)
+        return any(link.bytes_per_second < math.inf for link in self.known)
 
     def check(self, ranks: int, name: str) -> None:
         """Raises ArgumentError if there are fewer hosts than ranks and no cost for the other pairs."""
@@ -164,7 +161,7 @@ class Costs:
         """None if messages are free."""
         links = self.links
         if isinstance(links, MeasuredLinks):
-            return links.slowest
+            return LinkCost.slowest(links.known)
         return None if links == NO_COST or not isinstance(links, LinkCost) else links
 
     @property

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 from rich.console import Console
 
-from penstock.fabric.statistics import StreamingQuantile, fewest
+from penstock.fabric.statistics import fewest
 from penstock.fabric.views.text import live
 
 _SHOWN_SECONDS = 0.25
@@ -24,15 +25,15 @@ class Follower:
         self._names = names
         self._tell = tell
         self._iterations = iterations
-        self._times = [StreamingQuantile() for _ in names]
+        self._seconds: list[list[float]] = [[] for _ in names]
         self._done = 0
         self._ended_at = self._shown_at = 0.0
 
     def trial(self, number: int, longest_ns: Sequence[int]) -> None:
         """Notes that trial `number` has ended. `longest_ns`: each transfer's longest duration."""
-        for times, duration_ns in zip(self._times, longest_ns, strict=True):
+        for seconds, duration_ns in zip(self._seconds, longest_ns, strict=True):
             if duration_ns > 0:
-                times.add([duration_ns / 1e9 / self._iterations])
+                seconds.append(duration_ns / 1e9 / self._iterations)
         self._done, self._ended_at = number + 1, time.monotonic()
         self.tick()
 
@@ -43,15 +44,18 @@ class Follower:
             return
         self._shown_at = now
         place, left = 0, now - self._ended_at
-        while place < len(self._times) - 1:
-            usual = self._times[place].quantile(0.5)
+        while place < len(self._seconds) - 1:
+            usual = self._quantile(place, 0.5)
             if usual is None or left < usual * self._iterations:
                 break
             left -= usual * self._iterations
             place += 1
-        times = self._times[place]
-        bounded = times.count >= fewest(0.99)
-        self._tell(self._done, self._names[place], times.quantile(0.99) if bounded else None)
+        self._tell(self._done, self._names[place], self._quantile(place, 0.99))
+
+    def _quantile(self, place: int, q: float) -> float | None:
+        """Of a transfer's times so far; None while there are too few to bound it."""
+        times = self._seconds[place]
+        return float(np.quantile(times, q)) if len(times) >= fewest(q) else None
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def shorter(found: Found, costs: Costs, memory_limit: float | None) -> ShorterSc
             outcome = Outcome.of(schedule, of_ranks.for_model_of(schedule))
         except ArgumentError:  # the file's stages cannot be merged into these
             continue
-        if memory_limit is not None and max(outcome.peak_activations) > memory_limit * (1 + _SLACK):
+        if memory_limit is not None and max(outcome.figures.peak_activations) > memory_limit * (1 + _SLACK):
             continue
         timeline = outcome.timeline
         seconds = timeline.makespan_seconds if found.objective == "makespan" else timeline.span_seconds

@@ -9,15 +9,16 @@ from functools import cached_property
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
+from penstock.report.table import print_unbroken as print_unbroken
+from penstock.report.table import table as table
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Cause, CriticalPath, memory
+from penstock.simulate import Cause, memory
 from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
 from penstock.simulate.figures import WORK, Figures
@@ -102,18 +103,6 @@ class Outcome:
     def figures(self) -> Figures:
         return Figures(self.schedule, self.by_stage, self.timeline, self.columns)
 
-    @property
-    def peak_activations(self) -> list[float]:
-        return self.figures.peak_activations
-
-    @property
-    def idle(self) -> list[dict[Cause, float]]:
-        return self.figures.idle
-
-    @property
-    def path(self) -> CriticalPath:
-        return self.figures.path
-
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
         found = self.figures.to_dict()
@@ -164,28 +153,7 @@ def show(outcome: Outcome, console: Console, more: Mapping[str, str] | None = No
 def _times(outcome: Outcome) -> list[float]:
     """All times in the table of ranks."""
     busy = [outcome.timeline.busy_seconds(rank) for rank in range(outcome.schedule.ranks)]
-    return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
-
-
-def table(*columns: str, left: int = 1) -> Table:
-    """A table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    lines = max(column.count("\n") for column in columns)
-    for index, column in enumerate(columns):
-        head = "\n" * (lines - column.count("\n")) + column
-        made.add_column(head, justify="left" if index < left else "right")
-    return made
-
-
-def print_unbroken(console: Console, made: Table) -> None:
-    """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
-    unlimited = console.options.update(max_width=10_000)
-    needed = Measurement.get(console, unlimited, made).maximum
-    if needed > console.width:
-        made.padding = (0, 1, 0, 0)
-        needed = Measurement.get(console, unlimited, made).maximum
-    roomy = Console(file=console.file, highlight=False, width=max(needed, console.width))
-    roomy.print(made)
+    return [*busy, *(time for by_cause in outcome.figures.idle for time in by_cause.values())]
 
 
 _LEAST, _MOST = 1e-12, 1e18
@@ -220,17 +188,17 @@ class Number:
 
 def shown_causes(outcomes: Sequence[Outcome]) -> list[Cause]:
     """The causes for which some rank idles."""
-    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.idle)]
+    return [cause for cause in Cause if any(by_cause[cause] for one in outcomes for by_cause in one.figures.idle)]
 
 
 def _ranks(outcome: Outcome, times: Number) -> Table:
     causes = shown_causes([outcome])
     made = table("rank", "busy", *(HEADS[cause] for cause in causes), "peak")
-    peaks = format_of(outcome.peak_activations, most=2)
-    for rank, by_cause in enumerate(outcome.idle):
+    peaks = format_of(outcome.figures.peak_activations, most=2)
+    for rank, by_cause in enumerate(outcome.figures.idle):
         idle_times = (times(by_cause[cause]) for cause in causes)
         busy = times(outcome.timeline.busy_seconds(rank))
-        made.add_row(str(rank), busy, *idle_times, peaks(outcome.peak_activations[rank]))
+        made.add_row(str(rank), busy, *idle_times, peaks(outcome.figures.peak_activations[rank]))
     return made
 
 
@@ -245,7 +213,7 @@ def _memory(outcome: Outcome) -> Table:
 
 
 def _path(outcome: Outcome) -> str:
-    path = outcome.path
+    path = outcome.figures.path
     makespan = outcome.timeline.makespan_seconds
     if not makespan:
         return "nothing takes any time"

@@ -17,7 +17,6 @@ from penstock.words import counted, in_ranges, sized
 if TYPE_CHECKING:
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
     from penstock.plan.remedies import Remedy
-    from penstock.schedule import Schedule
 
 _MOST_LINES = 6
 """For each way to lose."""
@@ -123,7 +122,9 @@ def _idle(plans: Sequence[Plan]) -> Table:
 
 def _ranks(plan: Plan, cluster: Cluster) -> Table:
     """What each rank runs, for how long, and what it needs."""
-    schedule = _order(plan)
+    from penstock.plan.predict import order_of_plan
+
+    schedule = order_of_plan(plan)
     limited = any(limit < math.inf for limit in plan.limit_bytes)
     changed = bool(plan.recompute or plan.offload)
     heads = ("activ-\nations", "memory", *(("of",) if limited else ()), *(("stages that",) if changed else ()))
@@ -152,13 +153,6 @@ def _kinds(devices: Sequence[int], cluster: Cluster) -> str:
     """The kinds of these devices, where there are several."""
     names = dict.fromkeys(cluster.kinds[cluster.kind_of[device]].name for device in devices)
     return f" ({', '.join(names)})" if len(cluster.kinds) > 1 else ""
-
-
-def _order(plan: Plan) -> Schedule:
-    from penstock.plan.predict import order_of
-
-    order = plan.schedule
-    return order_of(plan.choice) if isinstance(order, str) else order
 
 
 def _shown_ranks(plan: Plan) -> list[int]:

@@ -19,6 +19,7 @@ from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
 from penstock.fabric.views.numbers import digits, seconds
 from penstock.files import reported_as_damage
+from penstock.report.table import table
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -129,21 +130,22 @@ def _show_fit(fitted: Fitted, console: Console) -> None:
     if fitted.held:
         console.print(Text("1/beta is limited to the measured links: the times alone would give more than they carry"))
     if fitted.points:
-        table = _table("bytes", "measured", fitted.form, "off")
+        made = table("bytes", "measured", fitted.form, "off", left=0)
         for point in fitted.points:
             cells = (seconds(point.measured_seconds), seconds(point.fitted_seconds), f"{point.residual:+.1%}")
-            table.add_row(f"{point.bytes:,}", *cells)
-        console.print(table)
+            made.add_row(f"{point.bytes:,}", *cells)
+        console.print(made)
 
 
 def _predicted(rows: Sequence[Prediction]) -> Table:
     """The table for one size, with a row per number of hosts."""
     names = list(rows[0].seconds)
-    table = _table(size_text(int(rows[0].bytes)), *(name.replace("-", "-\n") for name in names), "busbw\nMB/s")
+    heads = (name.replace("-", "-\n") for name in names)
+    made = table(size_text(int(rows[0].bytes)), *heads, "busbw\nMB/s", left=0)
     for row in rows:
         times = [seconds(row.seconds[name]) + ("*" if name == row.best else " ") for name in names]
-        table.add_row(f"{row.ranks:,} hosts", *times, digits(row.bus_bytes_per_second / 1e6))
-    return table
+        made.add_row(f"{row.ranks:,} hosts", *times, digits(row.bus_bytes_per_second / 1e6))
+    return made
 
 
 def _ranges(changes: Sequence[tuple[float, str]]) -> str:
@@ -158,10 +160,3 @@ def _about(size: float) -> str:
         if size >= factor:
             return f"{size / factor:,.3g} {unit}"
     return f"{size:.3g} B"
-
-
-def _table(*heads: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="right", vertical="bottom")
-    return table

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from penstock.cli._as_typed import in_options
 from penstock.cli._costs import Costs
-from penstock.cli._order import OrderOptions, not_allowed
+from penstock.cli._order import OrderOptions, not_allowed, weigh
 from penstock.cli._outcome import Outcome, print_unbroken, table
-from penstock.cli._size import weigh
 from penstock.errors import ArgumentError
 from penstock.schedule import Schedule, generate
 from penstock.schedule.generators import Numbers

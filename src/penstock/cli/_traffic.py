@@ -12,12 +12,11 @@ from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._spread import options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
-from penstock.fabric.dtypes import BYTES, dtype_of, op_of
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_of, sizes_of
-from penstock.fabric.workload import Workload
+from penstock.fabric.workload import BYTES, Workload, dtype_of, op_of
 from penstock.words import counted
 
 DEFAULT_HOSTS = 4

@@ -24,7 +24,6 @@ from penstock.cli._traffic import DEFAULT_HOSTS, CountOptions, TrafficOptions
 from penstock.errors import ArgumentError, FabricError, require
 from penstock.fabric.algorithms import ENGINE
 from penstock.fabric.emulation.spec import Spec, usual_algorithm
-from penstock.fabric.presets import preset
 from penstock.fabric.samples import RUN, SAMPLES
 
 if TYPE_CHECKING:
@@ -128,15 +127,6 @@ class RunOptions:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingOptions(RunOptions):
-    """`RunOptions` without those that a real training cannot use, which are hidden and refused."""
-
-    algorithm: Annotated[str | None, typer.Option(hidden=True)] = None
-    overlap: Annotated[bool, typer.Option("--overlap", hidden=True)] = False
-    iterations: Annotated[int, typer.Option(hidden=True)] = 1
-
-
 def _refuse_unmade(network: Network) -> None:
     """Raises FabricError if hosts have to be made but cannot be made here."""
     from penstock.network.checks import why_not
@@ -202,33 +192,6 @@ def fabric(
         _on_hosts(spec, network, output)
 
 
-@app.command("train")
-@spread
-def train(
-    how: TrainingOptions,
-    asked: NetworkOptions,
-    counts: CountOptions,
-    out: Folder = None,
-    as_json: Json = False,
-) -> None:
-    """Train the preset mlp for real on the hosts, recording the same samples, to compare its emulation with.
-
-    `penstock fabric --like FOLDER` then emulates it with its compute times,
-    and `penstock fabric compare` shows both side by side.
-    """
-    if how.algorithm not in (None, ENGINE) or how.overlap or how.iterations != 1:
-        raise ArgumentError(
-            "the training sums each layer's gradients with torch.distributed, one after the other: leave out "
-            "--algorithm, --overlap and --iterations"
-        )
-    how = replace(how, algorithm=ENGINE)
-    network = asked.network(how.number())
-    _refuse_unmade(network)
-    spec = how.spec(preset("mlp"), network, counts.count())
-    _check(spec, how.number())
-    _on_hosts(spec, network, Output(_folder(out, make=True), as_json), module="penstock.demo.mlp_training")
-
-
 def _dry_run(spec: Spec, network: Network, out: Path | None, *, chakra: bool, as_json: bool) -> None:
     """Refuses what a run would refuse before it starts; otherwise shows what it would send.
 
@@ -260,8 +223,8 @@ def _check(spec: Spec, hosts_here: int) -> None:
         )
 
 
-def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
-    """Makes the hosts, runs the job (by default the emulation), and reports the samples, however the job ended."""
+def _on_hosts(spec: Spec, network: Network, output: Output) -> None:
+    """Makes the hosts, runs the emulation, and reports the samples, however the job ended."""
     from penstock.fabric.emulation.coordinate import emulate
 
     prepare()
@@ -271,7 +234,7 @@ def _on_hosts(spec: Spec, network: Network, output: Output, **job: str) -> None:
         with _machines(network) as machines, _followed(spec, quiet=output.as_json) as watch:
             if machines is not None:
                 spec = replace(spec, network=machines.described())
-            emulate(spec, output.folder, machines, watch, events=network.events, **job)
+            emulate(spec, output.folder, machines, watch, events=network.events)
     except FabricError as error:
         failure = error
     except KeyboardInterrupt as error:

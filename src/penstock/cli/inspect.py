@@ -16,6 +16,7 @@ from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import Json, spread
 from penstock.cli._target import TargetName, loaded
+from penstock.report.table import table
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
 
@@ -88,12 +89,10 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _stages(found: Inspection) -> Table:
-    table = _table(
-        *(("stage", False), ("begins at", False), ("work", True)),
-        *(("parameters", True), ("share", True), ("size", True), ("gradients", True), ("activations", True)),
-    )
+    heads = ("work", "parameters", "share", "size", "gradients", "activations")
+    made = table("stage", "begins at", *heads, left=2, overflow="fold")
     for stage in found.stages:
-        table.add_row(
+        made.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
             f"{stage.work_share:.1%}",
@@ -103,18 +102,18 @@ def _stages(found: Inspection) -> Table:
             sized(stage.gradient_bytes),
             "unknown" if stage.activation_bytes is None else sized(stage.activation_bytes),
         )
-    return table
+    return made
 
 
 def _crossings(found: Inspection) -> Table:
-    table = _table(("from", False), ("to", False), ("made by", False), ("shape", False), ("", False), ("size", True))
+    made = table("from", "to", "made by", "shape", "", "size", left=5, overflow="fold")
     for crossing in found.crossings:
         remarks = [
             *(["skips"] if crossing.target - crossing.source > 1 else []),
             *([] if crossing.takes_gradient else ["no gradient"]),
         ]
         shape = f"{crossing.dtype} {'x'.join(map(str, crossing.shape)) or 'scalar'}"
-        table.add_row(
+        made.add_row(
             str(crossing.source),
             str(crossing.target),
             Text(_maker(crossing)),
@@ -122,15 +121,15 @@ def _crossings(found: Inspection) -> Table:
             ", ".join(remarks),
             sized(crossing.bytes),
         )
-    return table
+    return made
 
 
 def _memory(found: Inspection) -> Table:
     kinds = ("parameters", "gradients", "activations", "working", "batch", "peak")
-    table = _table(("memory of rank", False), *((kind, True) for kind in kinds))
+    made = table("memory of rank", *kinds, overflow="fold")
     for rank, each in enumerate(found.memory):
-        table.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
-    return table
+        made.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
+    return made
 
 
 def _remarks(found: Inspection) -> list[str]:
@@ -143,14 +142,6 @@ def _remarks(found: Inspection) -> list[str]:
         *(f"holds for batches of this kind only: {branch}" for branch in found.branches),
         *(f"note: {note}" for note in found.notes),
     ]
-
-
-def _table(*columns: tuple[str, bool]) -> Table:
-    """A table with these columns: heading, and whether it has numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for head, is_number in columns:
-        table.add_column(head, justify="right" if is_number else "left", overflow="fold")
-    return table
 
 
 def _frozen(stage: StageFound) -> bool:

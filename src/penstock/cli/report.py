@@ -59,8 +59,8 @@ def report(
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
     from penstock.balance import read_profile
-    from penstock.cli._files import refuse_other
     from penstock.cli.explain import folder_of, predicted_by
+    from penstock.cli.show import refuse_other
     from penstock.web.page import page
     from penstock.web.picture import browser, write_picture
     from penstock.web.sources import is_fabric, shown

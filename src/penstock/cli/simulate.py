@@ -26,7 +26,6 @@ from penstock.cli._outcome import (
     shown_causes,
     table,
 )
-from penstock.cli._passes import PassOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._sweep import Sweep, show_sweep
 from penstock.errors import ArgumentError
@@ -50,7 +49,6 @@ _OF_STAGES = "for each of the model's stages, from the file; for a schedule with
 def simulate(
     order: OrderOptions,
     costs: CostOptions,
-    passes: PassOptions,
     perfetto: Annotated[
         Path | None,
         typer.Option(
@@ -70,17 +68,6 @@ def simulate(
     if perfetto is not None and (order.is_many or order.sweeps):
         several = "give --schedule one name" if order.is_many else "give one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
-    if passes.given:
-        if perfetto is not None:
-            raise ArgumentError(
-                "--perfetto: a trace shows a schedule's own actions; leave out the passes on every rank"
-            )
-        timed = passes.outcome(order, known)
-        if as_json:
-            print(json.dumps(timed.to_dict()))
-        else:
-            timed.show(Console(highlight=False))
-        return
     if order.csv is None and order.sweeps:
         swept = Sweep.of(order, known)
         if as_json:
@@ -135,17 +122,17 @@ def show_all(outcomes: Sequence[Outcome], reasons: Mapping[str, str], console: C
     made = table("schedule", "v", "makespan", "span", "bubble", "peak", *(HEADS[cause] for cause in causes))
     makespans = format_of([one.timeline.makespan_seconds for one in outcomes])
     spans = format_of([one.timeline.span_seconds for one in outcomes])
-    peaks = format_of([max(one.peak_activations) for one in outcomes], most=2)
+    peaks = format_of([max(one.figures.peak_activations) for one in outcomes], most=2)
     for one in outcomes:
         available = one.timeline.makespan_seconds * one.schedule.ranks
-        idle = (sum(by_cause[cause] for by_cause in one.idle) for cause in causes)
+        idle = (sum(by_cause[cause] for by_cause in one.figures.idle) for cause in causes)
         made.add_row(
             named(one.schedule),
             str(chunks(one.schedule)),
             makespans(one.timeline.makespan_seconds),
             spans(one.timeline.span_seconds),
             f"{one.timeline.bubble_rate:.1%}",
-            peaks(max(one.peak_activations)),
+            peaks(max(one.figures.peak_activations)),
             *(f"{100 * time / available:.1f}" if time else "-" for time in idle),
         )
     print_unbroken(console, made)

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._order import ALL
-from penstock.cli._size import weigh
+from penstock.cli._order import ALL, weigh
 from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import TargetName, loaded

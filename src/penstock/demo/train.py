@@ -20,7 +20,6 @@ from rich.console import Console
 
 import penstock
 from penstock.demo import show
-from penstock.demo.bubble import compare
 from penstock.demo.data import Batch, Corpus, standard_library
 from penstock.demo.model import GPT, loss
 from penstock.demo.settings import CONTEXT, HELD_OUT_BATCHES, LAYERS, ROWS, Settings
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         memory_bytes = pipe.gather(show.peak_memory_bytes())
 
     show.heading(console, "3", "Result")
-    show.result(console, settings, (before, after), steps, compare(pipe.schedule, timelines), memory_bytes)
+    show.result(console, settings, (before, after), steps, show.compare(pipe.schedule, timelines), memory_bytes)
     if first:
         write_perfetto(timelines[-1], settings.out / show.TIMELINE)
 

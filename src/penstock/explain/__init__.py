@@ -14,33 +14,11 @@ Pure values and functions, but for `read_run`, which reads files; no torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from penstock.explain.changes import Change
+from penstock.explain.event import Event, Recording
+from penstock.explain.explanation import Explanation, explain
+from penstock.explain.measured import Run, run_of
+from penstock.explain.predicted import Predicted
+from penstock.explain.reading import read_run
 
-from penstock.lazy import face
-
-if TYPE_CHECKING:
-    from penstock.explain.changes import Change as Change
-    from penstock.explain.event import Event as Event
-    from penstock.explain.event import Recording as Recording
-    from penstock.explain.explanation import Explanation as Explanation
-    from penstock.explain.explanation import explain as explain
-    from penstock.explain.measured import Run as Run
-    from penstock.explain.measured import run_of as run_of
-    from penstock.explain.predicted import Predicted as Predicted
-    from penstock.explain.reading import read_run as read_run
-
-_HOMES = {
-    "Event": "event",
-    "Recording": "event",
-    "Run": "measured",
-    "run_of": "measured",
-    "read_run": "reading",
-    "Predicted": "predicted",
-    "Change": "changes",
-    "Explanation": "explanation",
-    "explain": "explanation",
-}
-
-__all__ = [*_HOMES]  # noqa: PLE0604  (one list of names, not two)
-
-__getattr__, __dir__ = face(__name__, _HOMES)
+__all__ = ["Change", "Event", "Explanation", "Predicted", "Recording", "Run", "explain", "read_run", "run_of"]

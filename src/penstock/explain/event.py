@@ -1,11 +1,14 @@
-"""What every trace is read into: one event for each thing that a process did."""
+"""What every trace is read into: one event for each thing that a process did, and the numbers that it leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import bisect
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
-from penstock.schedule import Action
+from penstock.schedule import Action, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,63 @@ class Recording:
     stages: int = 0
     unread: Mapping[str, int] = field(default_factory=dict)
     crowded: bool | None = None
+
+
+def numbered(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events, each process's in order, with the stage, microbatch and step of every action: a trace may leave out
+    the stage of a rank's chunk, and the microbatch and step of ops that are only named."""
+    last = max((event.chunk or 0 for event in events), default=0)
+    made = _with_stages(events, last) if last else [*events]
+    ends, counts = _ends_of_steps(made), Counter[object]()
+    for place, event in enumerate(made):
+        if event.counted and event.action is not None:
+            key = event.source, event.action.stage, event.action.op, event.step
+            number, step = counts[key], event.step
+            counts[key] += 1
+            if step is None and ends:
+                step = bisect.bisect_right(ends, number)
+                number -= ends[step - 1] if step else 0
+            action = replace(event.action, microbatch=number)
+            made[place] = replace(event, name=str(action), action=action, step=step)
+    return tuple(made)
+
+
+def _with_stages(events: Sequence[Event], last: int) -> list[Event]:
+    """Chunks become stages: ranks have them in a loop, or in a V.
+
+    The last stage is on the rank that has a microbatch's backward soonest after its forward, by its own clock.
+    """
+    chunked = [(event.action, event.chunk, event) for event in events if event.action and event.chunk is not None]
+    ranks = 1 + max(action.stage for action, _, _ in chunked)
+    first: dict[tuple[int, bool], Event] = {}
+    for action, chunk, event in chunked:
+        if chunk == last and action.op is not Op.W and not action.microbatch:
+            first.setdefault((action.stage, action.op is Op.F), event)
+    turns = {
+        rank: first[rank, False].start_seconds - event.end_seconds
+        for (rank, ahead), event in first.items()
+        if ahead and (rank, False) in first
+    }
+    folds = turns.get(0, inf) < turns.get(ranks - 1, inf)
+    made = []
+    for event in events:
+        if event.action is not None and event.chunk:
+            rank = event.action.stage
+            stage = event.chunk * ranks + (ranks - 1 - rank if folds and event.chunk % 2 else rank)
+            action = replace(event.action, stage=stage)
+            event = replace(event, name=str(action), action=action)
+        made.append(event)
+    return made
+
+
+def _ends_of_steps(events: Sequence[Event]) -> list[int]:
+    """How many microbatches had begun each time that all stages had run as many backwards as forwards."""
+    ahead, begun, even = Counter[object](), Counter[object](), defaultdict[object, set[int]](set)
+    for event in events:
+        if event.counted and event.action is not None and event.action.op is not Op.W:
+            stage = event.source, event.action.stage
+            ahead[stage] += 1 if event.action.op is Op.F else -1
+            begun[stage] += event.action.op is Op.F
+            if not ahead[stage]:
+                even[stage].add(begun[stage])
+    return sorted(set.intersection(*even.values())) if len(ahead) == len(even) > 1 else []

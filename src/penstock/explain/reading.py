@@ -12,9 +12,8 @@ from pathlib import Path
 from penstock.errors import ArgumentError
 from penstock.explain.chrome import IN_TURNS, read_chrome
 from penstock.explain.columns import read_columns, read_lists
-from penstock.explain.event import Event, Recording
+from penstock.explain.event import Event, Recording, numbered
 from penstock.explain.names import OPS, own_pattern
-from penstock.explain.numbering import numbered
 from penstock.files import quoted, read_json, read_text, reported_as_damage
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder

@@ -14,9 +14,8 @@ from penstock.fabric.autocorrelation import correlation_time
 from penstock.fabric.differences import Samples, holm, kolmogorov_smirnov, mann_whitney, shift, tails
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.samples import Run
-from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Interval, Summary, fewest
-from penstock.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step
+from penstock.fabric.times import TransferTimes, algorithm_of, iterations_of, measured_step, stalled
 from penstock.fabric.workload import Workload
 
 Verdict = Literal["differs", "no difference shown", "too few samples"]

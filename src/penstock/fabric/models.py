@@ -132,13 +132,11 @@ def predictions(
     collective: str,
     size_bytes: float,
     ranks: Iterable[int] = HOSTS,
-    algorithms: Sequence[str] = (),
 ) -> list[Prediction]:
-    """Predicts each number of ranks, by default up to 4096, for all algorithms or only those given."""
+    """Predicts each number of ranks, by default up to 4096, for all algorithms."""
     rows = []
     for n in ranks:
-        names = algorithms or known_algorithms(collective)
-        seconds = {name: predict(link, collective, name, n, size_bytes) for name in names}
+        seconds = {name: predict(link, collective, name, n, size_bytes) for name in known_algorithms(collective)}
         best = min(seconds, key=lambda name: seconds[name])
         rate = size_bytes * busbw_factor(collective, n) / seconds[best] if seconds[best] else math.inf
         rows.append(Prediction(collective, n, size_bytes, seconds, best, rate))
@@ -183,8 +181,7 @@ def slowest_of(links: Iterable[LinkFit]) -> LinkFit:
 def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     """Returns the links as `penstock simulate --links` reads them: from a run's record, or one fit for every pair.
 
-    A direction that was not measured (as in old records) gets the opposite direction's values. Pairs that were not
-    measured get the slowest measured values, as "all".
+    Pairs that were not measured get the slowest measured values, as "all".
 
     Raises:
         ArgumentError: the record has no measured links.
@@ -192,13 +189,9 @@ def links_json(found: dict[str, Any] | LinkFit) -> dict[str, Any]:
     units = "latency in seconds, bandwidth in bytes per second"
     if isinstance(found, LinkFit):
         return {"units": units, "links": [], "all": _link(found)}
-    measured = record_links(found)
-    if not measured:
+    pairs = dict(record_links(found))
+    if not pairs:
         raise ArgumentError("the run measured no links: run again with --backend gloo, which measures them")
-    pairs: dict[tuple[int, int], LinkFit] = {}
-    for (source, target), link in measured:
-        pairs[source, target] = link
-        pairs.setdefault((target, source), link)
     links = [{"from": source, "to": target, **_link(link)} for (source, target), link in pairs.items()]
     return {"units": units, "links": links, "all": _link(slowest_of(pairs.values()))}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 from penstock.errors import ArgumentError
@@ -47,24 +46,6 @@ def preset(name: str) -> Workload:
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}: give one of {', '.join(PRESETS)}")
     return PRESETS[name]()
-
-
-def with_compute(workload: Workload, seconds: Sequence[float], after: float = 0.0) -> Workload:
-    """Returns the same transfers with the computation before each one added.
-
-    Args:
-        seconds: one per transfer, in order.
-        after: seconds from the last transfer to the end of the step.
-
-    Raises:
-        ArgumentError: the number of times differs from the number of transfers.
-    """
-    if len(seconds) != len(workload.transfers):
-        raise ArgumentError(
-            f"{len(seconds)} times for the {len(workload.transfers)} transfers of {workload.name!r}: give one for each"
-        )
-    timed = (replace(one, compute_seconds=float(t)) for one, t in zip(workload.transfers, seconds, strict=True))
-    return replace(workload, transfers=tuple(timed), compute_seconds=after)
 
 
 def trials_of(batches: int, epochs: int) -> int:

@@ -14,14 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fabric.autocorrelation import effective_counts
-from penstock.fabric.bounds import lower_bound_seconds
 from penstock.fabric.forecast import forecasts
 from penstock.fabric.grouped import Group, groups
 from penstock.fabric.models import record_links
-from penstock.fabric.ports import Measured, Ports, changed, measured_ports, shaped_ports
-from penstock.fabric.predicted import predicted_seconds
+from penstock.fabric.ports import (
+    Measured,
+    Ports,
+    changed,
+    lower_bound_seconds,
+    measured_ports,
+    predicted_seconds,
+    shaped_ports,
+)
 from penstock.fabric.samples import Run
-from penstock.fabric.stalls import stalled
 from penstock.fabric.statistics import Saturation, Summary, fewest, log_histogram, outliers, saturation
 from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import (
@@ -31,6 +36,7 @@ from penstock.fabric.times import (
     iterations_of,
     measured_step,
     rate_key,
+    stalled,
 )
 from penstock.fabric.workload import Transfer, Workload
 
@@ -40,7 +46,7 @@ def results(run: Run) -> dict[str, Any]:
 
     `time_s`, `arrival_skew_s` and `transfer_s` (see `times`) hold min, p50, p90, p99, p999, max and mean, next to the
     95% confidence intervals of the mean and of the percentiles. `ideal_percent` is 100 times the lower bound for any
-    algorithm on these links (see `bounds`) over the median; None if the bound is unknown. `step` has the same figures
+    algorithm on these links (see `ports`) over the median; None if the bound is unknown. `step` has the same figures
     for the whole trial. `stalled` lists the trials that a requested stall hit. `groups` has the same figures for
     similar transfers together (see `grouped`), and under `times` how often a step has them; tables and plots show
     these. Each time is one transfer's, and percentiles are taken over all of them in all trials. `model` holds what

@@ -234,34 +234,6 @@ def log_histogram(samples: ArrayLike, ratio: float = 1.1) -> tuple[list[float], 
     return [math.exp(step * place) for place in range(first, last + 2)], [int(count) for count in counts]
 
 
-class StreamingQuantile:
-    """Estimate quantiles of any number of samples to within 0.5% in bounded memory, with a histogram of 1% bins.
-
-    The bins cover 1e-9 to 1e4: for seconds, 1 ns to almost three hours. Samples outside are counted in the nearest bin.
-    """
-
-    _LOWEST, _HIGHEST, _STEP = 1e-9, 1e4, math.log(1.01)
-
-    def __init__(self) -> None:
-        self._first = math.floor(math.log(self._LOWEST) / self._STEP)
-        self._counts = np.zeros(math.ceil(math.log(self._HIGHEST) / self._STEP) - self._first, np.int64)
-        self.count = 0
-
-    def add(self, samples: ArrayLike) -> None:
-        """Adds one sample or several."""
-        values = np.clip(np.atleast_1d(np.asarray(samples, float)), self._LOWEST, self._HIGHEST)
-        places = np.floor(np.log(values) / self._STEP).astype(int) - self._first
-        np.add.at(self._counts, np.clip(places, 0, len(self._counts) - 1), 1)
-        self.count += len(values)
-
-    def quantile(self, q: float) -> float | None:
-        """Returns the middle of the quantile's bin; None while there are too few samples to bound it."""
-        if self.count < fewest(q):
-            return None
-        place = int(np.searchsorted(np.cumsum(self._counts), q * self.count))
-        return math.exp((min(place, len(self._counts) - 1) + self._first + 0.5) * self._STEP)
-
-
 @dataclass(frozen=True, slots=True)
 class Saturation:
     """Whether the processors, rather than the network, determined the times.

@@ -13,7 +13,8 @@ the same round.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import ArgumentError
@@ -99,3 +100,38 @@ class StepList:
         """Returns the bytes of one slot for a collective of `size_bytes`, rounded up to whole elements."""
         elements = -(-size_bytes // element_bytes)
         return -(-elements // self.chunks) * element_bytes
+
+
+Rounds = tuple[tuple[Move, ...], ...]
+
+
+def joined(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """Returns a round's moves in order, merging moves whose slots are contiguous on both sides."""
+    made: list[Move] = []
+    for move in sorted(moves):
+        last = made[-1] if made else None
+        if last and _follows(last, move):
+            made[-1] = replace(last, count=last.count + move.count)
+        else:
+            made.append(move)
+    return tuple(made)
+
+
+def _follows(last: Move, move: Move) -> bool:
+    same = (last.source, last.target, last.adds) == (move.source, move.target, move.adds)
+    return same and last.first + last.count == move.first and last.into + last.count == move.into
+
+
+def checked_pieces(pieces: int) -> int:
+    """Returns the number of pieces of a pipelined algorithm. Raises ArgumentError unless it is 1 or more."""
+    if pieces < 1:
+        raise ArgumentError(f"pieces is {pieces}: cut the data into 1 or more")
+    return pieces
+
+
+def mirrored(rounds: Rounds) -> Rounds:
+    """Reverses the rounds and each message's direction: data is gathered the way it was spread."""
+    return tuple(
+        tuple(Move(move.target, move.source, move.into, move.count, move.first) for move in moves)
+        for moves in reversed(rounds)
+    )

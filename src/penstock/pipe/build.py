@@ -131,7 +131,6 @@ def pipeline(
             dimension describes: graphs, packed sequences, lists of images of different sizes.
         merge: `merge(outputs)` makes the whole batch's output from a list of the microbatches', for `predict`.
         cuts: the name of each module that begins a new stage; None: at marks (`penstock.cut()`), or balanced.
-            "left.3+right.2" begins at both, and what needs neither runs before, in whatever order the forward has them.
             "layer:2" is a second call, "relu#3" a line: see docs/guides/cuts.md.
         leaves: modules to take as one piece, besides those found automatically.
         opens: modules to take apart, so that cuts can fall inside, besides those found automatically.

@@ -22,7 +22,7 @@ from penstock.partition.values.memory import meta_bytes
 from penstock.pipe.arguments import check_numbers, checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.described import modules_of
-from penstock.pipe.footprint import RankMemory, memory_of_ranks
+from penstock.pipe.forecast import RankMemory, memory_of_ranks
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.verified import Unverified

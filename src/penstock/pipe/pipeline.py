@@ -201,7 +201,7 @@ class Pipeline:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The call that each stage but the first begins with; joined by "+" if there are several. Fit for `cuts=`."""
+        """The call that each stage but the first begins with. Fit for `cuts=`."""
         return self.session.split.cuts
 
     @property

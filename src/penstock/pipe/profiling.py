@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.balance import Profile, estimated, fitted, read_profile
 from penstock.errors import ArgumentError
@@ -18,19 +19,28 @@ from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.costs import identity
+from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.action_time import action_seconds
 from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.build import build
+from penstock.pipe.options import Options
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
 from penstock.runtime.execute.links import measure_links
-from penstock.runtime.processes.world import device_named, device_of, join
+from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.split_backward.backward import SplitBackward
+from penstock.schedule import generate
 from penstock.trees import Flat, map_tensors, unflatten
 
 USUAL_MESSAGE_BYTES = 2**20
 """Of messages by which links are measured, for a model that cannot be cut."""
+
+STAGES = 4
+FEW, MANY = 2, 10
+"""Microbatches. A longer step has so many more actions, and nothing else more."""
+
+STEPS = 10
 
 
 def profile(
@@ -219,3 +229,41 @@ def _pieces(
         return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:
         raise ArgumentError(f"{given}: {error}") from None
+
+
+def action_seconds() -> float:
+    """The runtime's own time for one action on a CPU, as a pipeline with nothing to do shows in this process.
+
+    It is the least of several: what else runs here only adds to it. Draws nothing from random generators.
+    """
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False), untouched_generators():
+        more = (MANY - FEW) * STAGES
+        whole = (_step_seconds(MANY) - _step_seconds(FEW)) / more
+        layer, x = _layer(), _zeros(1).requires_grad_()
+        bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
+    return max(0.0, (whole - bare) / 2)  # a forward and a backward
+
+
+def _step_seconds(microbatches: int) -> float:
+    layers, x = nn.Sequential(*(_layer() for _ in range(STAGES))), _zeros(microbatches)
+    options = Options(loss_fn=nn.functional.mse_loss, balance="layers")
+    order = generate("1f1b", STAGES, microbatches)
+    with build(layers, ((x,), {}), World(STAGES), order, options) as pipe:
+        return _least(lambda: pipe.step(x, target=x))
+
+
+def _least(run: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def _layer() -> nn.Module:
+    return nn.Linear(8, 8, device="cpu", dtype=torch.float32)
+
+
+def _zeros(rows: int) -> Tensor:
+    return torch.zeros(rows, 8, device="cpu", dtype=torch.float32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -21,15 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from penstock.errors import warn
 from penstock.launch.endings import record_in
-from penstock.pipe.live_line import line_for
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runs.about import About
 from penstock.runs.folder import MEMORY, TIMELINES, write_whole
 from penstock.runs.option import RunFolder
+from penstock.runs.progress import RECENT, Progress
 from penstock.runs.records import RankState, StepRecord
 from penstock.runs.writer import BEAT_SECONDS, Writer, begin
 from penstock.runtime.execute.allocated import counter
@@ -307,3 +311,52 @@ def _rss_bytes() -> int | None:
             return int(file.read().split()[1]) * _PAGE
     except OSError:
         return None
+
+
+class LiveLine:
+    """A line in the terminal that follows a training: step, loss, speed, bubble, time left.
+
+    Drawn by the thread that writes the run's folder; what the program prints appears above it.
+
+    Args:
+        total_steps: how many there will be, if that is known.
+    """
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total = total_steps
+        self._console = Console(stderr=True, highlight=False)
+        self._recent: list[StepRecord] = []
+        self._bubble: float | None = None
+        self._live: Live | None = None
+        self._drawn: StepRecord | None = None
+
+    def add(self, record: StepRecord) -> None:
+        """Takes a step. Called by the main thread; draws nothing."""
+        self._bubble = self._bubble if record.bubble is None else record.bubble
+        self._recent = [*self._recent[-RECENT:], record]
+
+    def draw(self) -> None:
+        """Draws the line, if there is something new to say."""
+        recent = self._recent
+        progress = Progress.of(recent, self._total)
+        if progress is None or self._drawn is recent[-1]:
+            return
+        self._drawn = recent[-1]
+        line = Text(str(replace(progress, bubble=self._bubble)), no_wrap=True, overflow="ellipsis", end="")
+        if self._live is None:
+            # A stdout that goes elsewhere stays there.
+            self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+            self._live.start()
+        self._live.update(line, refresh=True)
+
+    def close(self) -> None:
+        """Leaves the last line on the screen."""
+        self.draw()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def line_for(wanted: bool, total_steps: int | None) -> LiveLine | None:
+    """A line, if one is wanted and there is a terminal to draw it on."""
+    return LiveLine(total_steps) if wanted and sys.stderr.isatty() else None

@@ -14,26 +14,14 @@ if TYPE_CHECKING:
     from penstock.plan.choice import choices as choices
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import Kind as Kind
-    from penstock.plan.graph_cut import GraphCut as GraphCut
-    from penstock.plan.graph_cut import cut_graph as cut_graph
-    from penstock.plan.graph_cut import stage_seconds as stage_seconds
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import Lost as Lost
     from penstock.plan.planner import Planned as Planned
     from penstock.plan.planner import make_plans as make_plans
     from penstock.plan.sizes import Sizes as Sizes
-    from penstock.plan.work_graph import Transfer as Transfer
-    from penstock.plan.work_graph import Work as Work
-    from penstock.plan.work_graph import WorkGraph as WorkGraph
 
 _HOMES = {
-    "GraphCut": "graph_cut",
-    "cut_graph": "graph_cut",
-    "stage_seconds": "graph_cut",
-    "Transfer": "work_graph",
-    "Work": "work_graph",
-    "WorkGraph": "work_graph",
     "Choice": "choice",
     "choices": "choice",
     "Cluster": "cluster",

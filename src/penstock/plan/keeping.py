@@ -17,8 +17,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.plan.besides import Besides
-from penstock.plan.course import running
+from penstock.plan.besides import Besides, running
 from penstock.schedule import Action, Schedule
 from penstock.schedule.kept import run_again, trips
 from penstock.simulate import StageCost

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.balance import UnitCost
+from penstock.errors import ArgumentError
 from penstock.plan.bounds import Shape, least_seconds, least_seconds_anyhow
 from penstock.plan.choice import Choice, choices
 from penstock.plan.cluster import Cluster
 from penstock.plan.layout import kinds_of_ranks
 from penstock.plan.plan import MadeFor, Plan
-from penstock.plan.predict import Cut, cut, cut_at, cut_within, order_of, planned, predict, shape_of
-from penstock.plan.searched import searched
+from penstock.plan.predict import (
+    Cut,
+    besides_of,
+    cut,
+    cut_at,
+    cut_within,
+    limits_of,
+    links_of,
+    order_of,
+    planned,
+    predict,
+    shape_of,
+)
 from penstock.plan.sizes import Sizes
+from penstock.schedule import Schedule
+from penstock.search import search
 
 BEST = 5
 """How many plans to list."""
@@ -233,3 +248,43 @@ def _complexity(plan: Plan) -> tuple[float, ...]:
     more = len(plan.recompute) + len(plan.offload)
     numbers = (pipelines, bool(plan.order), plan.choice.chunks, splits, more, plan.choice.ranks)
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
+
+
+MOST_ACTIONS = 6000
+"""Of an order worth searching: longer ones take minutes, and gain less."""
+
+
+def searched(
+    schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut, seconds: float
+) -> Schedule | None:
+    """The best order of the same stages on the same ranks that keeps all activations within memory; None if a named
+    schedule is as good.
+
+    Args:
+        schedule: whose placement and microbatches are kept.
+    """
+    placement = schedule.placement
+    if 3 * placement.stages * schedule.microbatches > MOST_ACTIONS:
+        return None
+    room, (more, _, besides) = [], besides_of(schedule, units, where)
+    for rank, limit in enumerate(limits_of(cluster, where.kinds)):
+        own = [stage % placement.depth for stage in placement.stages_on(rank)]
+        costs = [where.costs[stage] for stage in own]
+        held = sum(c.parameter_bytes + c.gradient_bytes + c.optimizer_bytes for c in costs)
+        running = max(
+            max(besides[s].working, besides[s].first.inputs - besides[s].first.early_bytes) for s in own
+        )  # in any order, with all gradients there
+        room.append(limit - more[rank] - held - running)
+    try:
+        found = search(
+            placement,
+            schedule.microbatches,
+            where.costs,
+            links_of(schedule, units, cluster, where),
+            memory_limit=None if min(room) == math.inf else room,
+            objective="makespan",
+            seconds=seconds,
+        )
+    except ArgumentError:  # a rank has no room for even one microbatch
+        return None
+    return found.schedule if found.schedule.name == "search" else None

@@ -10,17 +10,15 @@ from itertools import pairwise
 
 from penstock.balance import Problem, UnitCost, best_starts, ties_of
 from penstock.errors import ArgumentError
-from penstock.plan.besides import Besides, besides, held_again
+from penstock.plan.besides import Besides, besides, held_again, kept_peaks
 from penstock.plan.bounds import Shape
 from penstock.plan.choice import Choice
 from penstock.plan.cluster import Cluster
-from penstock.plan.course import kept_peaks
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
 from penstock.plan.stage_costs import stage_cost
-from penstock.plan.sums import sums_end
-from penstock.schedule import Placement, Schedule, generate, generator, in_flight_by_stage
+from penstock.schedule import Op, Placement, Schedule, generate, generator, in_flight_by_stage
 from penstock.schedule.generators import Numbers
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Links, StageCost, idle, simulate
@@ -227,6 +225,11 @@ def _idle_shares(schedule: Schedule, timeline: Timeline) -> dict[str, float]:
     return {cause: share for cause, share in lost.items() if share > 0}
 
 
+def order_of_plan(plan: Plan) -> Schedule:
+    """The schedule that a plan names, or has."""
+    return order_of(plan.choice) if isinstance(plan.schedule, str) else plan.schedule
+
+
 @lru_cache(maxsize=64)
 def order_of(choice: Choice) -> Schedule:
     """The order of work that was chosen."""
@@ -238,3 +241,52 @@ def shape_of(choice: Choice) -> Shape:
     entry = generator(choice.schedule)
     numbers = Numbers(choice.ranks, choice.microbatches, choice.chunks)
     return Shape(entry.placed(numbers), choice.microbatches, entry.splits)
+
+
+def sums_end(
+    schedule: Schedule,
+    timeline: Timeline,
+    gradient_bytes: Sequence[float],
+    cluster: Cluster,
+    crossed: Sequence[bool],
+    replicas: int,
+) -> float:
+    """When the last sum of gradients has ended; the makespan if there is nothing to sum.
+
+    The runtime sums stage by stage, beside the work that is left, and a rank's sums follow one another. A stage's
+    begins when its last backward has ended; that of a stage with copies when the copies' have, too, and its sum over
+    replicas comes after the whole pipeline's work.
+
+    Args:
+        gradient_bytes: of each stage of one copy.
+        crossed: for each rank, whether its replicas are on several hosts.
+        replicas: how many there are.
+    """
+    place = schedule.placement
+    last = _last_backwards(timeline)
+    free = [0.0] * place.ranks
+    if place.pipelines > 1:
+        for stage in range(place.depth):
+            holders = sorted({place.rank_of[copy] for copy in range(stage, place.stages, place.depth)})
+            if len(holders) > 1:
+                ends = [last.get(copy, 0.0) for copy in range(stage, place.stages, place.depth)]
+                begin = max(*ends, *(free[rank] for rank in holders))
+                seconds = cluster.ring_seconds(gradient_bytes[stage], len(holders), crosses=False)
+                for rank in holders:
+                    free[rank] = begin + seconds
+        last = dict.fromkeys(last, timeline.makespan_seconds)
+    for stage, end in sorted(last.items(), key=lambda one: one[1]):
+        rank = place.rank_of[stage]
+        size = gradient_bytes[stage % place.depth]
+        free[rank] = max(free[rank], end) + cluster.ring_seconds(size, replicas, crosses=crossed[rank])
+    return max(timeline.makespan_seconds, *free)
+
+
+def _last_backwards(timeline: Timeline) -> dict[int, float]:
+    """When each stage's last B or W ends."""
+    found: dict[int, float] = {}
+    for track in timeline.tracks:
+        for op, stage, end in zip(track.actions.op, track.actions.stage, track.end, strict=True):
+            if op in (Op.B.code, Op.W.code):
+                found[stage] = max(found.get(stage, 0.0), end)
+    return found

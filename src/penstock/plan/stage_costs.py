@@ -25,10 +25,7 @@ def usual_link(device: str) -> LinkCost:
 
 def slowest_link(profile: Profile) -> LinkCost | None:
     """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
-    links = [link_cost(link) for link in profile.links]
-    if not links:
-        return None
-    return LinkCost(max(one.latency_seconds for one in links), min(one.bytes_per_second for one in links))
+    return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
 
 
 def link_cost(link: MeasuredLink) -> LinkCost:

@@ -120,22 +120,19 @@ def ink(theme: Theme, kind: Kind, chunk: int = 0) -> str:
     return max("#000000", "#ffffff", key=lambda colour: min(contrast(colour, under) for under in shades))
 
 
-def css(selector: str = ":root") -> str:
+def css() -> str:
     """A style sheet that defines the colours as variables, for a light and a dark background.
 
     `--page`, `--card`, `--ink`, `--muted`, `--rule` and `--accent` are a page's; `--op-F` (B, I, W, communication,
     wait) is an op's colour, `--op-F-2-1` its shade on chunk 2 (and later ones) for odd microbatches, and
     `--ink-F-2-1` the colour of text on it. An attribute `data-theme` of `light` or `dark` overrides what the reader's
     system asks for.
-
-    Args:
-        selector: the element that has the variables and may have the attribute.
     """
     return (
-        f"{selector} {{ color-scheme: light dark; {variables(LIGHT)} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ {selector}:not([data-theme=light]) {{ {variables(DARK)} }} }}\n"
-        f"{selector}[data-theme=light] {{ color-scheme: light }}\n"
-        f"{selector}[data-theme=dark] {{ color-scheme: dark; {variables(DARK)} }}\n"
+        f":root {{ color-scheme: light dark; {variables(LIGHT)} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ {variables(DARK)} }} }}\n"
+        f":root[data-theme=light] {{ color-scheme: light }}\n"
+        f":root[data-theme=dark] {{ color-scheme: dark; {variables(DARK)} }}\n"
     )
 
 

@@ -138,7 +138,7 @@ class Axis:
     @classmethod
     def of(cls, seconds: float, unit: str = "s", most: int = 12) -> Axis:
         """An axis from 0 to `seconds` with at most so many steps. Seconds become ms or us where they are short."""
-        scale, unit = _scaled(seconds) if unit == "s" else (1.0, unit)
+        scale, unit = scaled(seconds) if unit == "s" else (1.0, unit)
         span = seconds / scale
         if not span > 0:
             return cls(((0.0, "0"),), unit, scale)
@@ -150,5 +150,6 @@ class Axis:
         return cls(tuple((k * step * scale, f"{k * step:.6g}") for k in range(count + 1)), unit, scale)
 
 
-def _scaled(seconds: float) -> tuple[float, str]:
+def scaled(seconds: float) -> tuple[float, str]:
+    """The unit in which a time is at least 1: its length in seconds, and its name."""
     return next(((scale, unit) for scale, unit in ((1.0, "s"), (1e-3, "ms")) if seconds >= scale), (1e-6, "us"))

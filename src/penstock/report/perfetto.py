@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.files import write_text
-from penstock.report.flows import Message, messages
 from penstock.report.said import said_of
 from penstock.schedule.action import OPS, Op
 from penstock.schedule.timeline import Span, Timeline, Track
@@ -31,7 +31,7 @@ def to_perfetto(
 
     A slice is an action in words, with its text (`1F3`) among its arguments, a wait `wait`. An arrow leads from what
     made a message to what used it. Counters show memory, or how many microbatches a rank holds (of several stages or
-    slices: activations). Times are in microseconds, as the format requires. Messages that travel at the same time, as
+    slices: activations). Times are in microseconds, as the format requires. _Messages that travel at the same time, as
     a GPU's do, get more threads: slices of one cannot overlap.
 
     Args:
@@ -61,7 +61,7 @@ def to_perfetto(
         else:
             events += _counters(rank, curve, unit)
     if not timeline.in_turns:
-        for number, message in enumerate(messages(timeline)):
+        for number, message in enumerate(_messages(timeline)):
             events += _arrow(message, number)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -125,7 +125,7 @@ def _slices(span: Span, thread: int, slices: int) -> list[dict[str, Any]]:
     return [wait, ran]
 
 
-def _arrow(message: Message, number: int) -> list[dict[str, Any]]:
+def _arrow(message: _Message, number: int) -> list[dict[str, Any]]:
     """A flow between the compute slices at a message's two ends, each bound by a moment within it."""
     shared = {"name": message.what, "cat": "message", "id": number, "tid": 0}
     made, used = message.made, message.used
@@ -165,3 +165,43 @@ def _held(track: Track) -> list[tuple[float, float]]:
             found.pop()
         found.append((second, held))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What went from one rank to another. `what`: activations or gradients."""
+
+    what: str
+    made: Span
+    used: Span
+
+
+def _messages(timeline: Timeline) -> Iterator[_Message]:
+    """Each message from one rank to another, from the action that made it to the one that used it.
+
+    If the timeline has sends, these say what went where; otherwise each stage passes on to the next, and back. What
+    has not run, or took no time, has no message.
+    """
+    spans = {(span.action.stage, span.action.op, span.action.microbatch): span for span in timeline}
+    if sends := [span.action for span in timeline if span.action.op.is_send]:
+        for sent in sends:
+            assert sent.peer is not None
+            yield from _pair(spans, sent.stage, sent.peer, sent.microbatch, forward=sent.op is Op.SEND_F)
+        return
+    for stage, op, microbatch in list(spans):
+        if op is Op.F:
+            yield from _pair(spans, stage, stage + 1, microbatch, forward=True)
+        elif op in (Op.B, Op.I) and stage:
+            yield from _pair(spans, stage, stage - 1, microbatch, forward=False)
+
+
+def _pair(
+    spans: dict[tuple[int, Op, int | None], Span], source: int, target: int, microbatch: int | None, *, forward: bool
+) -> Iterator[_Message]:
+    ops = (Op.F,) if forward else (Op.B, Op.I)
+    made = next((spans[source, op, microbatch] for op in ops if (source, op, microbatch) in spans), None)
+    used = next((spans[target, op, microbatch] for op in ops if (target, op, microbatch) in spans), None)
+    if made is None or used is None or made.rank == used.rank:
+        return
+    if made.end_seconds > made.start_seconds and used.end_seconds > used.start_seconds:
+        yield _Message("activations" if forward else "gradients", made, used)

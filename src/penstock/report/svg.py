@@ -72,19 +72,13 @@ def schedule_svg(
     return svg([panel_of(schedule, timeline, title)], unit, background=background, width=width)
 
 
-def timeline_svg(
-    timeline: Timeline, *, title: str | None = None, background: Background = "auto", width: int = WIDTH
-) -> str:
-    """A timeline as SVG. Arguments and errors as for `schedule_svg`."""
-    return svg([panel_of(timeline, title=title)], background=background, width=width)
-
-
 def picture(drawn: Schedule | Timeline) -> str:
     """A schedule in slots, or a timeline, as HTML that a notebook shows at once. Errors as for `schedule_svg`."""
     count = len(drawn) if isinstance(drawn, Timeline) else sum(map(len, drawn.rows))
     if count > _AT_ONCE:
-        what = "timeline" if isinstance(drawn, Timeline) else "schedule"
-        return f"<pre>{count:,} actions; penstock.report.{what}_svg({what}) draws them, in a while</pre>"
+        timeline = "svg([penstock.report.panel_of(timeline)])"
+        how = timeline if isinstance(drawn, Timeline) else "schedule_svg(schedule)"
+        return f"<pre>{count:,} actions; penstock.report.{how} draws them, in a while</pre>"
     return svg([panel_of(drawn)], unit_of(drawn))
 
 

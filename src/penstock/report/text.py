@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from penstock.report.marks import scaled
 from penstock.schedule.timeline import Timeline
 
 TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
-
-_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def summary(timeline: Timeline) -> str:
@@ -15,7 +14,7 @@ def summary(timeline: Timeline) -> str:
     The rest of a rank's time is overhead, and the time before its first and after its last action. Ranks that took
     turns in one process have no bubble to report.
     """
-    scale, unit = _unit(timeline.makespan_seconds)
+    scale, unit = scaled(timeline.makespan_seconds)
     span = timeline.span_seconds
     lines = [("rank", f"busy ({unit})", f"waiting ({unit})", "" if timeline.in_turns else "bubble")]
     for rank in range(timeline.ranks):
@@ -27,8 +26,3 @@ def summary(timeline: Timeline) -> str:
     table = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     end = TURNS if timeline.in_turns else f"bubble {timeline.bubble_rate:.1%}"
     return "\n".join([*table, f"makespan {timeline.makespan_seconds / scale:.3f} {unit}, {end}"])
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    """The largest unit in which the time is at least 1: its length in seconds, and its name."""
-    return next(((scale, unit) for scale, unit in _UNITS if seconds >= scale), _UNITS[-1])

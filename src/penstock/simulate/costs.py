@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.errors import ArgumentError
@@ -88,6 +88,11 @@ class LinkCost:
     def __post_init__(self) -> None:
         check_cost("latency_seconds", self.latency_seconds)
         check_bandwidth("bytes_per_second", self.bytes_per_second)
+
+    @classmethod
+    def slowest(cls, links: Collection[LinkCost]) -> LinkCost:
+        """A link with the longest latency and the least bandwidth of one or more."""
+        return cls(max(link.latency_seconds for link in links), min(link.bytes_per_second for link in links))
 
     def seconds(self, message_bytes: float) -> float:
         """From the send of a message to its arrival."""

@@ -34,11 +34,9 @@ class Figures:
     columns: Columns | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(
-        cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST, *, contended: bool = False
-    ) -> Figures:
+    def of(cls, schedule: Schedule, by_stage: Sequence[OfStage], links: Links = NO_COST) -> Figures:
         """Simulates a schedule. Raises what `simulate` raises."""
-        return cls(schedule, by_stage, *timed(schedule, by_stage, links, contended=contended))
+        return cls(schedule, by_stage, *timed(schedule, by_stage, links))
 
     @property
     def peaks(self) -> list[Peaks]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
+from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -19,9 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.errors import ArgumentError, PenstockError
 from penstock.files import finite
 from penstock.report.frame import base_style
-from penstock.studio import answers, background, exports, live, reports
+from penstock.studio import answers, background, exports, live
 from penstock.studio.guard import ENTER, HEADERS, Guard
-from penstock.studio.lane import CrowdedError, Lane
 from penstock.studio.library import Library
 from penstock.studio.question import Question, number, whole
 
@@ -30,6 +32,8 @@ PAGE = "penstock-page"
 """A header of the page's own questions: what cannot be answered is then an answer as others are."""
 _LONGEST = 4000
 """Characters of an address's question."""
+_MOST_WAITING = 8
+"""Each page asks one question of a kind at a time."""
 
 
 @cache
@@ -112,7 +116,7 @@ class Studio:
             _refuse(given)
             path, number = self.library.path(name), whole("step", step) if step else None
             text = self.library.readable(lambda: background.read("report", path, number), name)
-            return Response(text, media_type="text/html", headers={"Content-Security-Policy": reports.policy(text)})
+            return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy(text)})
 
         return await _tried(request, made, self._reporting)
 
@@ -219,3 +223,52 @@ def _json(value: Any, status: int = 200) -> Response:
     except (TypeError, ValueError):
         text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
     return Response(text, status, media_type="application/json")
+
+
+def policy(text: str) -> str:
+    """What a report may do: run its own script with its own styles, by their hashes, and load nothing at all.
+
+    Its styles are the first in the page and its script the last, so that nothing in between, which came from a run, is
+    ever among them. Widths of bars are attributes of elements, which no hash covers.
+    """
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    script = text.rpartition('<script type="module">')[2].rpartition("</script>")[0]
+    return (
+        f"default-src 'none'; script-src {_hashed(script)}; style-src-elem {_hashed(style)}; "
+        "style-src-attr 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _hashed(content: str) -> str:
+    return f"'sha256-{b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
+# -- who computes when -------------------------------------------------------------------------------------------------
+
+
+class CrowdedError(Exception):
+    """Too many wait already."""
+
+
+class Lane:
+    """Computes one answer at a time, in the order of asking, so that several pages take no more of the machine than
+    one, and none that nobody waits for any more. Each kind of question has a lane, so that none waits for
+    another's; what is quick needs none."""
+
+    def __init__(self) -> None:
+        self._turn, self._waiting = asyncio.Lock(), 0
+
+    async def run(self, request: Request, act: Callable[[], Response]) -> Response:
+        """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
+        CrowdedError: too many wait already."""
+        if self._waiting >= _MOST_WAITING:
+            raise CrowdedError("server busy; retry in a moment")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # goes to nobody
+                return await run_in_threadpool(act)
+        finally:
+            self._waiting -= 1

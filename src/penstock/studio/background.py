@@ -13,11 +13,19 @@ from typing import Any
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.files import reported_as_damage
-from penstock.studio import opened, reports
+from penstock.studio import opened
+from penstock.web.page import page
+from penstock.web.sources import shown
+
+
+def report(path: Path, step: int | None = None) -> str:
+    """The page of `penstock report`. Raises ArgumentError if there is nothing to report, or no such step."""
+    return page(shown([path], step))
+
 
 BIG_BYTES = 8 << 20
 MOST_SECONDS = 60.0
-_READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": reports.report}
+_READERS: Mapping[str, Callable[..., Any]] = {"opened": opened.opened, "report": report}
 
 
 def read(reader: str, path: Path, *arguments: Any) -> Any:

@@ -18,7 +18,6 @@ from torch import nn
 from penstock.errors import ArgumentError
 from penstock.fabric.workload import Transfer, Workload
 from penstock.gradients import by_gradient_dtype, checked_dtype, gradient_dtype
-from penstock.partition import Balance
 from penstock.partition.units.chain import as_module
 from penstock.schedule import Schedule
 from penstock.schedule.lowering import order_of
@@ -49,11 +48,8 @@ def from_model(
     traffic: Traffic = "gradients",
     schedule: str | Schedule = "1f1b",
     microbatches: int | None = None,
-    chunks: int | None = None,
     cuts: Sequence[str] | None = None,
-    leaves: Sequence[str] | None = None,
     opens: Sequence[str] | None = None,
-    balance: Balance = "flops",
     sharded: bool = False,
     bucket_bytes: int | None = None,
     compute: Compute = "none",
@@ -81,7 +77,7 @@ def from_model(
         hosts: ranks * replicas. Replica d has the hosts d * ranks to (d + 1) * ranks - 1, as a mesh (dp, pp) has them.
         ranks: how many each pipeline has.
         replicas: how many pipelines; None: hosts / ranks.
-        schedule, microbatches, chunks, cuts, leaves, opens, balance: as `penstock.pipeline` takes them. Without a
+        schedule, microbatches, cuts, opens: as `penstock.pipeline` takes them. Without a
             pipeline, microbatches (1 by default) are those whose gradients are accumulated before they are sent.
         sharded: the replicas divide the parameters among themselves, like FSDP2 (`fully_shard`).
         bucket_bytes: the most that is summed over replicas in one go. "gradients": None sends layer by layer,
@@ -106,9 +102,9 @@ def from_model(
     whole = as_module(model)
     _check_dtype(gradient_dtype, whole, traffic, sharded)
     if traffic == "tensor":
-        return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute, leaves)
-    order = order_of(schedule, ranks, microbatches, chunks)
-    options = {"cuts": cuts, "leaves": leaves, "opens": opens, "balance": balance}
+        return _tensor(whole, args, kwargs, hosts, microbatches or 1, compute)
+    order = order_of(schedule, ranks, microbatches, None)
+    options = {"cuts": cuts, "opens": opens, "balance": "flops"}
     recorded = record(whole, args, kwargs, order.placement.depth, **options)
     if traffic == "pipeline":
         size = bucket_bytes or DDP_BUCKET_BYTES
@@ -140,9 +136,8 @@ def _tensor(
     hosts: int,
     microbatches: int,
     compute: Compute,
-    leaves: Sequence[str] | None,
 ) -> Workload:
-    recorded = record(model, args, kwargs, 1, leaves=leaves)
+    recorded = record(model, args, kwargs, 1)
     seconds = 0.0 if compute == "none" else float(compute)
     made = tensor.transfers(recorded.products, microbatches, seconds)
     if not made:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.compat import FakeTensor
 from penstock.gradients import BUCKET_BYTES, gradient_bytes, gradient_dtype
-from penstock.partition import Partition, Partitioner
+from penstock.partition import NoStreams, Partition, Partitioner
 from penstock.trees import flatten, leaf_tensors
 
 Named = tuple[str, nn.Parameter]
@@ -108,16 +108,6 @@ matrix is (in, out).
 """
 
 
-class _NoStreams:
-    """Random streams for when masks do not matter."""
-
-    def enter(self, name: str) -> None:
-        """Draws continue from wherever the generator is."""
-
-    def pass_by(self, calls: Mapping[str, int]) -> None:
-        """Nothing to count."""
-
-
 class _Uses(TorchFunctionMode):
     """Notes the order in which a model's parameters are used; those to be trained count if the use gives a gradient."""
 
@@ -186,7 +176,7 @@ def record(
     Raises:
         ArgumentError, PartitionError: as for `penstock.inspect`.
     """
-    partitioner = Partitioner(model, stages, streams=_NoStreams(), **options)
+    partitioner = Partitioner(model, stages, streams=NoStreams(), **options)
     uses = _Uses(partitioner.model)
     with torch.enable_grad(), uses:
         partition = partitioner(args, kwargs)

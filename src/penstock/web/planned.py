@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from penstock.plan import Plan
-from penstock.plan.predict import order_of
-from penstock.schedule import Schedule
+from penstock.plan.predict import order_of_plan
 from penstock.simulate import StageCost, simulate
 from penstock.simulate.figures import title
 from penstock.web import memory_curves
@@ -32,7 +31,7 @@ def of_plan(plan: Plan, name: str) -> Shown:
     Args:
         name: of its file.
     """
-    choice, schedule = plan.choice, _order(plan)
+    choice, schedule = plan.choice, order_of_plan(plan)
     parts = [seconds / 3 for seconds in plan.stage_seconds]
     costs = [StageCost(part, part, part) for part in parts] * schedule.placement.pipelines
     timeline = simulate(schedule, costs)
@@ -72,11 +71,6 @@ def _idle(plan: Plan) -> Idle | None:
     whole = plan.pipeline_seconds
     causes = {cause: share * whole for cause, share in plan.idle.items()}
     return Idle((whole * (1 - plan.bubble),), (causes,), "On average over all ranks.")
-
-
-def _order(plan: Plan) -> Schedule:
-    order = plan.schedule
-    return order_of(plan.choice) if isinstance(order, str) else order
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

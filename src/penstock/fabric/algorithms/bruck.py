@@ -7,8 +7,7 @@ back at the end. Here, slots stay where they are, and a message may consist of s
 
 from __future__ import annotations
 
-from penstock.fabric.algorithms.rounds import joined
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, StepList, joined
 
 
 def all_gather(ranks: int) -> StepList:

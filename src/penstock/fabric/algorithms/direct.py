@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import ArgumentError
-from penstock.fabric.algorithms.rounds import Rounds
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, Rounds, StepList
 
 
 def send(ranks: int) -> StepList:

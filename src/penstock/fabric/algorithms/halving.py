@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.fabric.algorithms.rounds import Rounds, mirrored
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, Rounds, StepList, mirrored
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ sizes (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
 
 from __future__ import annotations
 
-from penstock.fabric.algorithms.rounds import Rounds, joined
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, Rounds, StepList, joined
 
 
 def all_reduce(ranks: int) -> StepList:

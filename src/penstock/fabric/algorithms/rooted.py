@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from penstock.fabric.algorithms.ring import gathered
-from penstock.fabric.algorithms.rounds import Rounds, checked_pieces, mirrored
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, Rounds, StepList, checked_pieces, mirrored
 
 
 def broadcast_binomial(ranks: int) -> StepList:

@@ -13,8 +13,7 @@ This way no port is idle, whereas half of the ports are idle in a single tree, a
 
 from __future__ import annotations
 
-from penstock.fabric.algorithms.rounds import checked_pieces
-from penstock.fabric.steps import Move, StepList
+from penstock.fabric.steps import Move, StepList, checked_pieces
 
 Parents = tuple[int, ...]
 """The parent of each rank; the root is its own parent."""

@@ -8,5 +8,4 @@ probe.py        measures one link; links.py: measures all links before the trial
 trials.py       runs the trials; signals.py, start_board.py: how all hosts start a trial at the same moment
 collectives.py  the engine's own collectives, and step lists; wires.py: messages between two hosts
 payload.py      what is sent, and how results are checked
-watch.py        an observer of the run
 """

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from penstock.errors import ArgumentError
 from penstock.fabric.algorithms.volume import moves_of
-from penstock.fabric.dtypes import REDUCES, Op
 from penstock.fabric.emulation import payload
 from penstock.fabric.emulation.wires import Message, Wire
 from penstock.fabric.steps import Collective, Move, StepList
-from penstock.fabric.workload import Transfer
+from penstock.fabric.workload import REDUCES, Op, Transfer
 
 Stamp = tuple[int, int, int]
 """A round, and its start and end in nanoseconds on this host's clock."""

@@ -15,9 +15,8 @@ from typing import Any
 
 from penstock import owner
 from penstock.errors import ArgumentError, FabricError
-from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
-from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
 from penstock.files import read_bytes, read_json, write_json
 from penstock.launch.agent import agent_command
@@ -47,7 +46,6 @@ def emulate(
     folder: Path,
     machines: Machines | None = None,
     watch: Watch | None = None,
-    module: str = EMULATION,
     events: Sequence[Event] = (),
 ) -> None:
     """Runs a spec on hosts started here, and waits for it to end.
@@ -56,7 +54,6 @@ def emulate(
         folder: the run's folder; anything left there by an earlier run is replaced.
         machines: one per host; None if the hosts are plain processes on this machine.
         watch: an observer of the run.
-        module: the module that the hosts run.
         events: changes to the machines' network during the run; a step is a trial.
 
     Raises:
@@ -80,7 +77,7 @@ def emulate(
     with contextlib.ExitStack() as stack:
         steps, board, failures = (stack.enter_context(memory(name)) for name in ("step", "start", "failures"))
         usual = {**QUIET, "OMP_NUM_THREADS": "1"}
-        commands = _commands(spec, folder, machines, module)
+        commands = _commands(spec, folder, machines)
         logs = [stack.enter_context((folder / f"host-{number}.log").open("wb")) for number in range(len(commands))]
         try:
             with _scenario(machines, events, steps) as happened:
@@ -125,8 +122,8 @@ def _scenario(machines: Machines | None, events: Sequence[Event], steps: str) ->
     happened += [asdict(one) for one in played.happened]
 
 
-def _commands(spec: Spec, folder: Path, machines: Machines | None, module: str) -> list[list[str]]:
-    what = ["-m", module, str(folder.resolve())]
+def _commands(spec: Spec, folder: Path, machines: Machines | None) -> list[list[str]]:
+    what = ["-m", EMULATION, str(folder.resolve())]
     if machines is None:
         return [agent_command(["--standalone", f"--nproc-per-node={spec.hosts}", *what])]
     return list(agent_commands(machines, what, join_seconds=spec.join_seconds))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from penstock.fabric.emulation.collectives import Engine, Participant, Stepwise,
 from penstock.fabric.emulation.joining import Members
 from penstock.fabric.emulation.payload import TYPES
 from penstock.fabric.emulation.run_file import gathered, recorded
-from penstock.fabric.emulation.spec import Spec
+from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.trials import Trials
-from penstock.fabric.emulation.watch import Watch
 from penstock.fabric.emulation.wires import Wire
 from penstock.fabric.samples import HEAD, SAMPLES, SPEC, STEPS, STEPS_HEAD, SampleFile
 from penstock.fabric.steadiness import WarmUp
@@ -141,12 +139,12 @@ def _write(spec: Spec, folder: Path, trials: Trials, watch: Watch | None) -> Non
         steps.close()
 
 
-def main(job: Callable[[Spec, Path], None] = run) -> None:
+def main() -> None:
     """Entry point on every host, called by torchrun with the run's folder as the only argument."""
     folder = Path(sys.argv[1])
     end_with_parent(os.getppid())  # a killed agent cannot stop its host
     try:
-        job(Spec.read(folder / SPEC), folder)
+        run(Spec.read(folder / SPEC), folder)
     except PenstockError as error:
         print(f"penstock: error: {error}", file=sys.stderr, flush=True)
         time.sleep(0.2)

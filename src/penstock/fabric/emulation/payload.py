@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.fabric.dtypes import BYTES, REDUCES, Op
 from penstock.fabric.steps import Collective
+from penstock.fabric.workload import BYTES, REDUCES, Op
 
 TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in BYTES}
 """torch dtypes by name."""

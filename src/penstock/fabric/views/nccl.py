@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.fabric.dtypes import NCCL, REDUCES
 from penstock.fabric.samples import Run
 from penstock.fabric.terms import busbw_factor
 from penstock.fabric.times import TransferTimes, iterations_of, rate_key
-from penstock.fabric.workload import Workload
+from penstock.fabric.workload import NCCL, REDUCES, Workload
 
 Average = Literal["avg", "max", "min", "rank0"]
 """How times are combined over the ranks."""

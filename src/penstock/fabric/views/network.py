@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.fabric.views.numbers import seconds
+from penstock.words import sized
 
 MOST_LATE_SECONDS = 1e-3
 """If the 99th percentile of lateness exceeds this, the switch is saturated."""
@@ -104,22 +105,17 @@ def _host(link: Told) -> str:
     ways = [f"{_frames(link[way], verb)}{_fates(link[way])}" for way, verb in (("up", "out"), ("down", "in"))]
     near = link["down"]["background_bytes"]
     if near:
-        ways.append(f"neighbours {_bytes(near)}")
+        ways.append(f"neighbours {sized(near)}")
     return "; ".join(ways)
 
 
 def _frames(counted: Told, verb: str) -> str:
-    return f"{verb} {counted['frames']:,} frames, {_bytes(counted['bytes'])}"
+    return f"{verb} {counted['frames']:,} frames, {sized(counted['bytes'])}"
 
 
 def _fates(counted: Told) -> str:
     said = [f"{counted[name]:,} {words}" for name, words in _FATES.items() if counted[name]]
     return f" ({', '.join(said)})" if said else ""
-
-
-def _bytes(count: int) -> str:
-    factor, unit = next((f, u) for f, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if count >= f or f == 1)
-    return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:,.0f} {unit}"
 
 
 def _late(told: Told) -> str:

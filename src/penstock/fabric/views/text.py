@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from penstock.fabric.compare import FEWEST, Comparison, Difference
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import TIMES, facts, in_groups, mean, notes, rate_unit, title, warnings
 from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
+from penstock.report.table import print_unbroken, table, width_of
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:
@@ -38,23 +38,24 @@ def show(run: Run, results: dict[str, Any], console: Console) -> None:
 
 def _print_figures(results: dict[str, Any], console: Console) -> None:
     whole = _table(results, tuple(TIMES), rates=True)
-    if _width(whole, console) <= console.width:
-        _print(whole, console)
+    if width_of(whole, console) <= console.width:
+        print_unbroken(console, whole)
         return
     times = _table(results, tuple(TIMES), rates=False)
-    fits = _width(times, console) <= console.width
-    _print(times if fits else _narrow(results, console, tuple(name for name in TIMES if name != "min")), console)
+    if width_of(times, console) > console.width:
+        times = _narrow(results, console, tuple(name for name in TIMES if name != "min"))
+    print_unbroken(console, times)
     console.print()
-    _print(_narrow(results, console, ()), console)
+    print_unbroken(console, _narrow(results, console, ()))
 
 
 def _narrow(results: dict[str, Any], console: Console, times: Sequence[str]) -> Table:
     """Returns a table of some times, or of the rates, shortening names that are too long for it."""
     longest = max(len(group["name"]) for group in results["groups"])
     made = _table(results, times, rates=not times)
-    if _width(made, console) > console.width:
+    if width_of(made, console) > console.width:
         made.padding = (0, 1, 0, 0)
-    excess = _width(made, console) - console.width
+    excess = width_of(made, console) - console.width
     return made if excess <= 0 else _table(results, times, rates=not times, name_width=max(longest - excess, 12))
 
 
@@ -67,15 +68,10 @@ def _table(results: dict[str, Any], times: Sequence[str], *, rates: bool, name_w
     kinds = rates and len({group["collective"] for group in groups}) > 1
     often = in_groups(results)
     scale, unit = rate_unit(results)
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    above = "\n" if rates else ""  # other columns have a unit below their name
-    for head in ("transfer", *(["collective"] if kinds else [])):
-        made.add_column(above + head)
-    shown = [*(TIMES[name] for name in times), "mean"] if times else []
-    for head in ("bytes", *(["times"] if often else []), *shown):
-        made.add_column(above + head, justify="right")
-    for head in ("skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%") if rates else ():
-        made.add_column(head, justify="right")
+    names = ["transfer", *(["collective"] if kinds else [])]
+    shown = [*(["times"] if often else []), *([*(TIMES[name] for name in times), "mean"] if times else [])]
+    heads = ["skew\np50", f"algbw\n{unit}", f"busbw\n{unit}", "ideal\n%"] if rates else []
+    made = table(*names, "bytes", *shown, *heads, left=len(names))
     for group in groups:
         cells = [cut(group["name"], name_width), *([group["collective"]] if kinds else [])]
         cells += [f"{group['bytes']:,}", *([f"{group['times']:,}"] if often else []), *_times(group, times)]
@@ -97,17 +93,6 @@ def _rates(entry: dict[str, Any], scale: float) -> list[str]:
     rates = [value if value is None else value * scale for value in (entry["algbw_GBps"], entry["busbw_GBps"])]
     skew = seconds(entry["arrival_skew_s"]["p50"]) if "arrival_skew_s" in entry else ""
     return [skew, *map(digits, rates), percent(entry["ideal_percent"])]
-
-
-def _width(made: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), made).maximum
-
-
-def _print(made: Table, console: Console) -> None:
-    """Prints with every cell on one line. Columns move closer together if there is little room; nothing is cut off."""
-    if _width(made, console) > console.width:
-        made.padding = (0, 1, 0, 0)
-    console.print(made, width=max(_width(made, console), console.width), soft_wrap=True, crop=False)
 
 
 # -- two runs ---------------------------------------------------------------------------------------------------------
@@ -132,7 +117,7 @@ def show_comparison(
     console.print()
     rows = [*comparison.transfers, *([comparison.step] if comparison.step else [])]
     whole = _compared(rows, tails=True)
-    _print(whole if _width(whole, console) <= console.width else _compared(rows, tails=False), console)
+    print_unbroken(console, whole if width_of(whole, console) <= console.width else _compared(rows, tails=False))
     console.print()
     for letter, only in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if only:
@@ -156,11 +141,10 @@ COMPARISON_NOTE = (
 
 
 def _compared(rows: Sequence[Difference], *, tails: bool) -> Table:
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    made.add_column("transfer")
-    for head in (*(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *(["p99 A", "p99 B"] if tails else [])):
-        made.add_column(head, justify="left" if not head else "right")
-    made.add_column("verdict")
+    further = ["p99 A", "p99 B"] if tails else []
+    made = table("transfer", *(["bytes"] if tails else []), "p50 A", "p50 B", "B/A", "", *further, "verdict")
+    for column in made.columns:
+        column.justify = "left" if column.header in ("transfer", "", "verdict") else "right"
     for one in rows:
         low_high = one.ratio_interval
         interval = f"{low_high[0]:.3f} to {low_high[1]:.3f}" if low_high else ""

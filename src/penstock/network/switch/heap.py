@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from penstock.compiled import compiler
 from penstock.network.switch.columns import DUE_NS, TURN, TURNS, WAITING, WHAT, Tables
-from penstock.network.switch.compiled import compiled
+
+compiled = compiler((*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[1] / "model.py"))
+"""The decorator that compiles the switch's inner loop."""
 
 
 @compiled

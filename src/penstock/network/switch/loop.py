@@ -80,8 +80,7 @@ from penstock.network.switch.columns import (
     WORST_NS,
     Tables,
 )  # fmt: skip
-from penstock.network.switch.compiled import compiled
-from penstock.network.switch.heap import pop, push
+from penstock.network.switch.heap import compiled, pop, push
 
 # Called by name, because pointers made with ctypes would keep numba from caching the compiled code.
 _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))

@@ -18,18 +18,42 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import scipy.special  # noqa: F401  (so that a link that changes to normal jitter need not wait for it)
 
-from penstock.network.background import parse_background
+from penstock.network.background import AHEAD_NS, Neighbour, Stream, parse_background
 from penstock.network.switch import columns, loop
+from penstock.network.switch.columns import Tables
 from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
-from penstock.network.switch.neighbours import Background
 from penstock.network.switch.protocol import Order, Setup
 from penstock.network.switch.tap import Unread, open_tap
 
 TURN_SECONDS = 0.02
 """How long the loop runs before it looks for orders."""
 _PR_SET_TIMERSLACK = 29
+
+
+class Background:
+    """Keeps the arrays filled with the neighbours' next frames. Starts when made, in place of the one before."""
+
+    def __init__(self, t: Tables, neighbours: tuple[Neighbour, ...], seed: int) -> None:
+        self._t = t
+        hosts = t.meets.shape[0]
+        self._start_ns = time.monotonic_ns()
+        self._streams = [Stream(neighbours, seed, host) for host in range(hosts)] if neighbours else []
+        t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
+
+    def fill(self) -> None:
+        """Fills the arrays some time ahead of the clock."""
+        t = self._t
+        end_ns = time.monotonic_ns() + AHEAD_NS
+        for host, stream in enumerate(self._streams):
+            line = t.lines[t.meets.shape[0] + host]
+            room = t.near.shape[1] - int(line[columns.NEAR_MADE] - line[columns.NEAR_USED])
+            at_ns, sizes = stream.until(end_ns - self._start_ns, room)
+            places = np.arange(line[columns.NEAR_MADE], line[columns.NEAR_MADE] + len(at_ns)) % t.near.shape[1]
+            t.near[host, places, columns.AT_NS], t.near[host, places, columns.SIZE] = at_ns + self._start_ns, sizes
+            line[columns.NEAR_MADE] += len(at_ns)
 
 
 class Served:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 
-from penstock.errors import ArgumentError
 from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.row import Row
 from penstock.schedule.schedule import Schedule
 
 
-def one_f_one_b(ranks: int, microbatches: int, in_flight: Sequence[int] | None = None) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """A few forwards to fill the pipeline, then one forward and one backward in turn, then the remaining backwards.
 
     With 4 ranks and 6 microbatches, one column per time slot:
@@ -37,23 +35,10 @@ def one_f_one_b(ranks: int, microbatches: int, in_flight: Sequence[int] | None =
     The flushing variant ("PipeDream-Flush") of Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training",
     ICML 2021, as scheduled by Megatron-LM: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
     Clusters Using Megatron-LM", SC 2021.
-
-    Args:
-        in_flight: for each rank, how many microbatches it holds at most, in place of p - r: one or two more hide what
-            all ranks do together between the last stage's forward and its backward, as with a vocabulary on all ranks
-            (Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism", 2024).
-
-    Raises:
-        ArgumentError: `in_flight` is not a number of 1 or more for each rank, or greater than the rank's before.
     """
-    held = list(range(ranks, 0, -1)) if in_flight is None else list(in_flight)
-    if len(held) != ranks or min(held) < 1 or sorted(held, reverse=True) != held:
-        raise ArgumentError(
-            f"in_flight={held}: expected a number of 1 or more for each of {ranks} ranks, none above the rank before"
-        )
     rows, numbers = [], array("i", range(microbatches))
     for rank in range(ranks):
-        warm_up = min(held[rank] - 1, microbatches)
+        warm_up = min(ranks - 1 - rank, microbatches)
         forwards = Row.of(Op.F, rank, numbers)
         backwards = Row.of(Op.B, rank, numbers)
         steady = Row.alternate(forwards.part(warm_up, None), backwards.part(0, microbatches - warm_up))
