@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
 import socket
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from penstock.explain import explain, read_run, run_of
 from penstock.fabric.results import results
 from penstock.fabric.samples import RUN, SAMPLES, Run
 from penstock.hardware.specs import device
+from penstock.network.background import parse_background
 from penstock.network.parse import parse_link
 from penstock.network.scenario import read_scenario
 from penstock.network.topology import Topology
 from penstock.plan import Choice, Plan, read_plan
-from penstock.runs import RunRead
+from penstock.runs import RunRead, reading
 from penstock.runs import read_run as read_folder
 from penstock.runs.about import FORMAT, VERSION, About
 from penstock.runs.health import health
@@ -251,11 +253,16 @@ def test_what_is_wrong_a_million_times_is_named_once(tmp_path: Path) -> None:
     assert peak < 20 << 20
 
 
-def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(tmp_path: Path) -> None:
+def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunRead(tmp_path, ABOUT)
     line = STEP.to_line()
     write(tmp_path / "steps.jsonl", line + "[" * 100_000 + "\n" + line.replace("}", " " * 1000 + "}"))
     assert run.steps() == [STEP]
+    monkeypatch.setattr(reading, "MAX_BYTES", 3 * len(line))
+    (tmp_path / "steps.jsonl").write_text("".join(replace(STEP, step=n).to_line() for n in range(1, 10)))
+    assert [one.step for one in run.steps()] == [7, 8, 9]
     (tmp_path / "steps.jsonl").unlink()
     (tmp_path / "steps.jsonl").symlink_to("/dev/zero")
     with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
@@ -307,6 +314,32 @@ def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypat
         read_run([cut])
 
 
+def test_gzip_is_read_in_all_its_parts_and_nothing_else(tmp_path: Path) -> None:
+    part, file = gzip.compress(b"x" * 3_000_000), tmp_path / "some.gz"
+    file.write_bytes(part + part + bytes(100))
+    assert files.read_bytes(file) == b"x" * 6_000_000
+    file.write_bytes(part + b"text")
+    with pytest.raises(ArgumentError, match="incorrect header check"):
+        files.read_bytes(file)
+    for many, limit in (
+        (gzip.compress(b"") * 100_000, "10,000 packed parts"),
+        (part + bytes(4 << 20), "has more than 4 MiB"),
+    ):
+        file.write_bytes(many)
+        with pytest.raises(ArgumentError, match=limit):
+            files.read_bytes(file, max_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("row", ["0F0,0\r1,2", "x" * 200_000, "0F0\0,1"])
+def test_rows_that_are_not_csv_are_refused(row: str, tmp_path: Path) -> None:
+    for text, read in (
+        (f"op,start_us,duration_us\n{row}\n", lambda file: explain(run_of(read_run([file])))),
+        (f"0.1,100\n{row}\n", lambda file: parse_background(f"trace {file}", 2)),
+    ):
+        with pytest.raises(ArgumentError, match=r"^[^\n]{1,600}$"):
+            read(write(tmp_path / "c.csv", text))
+
+
 def test_an_error_quotes_at_most_80_characters_of_a_value(tmp_path: Path) -> None:
     file = write(tmp_path / "p.json", json.dumps({**profile(), "device": ["\x1b[31m" + "z" * 500]}))
     with pytest.raises(ArgumentError, match=r"^profile '.*p.json': device=.{10,80}: expected a valid string$"):
@@ -328,6 +361,30 @@ def test_what_is_written_takes_the_place_of_the_old_file_only_once_it_is_whole(t
     write_csv(SCHEDULE, file)
     assert Schedule.parse(str(read_csv(file))).rows == SCHEDULE.rows
     assert (os.listdir(tmp_path), file.stat().st_mode & 0o777) == (["out.csv"], 0o640)
+
+
+@pytest.mark.parametrize("name", ["n" * 251 + ".csv", "n" * 255, "\u00e9" * 120 + ".csv"])
+def test_names_of_any_length_are_written(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    for text in ("old", "new"):
+        files.write_text(file, text)
+    with pytest.raises(ZeroDivisionError), files.replacing(file) as new:
+        new.write_text(str(1 // 0))
+    assert (file.read_text(), os.listdir(tmp_path)) == ("new", [name])
+
+
+def test_a_new_file_is_made_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write into the folder can guess its name."""
+    victim, file = write(tmp_path / "victim", "precious"), write(tmp_path / "secret.csv", "")
+    file.chmod(0o600)
+    monkeypatch.setattr(files, "_numbers", itertools.count())
+    (tmp_path / f".{os.getpid()}-0.new.csv").symlink_to(victim)
+    with files.replacing(file) as new:
+        assert new.stat().st_mode & 0o777 == 0o600
+        new.write_text("text")
+    assert (victim.read_text(), file.read_text()) == ("precious", "text")
+    files.remove_leftovers(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["secret.csv", "victim"]
 
 
 def test_a_link_stays_a_link_when_its_file_is_written(tmp_path: Path) -> None:

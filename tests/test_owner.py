@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import socket
@@ -97,6 +98,37 @@ def test_what_an_ended_owner_left_keeps_nobody_out(tmp_path: Path, text: str) ->
     file.write_text(text)
     assert (told := elsewhere(tmp_path)).isprintable()
     assert len(told) < 400 + len(str(file))
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (victim := tmp_path / "victim").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / owner.NAME).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic"):
+        owner.claim(tmp_path / "run", Holder(), "run")
+    assert victim.read_text() == "precious"
+
+
+def test_a_claim_that_is_made_again_keeps_its_holders_and_one_descriptor(tmp_path: Path) -> None:
+    first, second = Holder(), Holder()
+    owner.claim(tmp_path, first, "run")
+    before = len(os.listdir("/proc/self/fd"))
+    (tmp_path / owner.NAME).unlink()
+    owner.claim(tmp_path, second, "run")
+    assert len(os.listdir("/proc/self/fd")) == before
+    owner.release(id(second))
+    assert elsewhere(tmp_path)
+    owner.release(id(first))
+
+
+def test_a_fork_has_a_lock_of_its_own(tmp_path: Path) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        other.submit(owner._lock.acquire).result()
+        child = os.fork()
+        if not child:
+            os._exit(0 if owner._lock.acquire(blocking=False) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        other.submit(owner._lock.release).result()
 
 
 def test_a_fork_gives_up_nothing_and_keeps_nothing(tmp_path: Path) -> None:

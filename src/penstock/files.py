@@ -8,16 +8,19 @@ older file as it was. Every error is an `ArgumentError` of one line: which file,
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
+import io
 import itertools
 import json
+import math
 import os
 import re
 import reprlib
 import stat
 import tomllib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -38,8 +41,10 @@ MAX_VALUES = 4_000_000
 MAX_QUOTED = 80
 """Characters that an error quotes of a value."""
 
+_LIMIT = "the limit for such a file; of a trace, keep only the steps to look at"
 _MAX_ENTRIES = 1000
 _CHUNK_BYTES = 1 << 20
+_MAX_MEMBERS = 10_000
 _GZIP = 31  # zlib's window size for gzip's format
 _KINDS = {
     stat.S_ISDIR: "a folder",
@@ -48,8 +53,7 @@ _KINDS = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISSOCK: "a socket",
 }
-_NEW = re.compile(r"\.\d+-\d+\.new\.")
-_MAX_NAME = 255
+_NEW = re.compile(r"\.\d+-\d+\.new(\.|$)")
 _AROUND_NAMES = re.compile(r"[=,\n]|#.*")
 _numbers = itertools.count()
 
@@ -68,21 +72,26 @@ def read_bytes(path: FilePath, what: str | None = None, max_bytes: int | None = 
     what = os.fspath(path) if what is None else what
     max_bytes = MAX_BYTES if max_bytes is None else max_bytes
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # O_NONBLOCK: a pipe's other end is not waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if kind := _kind(os.fstat(file.fileno()).st_mode):
                 raise ArgumentError(f"{what} is {kind}; expected a regular file")
             file.seek(start)
-            data = bytearray()
-            unpack = None
+            data, packed, members, unpack = bytearray(), 0, 0, None
             while chunk := file.read(_CHUNK_BYTES):
-                if not data and unpack is None and chunk.startswith(b"\x1f\x8b"):
-                    unpack = zlib.decompressobj(_GZIP)
+                packed += len(chunk)
+                if members == 0 and not data and chunk.startswith(b"\x1f\x8b"):
+                    members, unpack = 1, zlib.decompressobj(_GZIP)
                 while chunk:
                     data += unpack.decompress(chunk, _CHUNK_BYTES) if unpack else chunk
-                    if len(data) > max_bytes:
-                        size = "unpacks to" if unpack else "has"
-                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, the limit for such a file")
+                    if max(len(data), packed) > max_bytes:
+                        size = "has" if packed > max_bytes else "unpacks to"
+                        raise ArgumentError(f"{what} {size} more than {max_bytes >> 20} MiB, {_LIMIT}")
                     chunk = unpack.unconsumed_tail if unpack else b""
+                    if unpack and unpack.eof and (chunk := unpack.unused_data.lstrip(b"\0")):
+                        members, unpack = members + 1, zlib.decompressobj(_GZIP)
+                    if members > _MAX_MEMBERS:
+                        raise ArgumentError(f"{what} has more than {_MAX_MEMBERS:,} packed parts")
             if unpack and not unpack.eof:
                 raise ArgumentError(f"{what} cannot be unpacked: it is cut off")
             return bytes(data)
@@ -105,6 +114,13 @@ def read_json(path: FilePath, what: str | None = None) -> Any:
     """Read a file of JSON as plain values. Raises ArgumentError if it cannot be read or is not JSON."""
     what = os.fspath(path) if what is None else what
     return parse_json(read_bytes(path, what), what)
+
+
+def json_or_none(path: FilePath) -> Any:
+    """Read a file of JSON; None if there is none, or it is something else."""
+    with contextlib.suppress(ArgumentError):
+        return read_json(path)
+    return None
 
 
 def read_toml(path: FilePath, what: str | None = None) -> dict[str, Any]:
@@ -137,12 +153,34 @@ def parse_json(data: str | bytes, what: str) -> Any:
         raise ArgumentError(f"{what} is not JSON: {reason}{finite}") from None
 
 
+def finite(value: Any) -> Any:
+    """Make a value fit for JSON, which has no NaN and no Infinity: they become null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+    return value
+
+
+def parse_csv(text: str, what: str, delimiter: str = ",") -> Iterator[list[str]]:
+    """Yield the rows of CSV. Raises ArgumentError: it is something else, or has more than `MAX_VALUES` values."""
+    check_number_of_values(text, what)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise ArgumentError(f"{what}, line {rows.line_num}, is not CSV: {error}") from None
+
+
 def check_number_of_values(data: str | bytes, what: str) -> None:
     """Raise ArgumentError if JSON or CSV would have more than `MAX_VALUES` values, before they are made."""
     marks: Any = "\n[{,;\t" if isinstance(data, str) else [b"\n", b"[", b"{", b",", b";", b"\t"]
     lines, *values = map(data.count, marks)
     if max(lines, sum(values)) > MAX_VALUES:  # files with indentation have a line for each value, too
-        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, the limit for such a file")
+        raise ArgumentError(f"{what} has more than {MAX_VALUES:,} values, {_LIMIT}")
 
 
 STRICT: Any = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
@@ -169,7 +207,7 @@ def validate(kind: type[T], given: Any, what: str) -> T:
         first = error.errors(include_url=False)[0]
         where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"]).removeprefix(".")
         is_own = first["type"] == "unexpected_keyword_argument" and len(first["loc"]) == 1 and is_dataclass(kind)
-        known = f"; known are {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
+        known = f"; expected one of {', '.join(field.name for field in fields(kind))}" if is_own else ""  # type: ignore[arg-type]
         raise ArgumentError(f"{what}: {_in_words(first, where[:MAX_QUOTED])}{known}") from None
 
 
@@ -181,7 +219,7 @@ def _in_words(error: Any, where: str) -> str:
     if error["type"] == "value_error":  # raised by the class itself, which names its own fields
         return f"{where}: {error['ctx']['error']}" if where else str(error["ctx"]["error"])
     expected = _OF_JSON.get(error["type"], error["msg"].removeprefix("Input should be "))
-    return f"{where or 'the whole'}={quoted(error['input'])}: expected {expected}"
+    return f"{f'{where}=' if where else 'top-level value: '}{quoted(error['input'])}: expected {expected}"
 
 
 _OF_JSON = {
@@ -251,11 +289,6 @@ def _kind(mode: int) -> str:
     return next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "")
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a pipe."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def write_text(path: FilePath, text: str, what: str | None = None) -> None:
     """Write a file of UTF-8 text. Raises ArgumentError as `replacing` does."""
     with replacing(path, what) as new:
@@ -296,15 +329,23 @@ def atomic(path: FilePath) -> Iterator[Path]:
         mode = target.stat().st_mode
         if kind := _kind(mode):
             raise OSError(errno.EINVAL, f"it is {kind}; expected a regular file", str(path))
-    new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new.{target.name}"[-_MAX_NAME:])
+    new = _new_file(target, mode)
     try:
         yield new
-        if mode is not None:
-            new.chmod(stat.S_IMODE(mode))
         new.replace(target)
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+
+
+def _new_file(target: Path, mode: int | None) -> Path:
+    """Make an empty file beside the target, with its mode. Raises OSError."""
+    while True:  # a killed process of the same id may have left some
+        new = target.with_name(f".{os.getpid()}-{next(_numbers)}.new{target.suffix[:16]}")
+        with contextlib.suppress(FileExistsError), new.open("xb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            return new
 
 
 def remove_leftovers(folder: FilePath) -> None:

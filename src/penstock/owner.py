@@ -62,8 +62,12 @@ def claim(folder: Path, holder: object, what: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     file = Path(os.path.realpath(folder), NAME)
     with _lock:
-        if file not in _claims or not _claims[file].is_of(file):
+        stale = _claims.get(file)
+        if stale is None or not stale.is_of(file):
             _claims[file] = _take(file, made, what)
+            if stale is not None:
+                _claims[file].holders |= stale.holders
+                os.close(stale.descriptor)
         if id(holder) not in _claims[file].holders:
             _claims[file].holders.add(id(holder))
             weakref.finalize(holder, release, id(holder))
@@ -86,7 +90,7 @@ def release(holder: int) -> None:
 
 def _take(file: Path, made_folder: bool, what: str) -> _Claim:
     while True:
-        held = _Claim(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), made_folder)
+        held = _Claim(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), made_folder)
         with contextlib.ExitStack() as failed:
             failed.callback(os.close, held.descriptor)
             _lock_file(held.descriptor, file, what)
@@ -122,6 +126,8 @@ def _this_process() -> str:
 
 def _forget() -> None:
     """Leave the locks to the process that this one was forked from; a copy of a descriptor would keep them."""
+    global _lock  # noqa: PLW0603  (the hooks of a fork take no arguments)
+    _lock = threading.RLock()  # another thread may have held it
     for held in _claims.values():
         os.close(held.descriptor)
     _claims.clear()

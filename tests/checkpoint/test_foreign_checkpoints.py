@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 
 import penstock
 from penstock import ArgumentError, checkpoint
+from penstock.checkpoint import unpickling
+from penstock.checkpoint.storage import Reader
 from penstock.checkpoint.unpickling import unpickle
 from penstock.cli import app
 from scaffolding.models import squared_error
@@ -89,7 +91,7 @@ def test_what_is_stored_runs_nothing_unless_trusted(tmp_path: Path) -> None:
             path = checkpoint.save(tmp_path / name, pipe, extra=Harm(tmp_path / f"{name}.made"))
         with made() as pipe, pytest.raises(ArgumentError, match="pass weights_only=False"):
             checkpoint.load(path, pipe)
-        with pytest.raises(ArgumentError, match=r"'rest' is no plain value \(it calls posix\.mkdir"):
+        with pytest.raises(ArgumentError, match=r"'rest' needs a class that is not allowed \(it calls posix\.mkdir"):
             checkpoint.export_checkpoint(path, tmp_path / "out.safetensors")
         assert not (tmp_path / f"{name}.made").exists()
         if count:
@@ -131,7 +133,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def test_damaged_metadata_are_named(copy: Path, kind: str) -> None:
     file = copy / ".metadata"
     file.write_bytes(DAMAGE[kind](file.read_bytes()))
-    assert refused(copy).startswith(f"{file} is damaged, or no file of a checkpoint (")
+    assert refused(copy).startswith(f"{file} is damaged or not a checkpoint file (")
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -198,6 +200,7 @@ def test_plain_values_come_back() -> None:
     [
         b"cbuiltins\nlist\n(cbuiltins\nrange\n(J\x00\xca\x9a;tRtR.",  # list(range(10**9))
         b"cbuiltins\nbytearray\n(J\x00\xca\x9a;tR.",
+        b"(" + b"cbuiltins\nbytearray\n(J\x00\x00\x10\x00tR" * 8 + b"l.",  # eight of 1 MiB
         b"Nr\xff\xff\xff\x7f.",  # whose table of values would take 32 GB
         b"Np2000000000\n.",
     ],
@@ -206,6 +209,17 @@ def test_a_few_bytes_do_not_fill_the_memory(data: bytes) -> None:
     pickletools.dis(data, io.StringIO())
     with pytest.raises(pickle.UnpicklingError, match=r"too long|numbers a value"):
         unpickle(data)
+
+
+def test_operations_are_counted_and_damage_is_named_where_all_is_allowed(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpickling, "MAX_VALUES", 100)
+    with pytest.raises(pickle.UnpicklingError, match="it has more than 100 operations"):
+        unpickle(b"(" + b"]" * 100 + b"l.")
+    monkeypatch.undo()
+    with pytest.raises(ArgumentError, match="is damaged"):
+        Reader(copy, weights_only=False)._unpickled("rest", b"damaged")
 
 
 def test_a_class_can_be_allowed() -> None:

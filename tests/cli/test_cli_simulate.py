@@ -277,7 +277,7 @@ def test_contended_links(write: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([{**STAGE, "forwrd": 1}], "stage 0: forwrd is unknown to this version; known are forward, "),
+        ([{**STAGE, "forwrd": 1}], "stage 0: forwrd is unknown to this version; expected one of forward, "),
         ([STAGE, {"forward": 1, "backward_input": 1}], "stage 1: backward_weight is missing"),
         ([{**STAGE, "forward": -1}], "stage 0: forward=-1.0: expected a cost of 0 or more"),
         ([{**STAGE, "forward": "1"}], "stage 0: forward='1': expected a valid number"),

@@ -19,6 +19,7 @@ MANY = "99999999999"
         ("verify no:file --replicas {}", "--replicas", "10,000"),
         ("profile no:file --microbatches {}", "--microbatches", "10,000"),
         ("search --ranks {} --microbatches 4", "--ranks", "10,000"),
+        ("inspect no:file --stages {}", "--stages", "10,000"),
         ("demo --ranks {}", "--ranks", "10,000"),
         ("run --ranks {} no_file.py", "--ranks", "10,000"),
         ("plan --transformer gpt2,layers={} --device h100 --devices 8 --global-batch 8", "layers=", "1,000"),
@@ -30,3 +31,8 @@ def test_a_number_beyond_reason_is_refused_at_once(command: str, option: str, mo
         assert said == f"{option}{MANY}: expected a whole number of at least 1, and at most {most}"
     else:
         assert said == f"{option} {MANY}: expected at most {most}; pass a smaller number"
+
+
+def test_a_proof_of_too_many_actions_is_refused_at_once() -> None:
+    many = refusal("verify", "no:file", "--ranks", "10000", "--microbatches", "10000")
+    assert "that makes 200,000,000 actions, but at most" in many

@@ -30,5 +30,5 @@ def test_a_script_trains_and_is_verified(
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("mine")
-    assert "there is such a file already; pass another name" in refusal("init", str(tmp_path / "train.py"))
+    assert "file exists; pass another name" in refusal("init", str(tmp_path / "train.py"))
     assert (tmp_path / "train.py").read_text() == "mine"

@@ -127,7 +127,7 @@ def test_all_schedules_search_and_show_take_it(write: Write) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ([BETWEEN], ": the whole=[["),
+        ([BETWEEN], ": top-level value: [["),
         ({"links": 3}, "links=3: expected a valid array"),
         ("{", "is not JSON"),
         ("[" * 100_000, "its values are nested too deeply"),

@@ -69,7 +69,7 @@ def test_a_failure_and_ranks_that_are_gone_stand_under_the_title(tmp_path: Path,
         (folder / "ranks" / f"{state.number}.json").write_text(json.dumps(said))
     header = open_page(report(folder)).inner_text("header")
     assert "ended at step 14: rank 0 failed outside of a step: RuntimeError: boom" in header
-    assert "rank 2: gone without a word" in header
+    assert "rank 2: process exited without closing the pipeline" in header
     assert header.count("boom") == 1
     seen = " ".join(output("top", str(folder), "--once", columns=200).split())
     assert all(" ".join(line.split()) in seen for line in header.splitlines() if ": " in line), "top says the same"

@@ -60,10 +60,17 @@ def test_runs_are_compared_where_they_differ_and_at_the_same_steps(two: Path) ->
     found = as_json("compare", *paths)
     assert found["differ"] == {"schedule": ["1f1b", "zb-h1"]}
     assert (found["steps"], found["losses"]) == ([1, 2, 3], [[4.0, 3.0, 2.0]] * 2)
+    assert [one["name"] for one in found["runs"]] == ["first", "second"]
     text = output("compare", *paths, columns=200)
     assert "400 ms (-20.0%)" in text
     assert "loss at step 3" in text
     assert "expected two runs or more" in refusal("compare", paths[0])
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    for name in "ab":
+        a_run(tmp_path / name, "1f1b", 0.5, [1.0, float("nan")])
+    assert as_json("compare", str(tmp_path / "a"), str(tmp_path / "b"))["losses"] == [[1.0, None]] * 2
 
 
 def test_a_run_of_silent_ranks_is_no_training(tmp_path: Path) -> None:

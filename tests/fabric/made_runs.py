@@ -69,7 +69,7 @@ def made_run(
             rows += _rounds(trial, start[trial], end[trial], rounds, draw) if steps else []
         now += 5e6
     made = _record(workload, hosts, trials if asked is None else asked, trials)
-    return Run({**made, **record}, start, end, tuple(rows))
+    return Run({**made, **record}, start, end, np.array(rows, np.int64).reshape(-1, len(STEPS_HEAD)))
 
 
 def write_run(run: Run, folder: Path) -> Path:

@@ -22,8 +22,10 @@ from torch import nn
 import penstock
 from penstock import ArgumentError
 from penstock.plan import Choice, Plan
-from penstock.runs import RunFolder, RunRead, is_run, read_run
+from penstock.runs import RunFolder, RunRead, StepRecord, is_run, read_run
+from penstock.runs.writer import Writer, begin
 from scaffolding.models import squared_error
+from scaffolding.run_folders import about
 from scaffolding.small import batch, mlp
 
 X, Y = batch()
@@ -141,7 +143,14 @@ def the_disk_is_full(path: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("penstock.runs.writer.append_lines", full)
 
 
-@pytest.mark.parametrize("happens", [no_folder_can_be_made, the_disk_is_full])
+def a_file_cannot_be_made(path: Path, patch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> None:
+        raise ZeroDivisionError
+
+    patch.setattr("penstock.runs.writer.Writer._beat", wrong)
+
+
+@pytest.mark.parametrize("happens", [no_folder_can_be_made, the_disk_is_full, a_file_cannot_be_made])
 def test_what_goes_wrong_with_files_warns_once(
     happens: Callable[[Path, pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +160,29 @@ def test_what_goes_wrong_with_files_warns_once(
         results = train(folder, steps=3)
     assert len(seen) == 1
     assert len(results) == 3
+
+
+def test_nothing_is_lost_where_the_disk_was_full_or_grows_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = about(1, 1)
+    writer = Writer(tmp_path, given.id, 0, dict)
+    for number in range(1000):
+        writer.file(f"timelines/{number}.json", dict)
+    writer._beat(last=False)
+    assert len(writer._files) < 100, "the folder was not made"
+    begin(tmp_path, given, 1, None)
+    writer.step(StepRecord(1, 0.5, 0.1, 8, 0.1))
+    with monkeypatch.context() as patch:
+        the_disk_is_full(tmp_path, patch)
+        with pytest.raises(OSError, match="No space"):
+            writer._beat(last=False)
+    writer._beat(last=False)
+    assert (tmp_path / "timelines" / "999.json").exists()
+    (tmp_path / "run.json").unlink()
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(ArgumentError, match="is a pipe"):
+        writer._beat(last=False)
 
 
 def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_walks_are_of_the_question() -> None:
         ({"schedules": "1f1b,zigzag"}, "'zigzag' is not a known schedule"),
         ({"schedules": ",".join(["naive"] * 33)}, "at most 32 names"),
         ({"ranks": "64", "microbatches": "512"}, "actions, and the studio shows 60,000"),
-        ({"rank": "4"}, "'rank' is no part of a question"),
+        ({"rank": "4"}, "unknown parameter 'rank'"),
     ],
 )
 def test_questions_are_bounded(given: dict[str, str], says: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import warnings
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from penstock.checkpoint.folders import METADATA
 from penstock.checkpoint.unpickling import unpickle
 from penstock.errors import ArgumentError
 from penstock.files import read_bytes
-from penstock.words import line_of
+from penstock.words import in_a_line, line_of
 
 
 def hush() -> None:
@@ -115,13 +116,13 @@ class Reader:
                 state[key] = self._unpickled(key, value)
 
     def _unpickled(self, key: str, data: bytes) -> Any:
-        if not self._weights_only:
-            return pickle.loads(data)
         try:
-            return unpickle(data)
+            return unpickle(data) if self._weights_only else pickle.loads(data)
         except Exception as error:
+            if not self._weights_only:
+                raise ArgumentError(_damaged(self.path, error)) from error
             raise ArgumentError(
-                f"{self.path}: {key!r} is no plain value ({line_of(str(error), 160)}); allow its class with "
+                f"{self.path}: {key!r} needs a class that is not allowed ({line_of(str(error), 160)}); allow it with "
                 "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
 
@@ -144,7 +145,7 @@ class _OnceRead(FileSystemReader):
         if self._metadata is None:
             file = Path(self.path) / METADATA
             try:
-                self._metadata = unpickle(read_bytes(file, max_bytes=1 << 30))
+                self._metadata = unpickle(read_bytes(file))
                 _check(Path(self.path), self._metadata)
             except ArgumentError:
                 raise
@@ -176,16 +177,15 @@ class _Planner(DefaultLoadPlanner):
 def _check(path: Path, metadata: Metadata) -> None:
     """Raises an error if the metadata are of another type, or tell of more than the files in that folder hold."""
     held: dict[str, int] = {}
+    sizes: dict[str, float] = {}
     for index, stored in metadata.storage_data.items():
-        file = path / stored.relative_path
-        if Path(stored.relative_path).name != stored.relative_path:
-            raise ValueError(f"it names {str(stored.relative_path)[:80]!r}, which is not a file of this folder")
-        if (
-            stored.offset < 0
-            or stored.length < 0
-            or (file.is_file() and file.stat().st_size < stored.offset + stored.length)
-        ):
-            raise ValueError(f"{file.name} is shorter than it says")
+        name = stored.relative_path
+        if name not in sizes:
+            if Path(name).name != name:
+                raise ValueError(f"it names {str(name)[:80]!r}, which is not a file of this folder")
+            sizes[name] = (path / name).stat().st_size if (path / name).is_file() else math.inf
+        if stored.offset < 0 or stored.length < 0 or sizes[name] < stored.offset + stored.length:
+            raise ValueError(f"{name} is shorter than it says")
         held[index.fqn] = held.get(index.fqn, 0) + stored.length
     for name, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
@@ -196,8 +196,7 @@ def _check(path: Path, metadata: Metadata) -> None:
 
 
 def _damaged(file: Path, error: Exception) -> str:
-    text = line_of(str(error), 160)
     return (
-        f"{file} is damaged, or no file of a checkpoint ({type(error).__name__}: {text}); take another checkpoint, or "
+        f"{file} is damaged or not a checkpoint file ({line_of(in_a_line(error), 200)}); take another checkpoint, or "
         "copy the whole folder again"
     )

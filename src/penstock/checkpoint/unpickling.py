@@ -39,18 +39,22 @@ def unpickle(data: bytes) -> Any:
 
     Raises `pickle.UnpicklingError` for anything else, and whatever `pickle` raises if the data are damaged.
     """
-    for operation, argument, _ in pickletools.genops(data):
+    for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if number == MAX_VALUES:
+            raise pickle.UnpicklingError(f"it has more than {MAX_VALUES:,} operations")
         if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):  # the length of a table
             raise pickle.UnpicklingError(f"it numbers a value {argument}")
     return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):
+    _left = MAX_VALUES
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch.storage", "_load_from_bytes"):  # of a tensor, where torch would unpickle anything
             return _storage
         if module == "builtins" and name in ("bytearray", "range"):
-            return partial(_bounded, super().find_class(module, name))
+            return partial(self._bounded, super().find_class(module, name))
         if name in _KNOWN.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -61,12 +65,12 @@ class _Unpickler(pickle.Unpickler):
                 return found
         raise pickle.UnpicklingError(f"it calls {module}.{name}, which could run any code")
 
-
-def _bounded(kind: Any, *args: Any) -> Any:
-    """A bytearray or a range, neither of which may be much longer than its pickle."""
-    if any(isinstance(one, int) and abs(one) > MAX_VALUES for one in args):
-        raise pickle.UnpicklingError(f"{kind.__name__}{quoted(args)} is too long")
-    return kind(*args)
+    def _bounded(self, kind: Any, *args: Any) -> Any:
+        """A bytearray or a range: all of a pickle together may not be much longer than it."""
+        self._left -= sum(abs(one) for one in args if isinstance(one, int))
+        if self._left < 0:
+            raise pickle.UnpicklingError(f"{kind.__name__}{quoted(args)} is too long")
+        return kind(*args)
 
 
 def _storage(data: bytes) -> Any:

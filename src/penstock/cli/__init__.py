@@ -77,7 +77,7 @@ class _Verbs(Commands):
         except SystemExit as error:
             if error.code:
                 raise
-            text, status = "code of the user's ended the command before it had a result (SystemExit)", 2
+            text, status = "user code exited before the command finished (SystemExit)", 2
         except KeyboardInterrupt as stopped:
             number = stopped.args[0] if stopped.args and isinstance(stopped.args[0], int) else signal.SIGINT
             text, status = stopped_by(number), 128 + number

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable
 
+from penstock.launch.agent import end_with_parent
 from penstock.launch.endings import shell_status
 
 _VERBS = {"verify", "inspect", "profile", "simulate", "plan", "fabric"}
@@ -19,17 +20,19 @@ _WAITED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 def calls_a_target(arguments: list[str]) -> bool:
-    """Whether a command line, not of a rank, names a verb and a TARGET, `module:function`."""
-    return "RANK" not in os.environ and bool(_VERBS & {*arguments}) and any(":" in argument for argument in arguments)
+    """Whether a command line, not of a rank of torchrun, names a verb that may take a TARGET."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ and not _VERBS.isdisjoint(arguments)
 
 
 def in_child(command: Callable[[], int]) -> int:
     """Returns the exit status of a command that runs in a child: 2 if that ended well without a result."""
     reads, writes = os.pipe()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the kernel sends none where it is ignored, which children inherit
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
     child = os.fork()
     if child == 0:
         os.close(reads)
+        end_with_parent(os.getppid())
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = command()
         os.write(writes, bytes([status]))

@@ -21,13 +21,12 @@ from penstock.schedule import (
     Generator,
     Schedule,
     add_sharding,
-    check,
     from_csv,
     generate,
     generator,
     generators,
-    summary,
 )
+from penstock.schedule.check import require_legal
 from penstock.schedule.generators import Numbers
 
 ALL = "all"
@@ -227,10 +226,7 @@ def read(path: Path) -> Schedule:
         schedule = Schedule.parse(text) if own else from_csv(text, path.stem)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
-    wrong = [violation for violation in check(schedule) if violation.fatal]
-    if wrong:
-        raise ScheduleError(f"{path} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
-    return schedule
+    return require_legal(schedule, str(path))
 
 
 # -- limits: refuse what would exhaust memory, announce what takes a while --------------------------------------------

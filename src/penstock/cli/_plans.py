@@ -143,7 +143,7 @@ def _ranks(plan: Plan, cluster: Cluster) -> Table:
             f"{seconds[rank] / mean:.2f}" if mean else "-",
             sized(plan.memory_bytes[rank] - held),
             sized(plan.memory_bytes[rank]),
-            *((_limit(plan.limit_bytes[rank]),) if limited else ()),
+            *((sized(size) if (size := plan.limit_bytes[rank]) < math.inf else "-",) if limited else ()),
             *((_ways(plan, own[rank]),) if changed else ()),
         )
     return made
@@ -164,10 +164,6 @@ def _shown_ranks(plan: Plan) -> list[int]:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 3 else [*names[:2], "...", names[-1]])
-
-
-def _limit(size: float) -> str:
-    return sized(size) if size < math.inf else "-"
 
 
 def _ways(plan: Plan, stages: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 _MOST = {"--devices": 20_000, "--global-batch": 100_000, "--microbatches": 10_000, "--microbatch-sizes": 100_000}
-_MOST |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks"), 10_000)
+_MOST |= dict.fromkeys(("--ranks", "--hosts", "--replicas", "--threads", "--chunks", "--stages"), 10_000)
 _MOST_OF_ANYTHING = 1_000_000_000
 
 

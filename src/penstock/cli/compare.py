@@ -13,6 +13,7 @@ from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import Json, spread
 from penstock.cli.runs import figures
 from penstock.errors import ArgumentError
+from penstock.files import finite
 
 if TYPE_CHECKING:
     from penstock.runs.summary import Summary
@@ -36,13 +37,8 @@ def compare(
     settings, steps = differences(found), same_steps(found)
     losses = [[by.get(step) for step in steps] for by in ({one.step: one.loss for one in run.steps} for run in found)]
     if as_json:
-        told = {
-            "runs": [{"run": str(run.path), **run.to_dict()} for run in found],
-            "differ": settings,
-            "steps": steps,
-            "losses": losses,
-        }
-        print(json.dumps({"runs": told, "differ": settings, "steps": steps, "losses": losses}))
+        told = [{"run": str(run.path), **run.to_dict()} for run in found]
+        print(json.dumps(finite({"runs": told, "differ": settings, "steps": steps, "losses": losses})))
         return
     console = Console(highlight=False)
     lines = table("", *(str(path) for path in runs), left=1)

@@ -146,7 +146,8 @@ def show(found: Explanation, console: Console) -> None:
     if found.what_ifs:
         console.print("\n[bold]What if[/]")
         console.print(_changes(found.what_ifs))
-    console.print(f"\n[bold]Where the time went[/], in {name}{_which(found)}")
+    slowest = f" (replica {found.step.slowest.number}, the slowest)" if len(found.step.replicas) > 1 else ""
+    console.print(f"\n[bold]Where the time went[/], in {name}{slowest}")
     print_unbroken(console, _ranks(found, unit))
     _show_why(found, console, written)
 
@@ -256,10 +257,6 @@ def _changes(changes: Sequence[Change]) -> Table:
     for one in changes:
         made.add_row(one.claim, Text.assemble(one.text, (f" ({one.note})" if one.note else "", "dim")))
     return made
-
-
-def _which(found: Explanation) -> str:
-    return f" (replica {found.step.slowest.number}, the slowest)" if len(found.step.replicas) > 1 else ""
 
 
 def _ranks(found: Explanation, unit: float) -> Table:

@@ -21,7 +21,7 @@ def init(
 ) -> None:
     """Write a training script that runs as it is, with a make() for the other commands."""
     if file.exists():
-        raise ArgumentError(f"{file}: there is such a file already; pass another name")
+        raise ArgumentError(f"{file}: file exists; pass another name")
     write_text(file, files("penstock.cli").joinpath("scripts", f"{model}.txt").read_text(encoding="utf-8"))
     next_commands = {
         f"penstock run --ranks 2 {file}": "train it in two processes",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Annotated
 
@@ -191,13 +190,9 @@ def rows_of(units: Sequence[UnitCost], most: int = 30) -> list[tuple[str, list[U
     rows = _alike(units)
     depth = max((unit.name.count(".") for unit in units), default=0)
     while len(rows) > most and depth:
-        rows = [[*group] for _, group in groupby(units, partial(_module, depth=depth))]
+        rows = [[*group] for _, group in groupby(units, lambda unit: unit.name.split(".")[:depth])]  # noqa: B023  (called at once)
         depth -= 1
     return [(_name(row), row) for row in rows]
-
-
-def _module(unit: UnitCost, depth: int) -> list[str]:
-    return unit.name.split(".")[:depth]
 
 
 def _name(units: Sequence[UnitCost]) -> str:

@@ -55,7 +55,7 @@ def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
     """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
     from penstock.runs import is_run, read_run
     from penstock.runs.folder import ABOUT
-    from penstock.runs.summary import Summary
+    from penstock.runs.summary import LAST_STEPS_BYTES, Summary
 
     if not folder.is_dir():
         raise ArgumentError(
@@ -67,7 +67,7 @@ def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
             if "earlier" in about.relative_to(folder).parts or not is_run(about.parent):
                 continue
             try:
-                found.append(Summary.of(read_run(about.parent)))
+                found.append(Summary.of(read_run(about.parent), LAST_STEPS_BYTES))
             except ArgumentError as error:
                 damaged.append(str(error))
     return found, damaged

@@ -185,12 +185,9 @@ def _table(lines: Sequence[Sequence[str | Text]], *, broken: bool) -> Table:
         column.no_wrap = _COLUMNS[index] not in _WORDS
     for line in lines:
         cells = [line[index] for index in shown]
-        made.add_row(*(_cut(cell) if isinstance(cell, str) and not broken else cell for cell in cells))
+        cut = [Text(one, no_wrap=True, overflow="ellipsis") if isinstance(one, str) else one for one in cells]
+        made.add_row(*(cells if broken else cut))
     return made
-
-
-def _cut(cell: str) -> Text:
-    return Text(cell, no_wrap=True, overflow="ellipsis")
 
 
 def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | Table]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from penstock.cli._comparison_table import show
 from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._order import ALL
+from penstock.cli._order import ALL, weigh
 from penstock.cli._split_options import SplitOptions
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._target import TargetName, loaded
@@ -30,8 +29,10 @@ from penstock.errors import (
     PipelineFailure,
     VerificationError,
 )
+from penstock.files import finite
 from penstock.launch.processes import launch
-from penstock.schedule import MICROBATCHES, generate, generators
+from penstock.schedule import MICROBATCHES, Generator, generate, generator, generators
+from penstock.schedule.generators import Numbers
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -112,11 +113,10 @@ def verify(
     if case.schedule == ALL:
         _verify_all(case, in_one_process, as_json=as_json)
         return
-    count = MICROBATCHES if case.microbatches is None else case.microbatches
-    generate(case.schedule, case.ranks, count, case.chunks)  # raises before anything is loaded
+    _check_numbers(case, generator(case.schedule))  # raises before anything is loaded
     report = prove(case, [case.schedule])[0] if in_one_process else prove_distributed(case)
     if as_json:
-        print(json.dumps(_finite(report), allow_nan=False))
+        print(json.dumps(finite(report), allow_nan=False))
     else:
         show(report, Console(highlight=False), show_all=show_all)
     if not report["ok"]:
@@ -132,19 +132,26 @@ def _verify_all(case: Case, in_one_process: bool, *, as_json: bool) -> None:
         if not as_json:
             print(f"{report['schedule']:17}{report['summary']}", file=out, flush=True)
 
-    for name in (entry.name for entry in generators() if entry.slices == 1):
+    for entry in (entry for entry in generators() if entry.slices == 1):
         try:
-            generate(name, case.ranks, case.microbatches or MICROBATCHES, case.chunks)
-            names.append(name)
+            _check_numbers(case, entry)
+            names.append(entry.name)
         except PenstockError as error:
-            print(f"{name}: not verified: {error}", file=sys.stderr)
+            print(f"{entry.name}: not verified: {error}", file=sys.stderr)
     found = prove(case, names, tell)
     if not found:
         raise ArgumentError("--schedule all: no schedule takes this model on these ranks; see the lines above")
     if as_json:
-        print(json.dumps(_finite(found), allow_nan=False))
+        print(json.dumps(finite(found), allow_nan=False))
     if wrong := [report["schedule"] for report in found if not report["ok"]]:
         raise VerificationError(f"{len(wrong)} of {counted(len(found), 'schedule')} did not pass: {', '.join(wrong)}")
+
+
+def _check_numbers(case: Case, entry: Generator) -> None:
+    """Raises ArgumentError if the schedule does not work with the case's numbers, or has too many actions."""
+    count = MICROBATCHES if case.microbatches is None else case.microbatches
+    weigh([(entry, Numbers(case.ranks, count, entry.chunks if case.chunks is None else case.chunks))])
+    generate(entry.name, case.ranks, count, case.chunks)
 
 
 def _is_local(transport: str | None, replicas: int) -> bool:
@@ -275,19 +282,6 @@ def rank_main(folder: Path) -> int:
         left = {"error": str(error), "follows": follows, "monotonic_ns": time.monotonic_ns()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(left), encoding="utf-8")
     return 2 if "error" in left else 0
-
-
-def _finite(value: Any) -> Any:
-    """Makes a value fit for strict JSON: infinities and NaN become null."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value
 
 
 if __name__ == "__main__":

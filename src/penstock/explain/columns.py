@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.explain.event import Event, Recording
 from penstock.explain.names import field_named, numbers_of, read_name
-from penstock.files import MAX_QUOTED, check_number_of_values, quoted
+from penstock.files import MAX_QUOTED, parse_csv, quoted
 from penstock.schedule import Action, Op
 from penstock.words import line_of
 
@@ -36,9 +35,9 @@ def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> Re
     Raises:
         ArgumentError: a column is missing, or a row is no event.
     """
-    check_number_of_values(text, file)
-    head = text.partition("\n")[0]
-    return read_rows(csv.DictReader(io.StringIO(text), delimiter=max(",;\t", key=head.count)), file, own, 2)
+    table = parse_csv(text, file, max(",;\t", key=text.partition("\n")[0].count))
+    head = next(table, [])
+    return read_rows((dict(zip_longest(head, row)) for row in table if row), file, own, 2)
 
 
 def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Recording | None:

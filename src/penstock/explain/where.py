@@ -70,8 +70,8 @@ def where_of(step: Step, factors: Factors, replay: Case) -> Where:
     names = [*[*cases][1:], Reason.REST]
     added = {name: after - before for name, before, after in zip(names, times, times[1:], strict=False)}
     place = step.replicas.index(step.slowest)
-    idle = [_idle(case, place) for case in cases.values()] + [_measured_idle(step.slowest)]
-    busy = _busy(step.slowest)
+    busy = [step.slowest.timeline.busy_seconds(rank) for rank in range(step.slowest.timeline.ranks)]
+    idle = [_idle(case, place) for case in cases.values()] + [[step.slowest.span_seconds - one for one in busy]]
     ranks = tuple(
         RankTime(rank, busy[rank], _shares([*Reason], [one[rank] for one in idle])) for rank in range(len(busy))
     )
@@ -83,14 +83,6 @@ def _idle(case: Case, place: int) -> list[float]:
     schedule, seconds = case.schedules[place], case.seconds[place]
     work = np.nansum(seconds, axis=(0, 2))  # by stage
     return [case.spans[place] - float(work[list(stages)].sum()) for stages in schedule.placement.by_rank]
-
-
-def _busy(replica: Replica) -> list[float]:
-    return [replica.timeline.busy_seconds(rank) for rank in range(replica.timeline.ranks)]
-
-
-def _measured_idle(replica: Replica) -> list[float]:
-    return [replica.span_seconds - busy for busy in _busy(replica)]
 
 
 def _shares(reasons: Sequence[Reason], idle: Sequence[float]) -> dict[Reason, float]:

@@ -95,7 +95,7 @@ class Run:
     record: dict[str, Any]
     start_ns: NDArray[np.int64]
     end_ns: NDArray[np.int64]
-    steps: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, len(STEPS_HEAD)), np.int64), repr=False)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -134,7 +134,7 @@ class Run:
         table = table[table[:, 0] < whole]
         start[table[:, 0], table[:, 1], table[:, 2]] = table[:, 3]
         end[table[:, 0], table[:, 1], table[:, 2]] = table[:, 4]
-        return cls(record, start, end, tuple(tuple(row) for row in steps.tolist()))
+        return cls(record, start, end, steps)
 
 
 def _check(table: NDArray[np.int64], taking: NDArray[np.bool_], path: Path) -> None:

@@ -11,16 +11,20 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+from penstock.errors import ArgumentError
+from penstock.files import STRICT, atomic, parse_json, read_bytes, read_json, validate
 from penstock.words import line_of
 
 FAILURES = "PENSTOCK_FAILURES"
 """In the environment of a job: the file in which `RankFailure`s are left. Whoever set it prints the first."""
 _FOLDER = "folder"
 _MOST_CHARACTERS = 500
+_MAX_BYTES = 1 << 20
 _CULPRIT_SECONDS = 3.0
 
 
@@ -35,6 +39,7 @@ class RankFailure:
         said: what failed, in one line; empty: only how its process ended is known.
     """
 
+    __pydantic_config__: ClassVar = STRICT
     rank: int
     exitcode: int | None
     at_ns: int
@@ -46,7 +51,11 @@ class RankFailure:
     @classmethod
     def read_all(cls, path: Path | str) -> list[Self]:
         """What was left in the file that `FAILURES` names."""
-        return [cls(**found) for found in _lines(path) if _FOLDER not in found]
+        found = []
+        for line in _lines(path):
+            with contextlib.suppress(ArgumentError):  # whatever a user's code wrote there
+                found.append(validate(cls, line, "failure"))
+        return found
 
     @classmethod
     def first(cls, path: Path | str) -> Self | None:
@@ -93,9 +102,8 @@ def record_in(folder: Path) -> None:
 
 def tell_folders(path: Path | str, said: str) -> None:
     """Says in the folders that ranks named by `record_in` why those ended that failed or left their pipeline open."""
-    from penstock.files import atomic, read_json
-
-    for folder in dict.fromkeys(found[_FOLDER] for found in _lines(path) if _FOLDER in found):
+    folders = [found[_FOLDER] for found in _lines(path) if isinstance(found.get(_FOLDER), str)]
+    for folder in dict.fromkeys(folders):
         for file in Path(folder).glob("ranks/*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = read_json(file)
@@ -122,7 +130,8 @@ def shell_status(exitcode: int) -> int:
 
 def how_it_ended(exitcode: int) -> str:
     """In words: was killed by SIGKILL; ended with exit status 3."""
-    return f"was killed by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit status {exitcode}"
+    names = {one.value: f"was killed by {one.name}" for one in signal.Signals}
+    return names.get(-exitcode, f"ended with exit status {exitcode}")
 
 
 def stopped_by(number: int) -> str:
@@ -136,5 +145,10 @@ def _add(path: str, value: object) -> None:
         file.write(json.dumps(value).encode() + b"\n")
 
 
-def _lines(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
+def _lines(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The objects in a file to which ranks, and so the user's code, may write."""
+    with contextlib.suppress(ArgumentError):
+        for line in read_bytes(path, max_bytes=_MAX_BYTES).splitlines():
+            with contextlib.suppress(ArgumentError):
+                if isinstance(found := parse_json(line, "failure"), dict):
+                    yield found

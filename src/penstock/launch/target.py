@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ArgumentError, PenstockError
-from penstock.words import a, line_of
+from penstock.words import a, in_a_line, line_of
 
 _FORM = "give module:function or file.py:function"
 _MAX_MESSAGE = 500
@@ -141,8 +141,7 @@ def user_code(name: str) -> Iterator[None]:
 
 def describe(error: BaseException) -> str:
     """An exception on one line: its type, its message, and where it was raised."""
-    message = line_of(str(error), _MAX_MESSAGE)
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    text = line_of(in_a_line(error), _MAX_MESSAGE)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 

@@ -12,7 +12,6 @@ and applies to every host unless it names one.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ArgumentError
-from penstock.files import quoted, read_text
+from penstock.files import parse_csv, quoted, read_text
 from penstock.network import quantities as q
 
 FRAME_BYTES = 1514
@@ -123,7 +122,7 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:
-    rows = list(csv.reader(read_text(path).splitlines()))
+    rows = list(parse_csv(read_text(path), str(path)))
     if rows and rows[0] and not rows[0][0].replace(".", "", 1).isdigit():
         rows = rows[1:]
     last = 0.0

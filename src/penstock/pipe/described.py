@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from penstock import owner
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, warn
 from penstock.gradients import gradient_bytes
 from penstock.partition.chance.gate import Gate
 from penstock.partition.units.chain import unwrapped
@@ -45,8 +45,9 @@ def record(session: Session, asked: RunFolder, plan: Plan | None = None) -> None
             owner.claim(path, session, f"run={str(path)!r}")
         except ArgumentError as error:
             refusal = str(error)
-        except OSError:
-            pass  # the recorder warns of it; training goes on
+        except OSError as error:
+            if path.is_dir():  # otherwise the recorder warns of it; training goes on
+                warn(f"run={str(path)!r}: {error}; a second job there is not refused")
     run_id, refusal = engine.control.give_all((uuid.uuid4().hex, refusal))
     if refusal is not None:
         raise ArgumentError(refusal)

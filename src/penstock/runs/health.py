@@ -53,7 +53,7 @@ def troubles(ranks: Sequence[tuple[RankState, Health]]) -> list[str]:
     found = []
     for failure in dict.fromkeys(state.failure for state, _ in ranks if state.failure is not None):
         found.append(f"ended{_at([state for state, _ in ranks if state.failure == failure])}: {failure}")
-    for how, words in (("gone", "gone without a word: no such process any more"), ("silent", "silent")):
+    for how, words in (("gone", "process exited without closing the pipeline"), ("silent", "silent")):
         if those := [state for state, judged in ranks if judged == how]:
             found += [
                 f"rank {state.number}: {words}; last heard of{_at([state], within=True)}" for state in those[:_MOST]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from penstock.runs.records import StepRecord
+from penstock.runs.records import StepRecord, with_text_loss
 
 RECENT = 20
 """Steps whose median is the speed."""
@@ -60,8 +59,7 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, which has no number for a loss that is none: that is text."""
-        finite = self.loss is None or math.isfinite(self.loss)
-        return {**asdict(self), "loss": self.loss if finite else str(self.loss)}
+        return with_text_loss(asdict(self))
 
     def __str__(self) -> str:
         """`step 120 of 1,000, loss 2.3412, 812 rows/s, bubble 18%, 5 min left`."""

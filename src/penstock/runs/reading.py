@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_bytes, read_json, validate
+from penstock.files import MAX_BYTES, json_or_none, read_bytes, read_json, validate
 from penstock.runs.about import FORMAT, About
 from penstock.runs.folder import ABOUT, MEMORY, PREDICTED, PREDICTED_MEMORY, RANKS, STEPS, TIMELINES, numbered
 from penstock.runs.records import RankState, StepRecord
@@ -70,15 +69,18 @@ class RunRead:
         return joined([], self.steps_after(start)[0])
 
     def steps_after(self, place: int) -> tuple[list[StepRecord], int]:
-        """The steps that were added after a place in the file (0: all), in order of writing, and the place after them.
+        """The steps that were added after a place in the file (0: all), in order of writing, and the place after them:
+        of more than `MAX_BYTES`, the last.
 
         `joined` makes one list of what several calls give. A place beyond the end, as after another run began in the
         folder, is an empty answer with place 0.
         """
         file = self.path / STEPS
-        if not file.exists() or file.stat().st_size < place:
+        size = file.stat().st_size if file.exists() else -1
+        if size < place:
             return [], 0
-        text = read_bytes(file, start=place)
+        place = max(place, size - MAX_BYTES)
+        text = read_bytes(file, max_bytes=2 * MAX_BYTES, start=place)  # it may grow meanwhile
         whole = text[: text.rfind(b"\n") + 1]
         found = map(StepRecord.from_line, io.BytesIO(whole))
         return [one for one in found if one is not None], place + len(whole)
@@ -132,10 +134,10 @@ class RunRead:
         """What ranks held in a step whose timeline is there, of those ranks of which it is known: as measured, or else
         as predicted."""
         lengths = [len(track) for track in self.timeline(step).tracks]
-        predicted = _read(self.path / PREDICTED_MEMORY)
+        predicted = json_or_none(self.path / PREDICTED_MEMORY)
         found = []
         for rank, length in enumerate(lengths):
-            measured = _read(self.path / MEMORY / f"{step}.{rank}.json")
+            measured = json_or_none(self.path / MEMORY / f"{step}.{rank}.json")
             if _fits(measured, length):
                 found.append(Memory(rank, tuple(measured), True))
             elif isinstance(predicted, list) and len(predicted) == len(lengths) and _fits(predicted[rank], length):
@@ -169,7 +171,7 @@ class RunRead:
 
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a folder has a run of penstock in it, of any version."""
-    given = _read(Path(path) / ABOUT)
+    given = json_or_none(Path(path) / ABOUT)
     return isinstance(given, dict) and given.get("format") == FORMAT
 
 
@@ -195,13 +197,6 @@ def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRec
             steps.pop()
         steps.append(one)
     return steps
-
-
-def _read(file: Path) -> Any:
-    """What a file of JSON says; None if there is none, or it is something else."""
-    with contextlib.suppress(ArgumentError):
-        return read_json(file)
-    return None
 
 
 def _fits(given: Any, length: int) -> bool:

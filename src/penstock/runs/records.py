@@ -14,6 +14,12 @@ from penstock.words import printable
 _MAX_LINE = 1000  # `to_line` writes fewer than 200 characters
 
 
+def with_text_loss(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with a loss that is no number as text: JSON has none."""
+    loss = values["loss"]
+    return values if loss is None or math.isfinite(loss) else values | {"loss": str(loss)}
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One training step.
@@ -37,9 +43,7 @@ class StepRecord:
     def to_line(self) -> str:
         """A line of steps.jsonl. A loss that is no number is written as text ("nan"): JSON has none."""
         values = {name: getattr(self, name) for name in self.__slots__}  # `asdict` takes ten times as long
-        if self.loss is not None and not math.isfinite(self.loss):
-            values["loss"] = str(self.loss)
-        return json.dumps(values) + "\n"
+        return json.dumps(with_text_loss(values)) + "\n"
 
     @classmethod
     def from_line(cls, line: str | bytes) -> StepRecord | None:

@@ -62,6 +62,10 @@ class Summary:
         }  # fmt: skip
 
 
+LAST_STEPS_BYTES = 64 << 10
+"""Of a run's steps, what a list of runs reads."""
+
+
 def differences(runs: Sequence[Summary]) -> dict[str, list[Any]]:
     """The settings in which runs differ, each with every run's."""
     found = {name: [getattr(run.about, name) for run in runs] for name in SETTINGS}

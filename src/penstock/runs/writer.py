@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import read_json
+from penstock.files import read_json, read_text, remove_leftovers
 from penstock.runs.about import About
 from penstock.runs.folder import (
     ABOUT,
@@ -31,6 +31,7 @@ from penstock.runs.folder import (
     write_whole,
 )
 from penstock.runs.records import StepRecord
+from penstock.words import in_a_line
 
 BEAT_SECONDS = 0.25
 """From one look at what the process does to the next."""
@@ -39,7 +40,8 @@ _FIRST_SECONDS = 0.05
 STEADY_SECONDS = 1.0
 """How often a process says that it lives if nothing has changed."""
 _MOST_STEPS = 100_000
-"""Steps that are kept while the disk takes none."""
+_MOST_FILES = 64
+"""Steps and files that are kept while the disk takes none, or the folder is not seen."""
 
 
 class Writer:
@@ -89,6 +91,7 @@ class Writer:
         """Writes a file, soon. `make` gives its value, on the thread."""
         with self._lock:
             self._files.append((self.path / name, make))
+            del self._files[:-_MOST_FILES]
 
     def hurry(self) -> None:
         """Has the thread write what there is now."""
@@ -123,8 +126,9 @@ class Writer:
         try:
             act(*args)
         except OSError as error:
-            if self.trouble is None:
-                self.trouble = f"{error.filename or self.path}: {error.strerror or error}"
+            self.trouble = self.trouble or f"{error.filename or self.path}: {error.strerror or error}"
+        except Exception as error:  # the thread goes on
+            self.trouble = self.trouble or in_a_line(error)
 
     def _beat(self, last: bool) -> None:
         if not self._is_mine():
@@ -137,7 +141,7 @@ class Writer:
                 append_lines(self.path / STEPS, [step.to_line() for step in steps])
             except OSError:
                 with self._lock:
-                    self._steps = [*steps, *self._steps]
+                    self._steps, self._files = [*steps, *self._steps], [*files, *self._files]
                 raise
         for path, make in files:
             self._guarded(write_whole, path, make())
@@ -152,7 +156,7 @@ class Writer:
         try:
             found = about.stat()
             if self._seen != (found.st_ino, found.st_mtime_ns):
-                is_mine = self._id in about.read_text(encoding="utf-8")
+                is_mine = self._id in read_text(about)
                 if not is_mine and (self._there or self._number == 0):
                     raise OSError(errno.EBUSY, "another run has begun in this folder", str(self.path))
                 self._there, self._seen = is_mine, (found.st_ino, found.st_mtime_ns)
@@ -184,6 +188,8 @@ def begin(path: Path, about: About, first_step: int, earlier: About | None) -> N
         (path / name).mkdir(exist_ok=True)
     clear(path / RANKS)
     clear(path / TIMELINES, first_step)
+    for folder in (path, path / MEMORY):
+        remove_leftovers(folder)
     end_last_line(path / STEPS)
     write_whole(path / ABOUT, about.to_dict())
 

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from penstock.errors import ScheduleError
 from penstock.schedule.action import OPS, Action, Op
 from penstock.schedule.dependencies import Dependencies, stages_with_backward
 from penstock.schedule.order import Advance, advance, describe_cycle
@@ -85,6 +86,13 @@ def check(schedule: Schedule, memory_limit: int | None = None) -> list[Violation
     if memory_limit is not None:
         found += _memory(schedule, memory_limit)
     return found
+
+
+def require_legal(schedule: Schedule, name: str) -> Schedule:
+    """Return the schedule. Raises ScheduleError: it is not legal; names the first rule that it breaks."""
+    if wrong := [violation for violation in check(schedule) if violation.fatal]:
+        raise ScheduleError(f"{name} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
+    return schedule
 
 
 def summary(violations: Sequence[Violation], most: int = 3) -> str:

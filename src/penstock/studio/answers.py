@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -105,10 +104,8 @@ def fits(question: Question, one: Figures) -> bool:
 def _band(question: Question, one: Figures) -> dict[str, Any]:
     placement, slices = one.schedule.placement, one.schedule.slices
     costs = with_activations(placement, one.by_stage, slices)
-    scaled = [  # so that 1 is one microbatch on all of a rank's stages
-        _per_unit(cost, unit)
-        for cost, unit in zip(costs, _unit_of_each(placement, units_of_memory(placement, costs, slices)), strict=True)
-    ]
+    units = units_of_memory(placement, costs, slices)  # so that 1 is one microbatch on all of a rank's stages
+    scaled = [_per_unit(cost, units[rank]) for cost, rank in zip(costs, placement.rank_of, strict=True)]
     curves = [
         curve(held, question.memory_limit, unit="", label="activations")
         for held in memory(one.schedule, scaled, one.timeline)
@@ -122,10 +119,6 @@ def _band(question: Question, one: Figures) -> dict[str, Any]:
 def _order(schedule: Schedule) -> Order:
     """The same while only costs change."""
     return Order.of(schedule.rows, schedule).packed()
-
-
-def _unit_of_each(placement: Placement, units: Sequence[float]) -> list[float]:
-    return [units[rank] for rank in placement.rank_of]
 
 
 @lru_cache(maxsize=64)

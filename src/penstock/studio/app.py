@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 from base64 import b64encode
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.errors import ArgumentError, PenstockError
+from penstock.files import finite
 from penstock.report.frame import base_style
 from penstock.studio import answers, background, exports, live
 from penstock.studio.guard import ENTER, HEADERS, Guard
@@ -221,19 +221,8 @@ def _json(value: Any, status: int = 200) -> Response:
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError):
-        text = json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+        text = json.dumps(finite(value), separators=(",", ":"), allow_nan=False)
     return Response(text, status, media_type="application/json")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value
 
 
 def policy(text: str) -> str:

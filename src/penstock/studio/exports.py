@@ -37,20 +37,12 @@ def export(figures: Figures, kind: str) -> File:
     return File(name, media_type, write(figures))
 
 
-def _csv(figures: Figures) -> bytes:
-    return to_csv(figures.schedule).encode()
-
-
-def _svg(figures: Figures) -> bytes:
-    return schedule_svg(figures.schedule, figures.timeline, unit="units").encode()
-
-
-def _perfetto(figures: Figures) -> bytes:
-    return json.dumps(to_perfetto(figures.timeline, slices=figures.schedule.slices)).encode()
-
-
 _KINDS: Mapping[str, tuple[str, str, Callable[[Figures], bytes]]] = {
-    "csv": ("csv", "text/csv", _csv),
-    "svg": ("svg", "image/svg+xml", _svg),
-    "perfetto": ("perfetto.json", "application/json", _perfetto),
+    "csv": ("csv", "text/csv", lambda one: to_csv(one.schedule).encode()),
+    "svg": ("svg", "image/svg+xml", lambda one: schedule_svg(one.schedule, one.timeline, unit="units").encode()),
+    "perfetto": (
+        "perfetto.json",
+        "application/json",
+        lambda one: json.dumps(to_perfetto(one.timeline, slices=one.schedule.slices)).encode(),
+    ),
 }

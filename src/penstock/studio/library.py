@@ -16,7 +16,7 @@ from penstock.files import read_bytes, read_json, reported_as_damage
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
-from penstock.runs.summary import Summary
+from penstock.runs.summary import LAST_STEPS_BYTES, Summary
 
 _MOST_ENTRIES = 500
 _DEEPEST = 4
@@ -25,8 +25,6 @@ MOST_BYTES = 64 << 20
 """Of a file, unpacked if it is packed, that the studio opens."""
 _MOST_ABOUT = 2 << 20
 """Of the file that says what a run is: of each run, whenever the list is asked for."""
-_MOST_STEPS = 64 << 10
-"""Bytes of a run's last steps that are read for the list."""
 _NUMBER = re.compile(r"\d+")
 _Read = TypeVar("_Read")
 
@@ -100,7 +98,7 @@ class Library:
             given = read_json(about, ABOUT)
             if not (isinstance(given, dict) and given.get("format") == FORMAT):
                 return None
-            summary = self.readable(lambda: Summary.of(read_run(folder), _MOST_STEPS), ABOUT)
+            summary = self.readable(lambda: Summary.of(read_run(folder), LAST_STEPS_BYTES), ABOUT)
         except ArgumentError as error:
             return {"damage": str(error)}
         return {"summary": summary.to_dict()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from penstock.runs.folder import ABOUT, RANKS, STEPS
 from penstock.runs.health import Health, health
 from penstock.runs.progress import Progress
 from penstock.runs.reading import joined
+from penstock.runs.records import with_text_loss
 from penstock.schedule import Action
 from penstock.words import counted
 
@@ -38,7 +38,7 @@ def live(path: Path, place: int = 0) -> dict[str, Any]:
         "ranks": about.ranks,
         "alone": about.processes == about.replicas,
         "memory_limit": about.memory_limit,
-        "steps": [_plain(asdict(one)) for one in joined([], added)[-_MOST_STEPS:]],
+        "steps": [with_text_loss(asdict(one)) for one in joined([], added)[-_MOST_STEPS:]],
         "place": end,
         "recorded": max(run.timeline_steps(), default=None),
         "progress": _progress(run, end, about.total_steps),
@@ -56,13 +56,7 @@ def _headline(about: About) -> str:
 def _progress(run: RunRead, end: int, total_steps: int | None) -> dict[str, Any] | None:
     recent: Sequence[StepRecord] = run.steps_after(max(0, end - _RECENT_BYTES))[0]
     known = Progress.of(joined([], recent), total_steps)
-    return None if known is None else _plain(asdict(known))
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """A loss that is no number is text: JSON has none."""
-    loss = values["loss"]
-    return values | {"loss": loss if loss is None or math.isfinite(loss) else str(loss)}
+    return None if known is None else known.to_dict()
 
 
 def _state(state: RankState, how: Health, now: float) -> dict[str, Any]:

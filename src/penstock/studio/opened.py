@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError
 from penstock.explain import Explanation, Run, explain, run_of
 from penstock.explain import read_run as read_trace
 from penstock.explain.reading import SUFFIXES
@@ -16,7 +16,8 @@ from penstock.files import read_json, read_text
 from penstock.plan import Plan
 from penstock.runs import read_run
 from penstock.runs.folder import ABOUT
-from penstock.schedule import Schedule, check, from_csv, summary
+from penstock.schedule import Schedule, from_csv
+from penstock.schedule.check import require_legal
 from penstock.simulate import StageCost, simulate
 from penstock.studio.question import MOST
 from penstock.web.measured import of_explanation
@@ -138,10 +139,7 @@ def _schedule(path: Path) -> Schedule | None:
     text = read_text(path, repr(path.name))
     if "start_us" in text.partition("\n")[0]:
         return None
-    schedule = from_csv(text, path.stem)
-    if wrong := [violation for violation in check(schedule) if violation.fatal]:
-        raise ScheduleError(f"{path.name} holds no legal schedule: {wrong[0].kind}: {summary(wrong, 1)}")
-    return schedule
+    return require_legal(from_csv(text, path.stem), path.name)
 
 
 def _of_schedule(schedule: Schedule, name: str) -> dict[str, Any]:

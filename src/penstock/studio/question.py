@@ -77,7 +77,7 @@ class Question:
     def of(cls, given: Mapping[str, str]) -> Question:
         """The question in an address. Raises ArgumentError if a name is unknown or a value is not of its kind."""
         if unknown := sorted(given.keys() - _READ.keys()):
-            raise ArgumentError(f"{unknown[0]!r} is no part of a question; there are {', '.join(_READ)}")
+            raise ArgumentError(f"unknown parameter {unknown[0]!r}; expected one of {', '.join(_READ)}")
         return cls(**{name: _READ[name](name, text) for name, text in given.items() if text})
 
     @property
@@ -123,14 +123,14 @@ def number(name: str, text: str) -> float:
 
 def _names(name: str, text: str) -> tuple[str, ...]:
     found = tuple(part.strip() for part in text.split(",") if part.strip())
-    if len(found) > len(_ALL_AT_MOST):
-        raise ArgumentError(f"{name}: expected at most {len(_ALL_AT_MOST)} names")
+    if len(found) > _ALL_AT_MOST:
+        raise ArgumentError(f"{name}: expected at most {_ALL_AT_MOST} names")
     if long := [one for one in found if len(one) > _LONGEST_NAME]:
         raise ArgumentError(f"{name}: no schedule is called {long[0][:_LONGEST_NAME]!r}...")
     return found
 
 
-_ALL_AT_MOST = range(32)
+_ALL_AT_MOST = 32
 _LONGEST_NAME = 40
 _READ: Mapping[str, Callable[[str, str], Any]] = {
     "schedules": _names,

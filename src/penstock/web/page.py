@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import files
-from typing import Any
 
 from penstock.errors import require
+from penstock.files import finite
 from penstock.report.frame import frame
 from penstock.web.assets import asset, bundle, embedded
 from penstock.web.page_data import timeline_data
@@ -38,7 +38,7 @@ def page(shown: Shown) -> str:
         largest=_largest,
         ranks_shown=_ranks,
         data=embedded("timeline-data", timeline_data(shown.bands, unit=shown.unit)),
-        numbers=embedded("numbers", _plain(dict(shown.numbers))),
+        numbers=embedded("numbers", finite(dict(shown.numbers))),
         courses=embedded("course-data", courses),
     )
     style = asset("timeline.css") + asset("report.css")
@@ -60,14 +60,3 @@ def _largest(memory: Sequence[Held]) -> float:
 def _ranks(count: int) -> list[int]:
     """Those that have a line: all, or the first and the last."""
     return [*range(count)] if count <= _MOST else [*range(_MOST // 2), *range(count - _MOST // 2, count)]
-
-
-def _plain(value: Any) -> Any:
-    """For JSON: infinite and undefined numbers are null."""
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from penstock.balance import Profile
 from penstock.errors import ArgumentError
 from penstock.explain import Predicted, Run, explain, read_run, run_of
-from penstock.files import read_json
+from penstock.files import json_or_none
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.schedule.timeline import Timeline
@@ -27,7 +26,7 @@ Prediction = Callable[[Run], Predicted | None]
 
 def is_fabric(path: Path) -> bool:
     """Whether a folder has a run of `penstock fabric` in it."""
-    given = _json(path / "run.json") if path.is_dir() else None
+    given = json_or_none(path / "run.json") if path.is_dir() else None
     return isinstance(given, dict) and "workload" in given and "hosts" in given
 
 
@@ -54,7 +53,7 @@ def shown(
     first = paths[0]
     if len(paths) == 1 and first.is_dir() and (first / "run.json").exists():
         return _of_folder(first, step, prediction, other_prediction=other_prediction)
-    given = _json(first) if len(paths) == 1 and first.suffix == ".json" else None
+    given = json_or_none(first) if len(paths) == 1 and first.suffix == ".json" else None
     if isinstance(given, dict) and "choice" in given:
         return of_plan(Plan.from_dict(given, f"plan {str(first)!r}"), first.name)
     turns = _in_turns(given)
@@ -100,10 +99,3 @@ def _in_turns(given: Any) -> list[Timeline]:
     if not any(one.get("in_turns") for one in several):
         return []
     return [Timeline.from_dict(one) for one in several]
-
-
-def _json(path: Path) -> Any:
-    """What a file of JSON says; None if it is something else."""
-    with contextlib.suppress(ArgumentError):
-        return read_json(path)
-    return None

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock import owner
-from penstock.errors import FabricError
+from penstock.errors import ArgumentError, FabricError
 from penstock.fabric.emulation.spec import Spec, Watch
 from penstock.fabric.emulation.start_board import VARIABLE as BOARD
 from penstock.fabric.samples import RUN, SAMPLES, STEPS
-from penstock.files import read_json, write_json
+from penstock.files import read_bytes, read_json, write_json
 from penstock.launch.agent import agent_command
 from penstock.launch.endings import FAILURES, RankFailure, how_it_ended
 from penstock.launch.processes import QUIET, Ended, Patience, memory, supervise
@@ -32,6 +32,7 @@ from penstock.words import counted
 
 EMULATION = "penstock.fabric.emulation.host"
 """The module that each host runs, with the run's folder as its argument."""
+_END_BYTES = 64 << 10
 _PATIENCE = Patience(failed_seconds=10.0, ends_others=False, signal_seconds=0.0, interrupt_seconds=0.0)
 """How long to wait for hosts to end.
 
@@ -172,16 +173,22 @@ def _add(folder: Path, missing: str = "", **found: Any) -> None:
         write_json(path, record)
 
 
+def _end(path: Path) -> bytes:
+    """The last of a file, which may be long. Raises OSError or ArgumentError."""
+    return read_bytes(path, start=max(0, path.stat().st_size - _END_BYTES))
+
+
 def _cause(folder: Path, ended: Ended, killed: Sequence[RankFailure], by_host: bool) -> str:
     """Explains why the run failed: who was killed, or what host 0 or the first host to fail reported."""
     try:
-        trials = (folder / SAMPLES).read_bytes().rsplit(b"\n", 2)[-2].split(b",")[0]
+        trials = _end(folder / SAMPLES).rsplit(b"\n", 2)[-2].split(b",")[0]
         count = int(trials) + 1 if trials.isdigit() else 0
         saved = f"{counted(count, 'trial')} saved in {folder}" if count else "no trial had finished"
-    except (OSError, IndexError):
+    except (OSError, IndexError, ArgumentError):
         saved = "no trial had finished"
     host, status = ended.agent, ended.status
-    lines = [line for log in sorted(folder.glob("host-*.log")) for line in log.read_text(errors="replace").split("\n")]
+    logs = sorted(folder.glob("host-*.log"))
+    lines = [line for log in logs for line in _end(log).decode(errors="replace").split("\n")]
     said = [line.removeprefix("penstock: error: ") for line in lines if line.startswith("penstock: error: ")]
     if by_host and status > 128 and status - 128 in {*signal.Signals}:
         text = f"host {host} {how_it_ended(128 - status)}"

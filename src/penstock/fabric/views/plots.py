@@ -309,7 +309,7 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
     """Returns the first trial, and the slowest of those whose rounds were kept (or of all, if none were)."""
     begin = np.where(run.end_ns >= 0, run.start_ns, np.iinfo(np.int64).max).min(axis=(1, 2))
     took = (run.end_ns.max(axis=(1, 2)) - begin) / 1e9
-    kept = sorted({row[0] for row in run.steps if row[0] < len(took)}) or range(len(took))
+    kept = [trial for trial in np.unique(run.steps[:, 0]).tolist() if trial < len(took)] or range(len(took))
     slowest = max(kept, key=lambda trial: took[trial])
     chosen = [(0, f"First trial: {seconds_label(took[0])}")]
     if slowest:
@@ -325,9 +325,8 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
     whole = (run.end_ns[trial].max() - zero) / 1e9
     axes.set_xlim(0, whole * 1.002)
     rounds: dict[tuple[int, int], list[Sequence[int]]] = {}
-    for row in run.steps:
-        if row[0] == trial:
-            rounds.setdefault((row[1], row[2]), []).append(row)
+    for row in run.steps[run.steps[:, 0] == trial].tolist():
+        rounds.setdefault((row[1], row[2]), []).append(row)
     for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
         parts = rounds.get((number, rank), [])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from penstock.words import line_of
+from penstock.words import in_a_line, line_of
 
 Kind = Literal["raised", "lost", "left", "stalled"]
 
@@ -69,10 +69,8 @@ class Failure:
     @classmethod
     def of(cls, rank: int, action: str | None, error: BaseException, device: Behind | None = None) -> Failure:
         """The failure of a rank that raised `error`, and where its device was."""
-        message = str(error).strip()
-        text = f"{type(error).__name__}: {message}" if message else type(error).__name__
         where = "" if device is None else f"; {device}"
-        return cls(rank, action or None, line_of(text, _MOST_CHARACTERS) + where, "raised")
+        return cls(rank, action or None, line_of(in_a_line(error), _MOST_CHARACTERS) + where, "raised")
 
     def __str__(self) -> str:
         where = f"at {self.action}" if self.action else "outside of a step"

@@ -36,6 +36,7 @@ from penstock.runtime.processes.heartbeat_server import Address, Connection, Hea
 from penstock.runtime.processes.host_clock import HostOffset
 from penstock.runtime.processes.joining import Meeting, Missing, Store, say
 from penstock.runtime.processes.launcher import Launcher
+from penstock.words import in_a_line
 
 _REPORT_SECONDS = 2.0
 _NOTE_SECONDS = 2.0
@@ -92,7 +93,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._known = threading.Event()
-        self._raising = self._interrupted = False
+        self._raising = self._interrupted = self._odd = False
         self._status = 1
         self._failed: float | None = None
         self._held: tuple[int, Position, Behind | None] = (0, OUTSIDE, None)
@@ -236,6 +237,9 @@ class Watchdog:
             if self._connection:
                 self._connection.close()
                 self._connection = None
+            if not (self._odd or isinstance(error, OSError)):
+                self._odd = True
+                say(f"rank {self._rank} got what no rank sends from rank 0, and connects again: {in_a_line(error)}")
             if self._down is None and isinstance(error, ConnectionError):
                 self._down = self._clock()
             self._closed.wait(max(0.0, until - self._clock()))

@@ -14,6 +14,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -89,7 +90,9 @@ class Neighbours:
                     connection.sendall(_HELLO.pack(rank, kind, doors[peer][3]))
             awaited = {(peer, kind) for peer in near if peer > rank for kind in range(len(kinds))}
             strangers: set[int] = set()
+            until = time.monotonic() + JOIN_SECONDS
             while awaited:
+                door.settimeout(max(1e-3, until - time.monotonic()))
                 connection, _ = door.accept()
                 pid, user = _process_behind(connection)
                 hello = _hello(connection, secret) if pid in pids and user == os.geteuid() else None
