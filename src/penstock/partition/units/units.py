@@ -187,8 +187,8 @@ _SHOWN = 4
 
 def public_name(model: nn.Module, name: str) -> str:
     """The name of a module or cut, as if nothing around it were wrapped; data parallelism says `module.` before all."""
-    parts = unwrapped(name).split("+")
-    return "+".join(part if hasattr(model, "module") else part.removeprefix("module.") for part in parts)
+    name = unwrapped(name)
+    return name if hasattr(model, "module") else name.removeprefix("module.")
 
 
 def real_name(model: nn.Module, name: str) -> str:
