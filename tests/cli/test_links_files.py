@@ -41,15 +41,14 @@ def write(tmp_path: Path) -> Write:
 
 def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
     ring = [(a, (a + 1) % 4) for a in range(4)]
+    links = {pair: LinkCost(0.001 * (a + 1), 1e7 / (a + 1)) for a, b in ring for pair in [(a, b), (b, a)]}
     record = {
         "links": [
-            {"from": a, "to": b, "latency_seconds": 0.001 * (a + 1), "bytes_per_second": 1e7 / (a + 1)} for a, b in ring
+            {"from": a, "to": b, "latency_seconds": link.latency_seconds, "bytes_per_second": link.bytes_per_second}
+            for (a, b), link in links.items()
         ]
     }
     made = as_json(*FOUR, *SIZED, "--links", write(links_json(record)))
-    links = {}
-    for a, b in ring:
-        links[a, b] = links[b, a] = LinkCost(0.001 * (a + 1), 1e7 / (a + 1))
     expected = simulate(generate("1f1b", 4, 8), StageCost(0.3, 0.4, 0.2, output_bytes=1e6), links)
     assert made["makespan"] == expected.makespan_seconds
     assert made["makespan"] > as_json(*FOUR, *TIMES)["makespan"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -208,9 +209,10 @@ class Checkpoint:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        # Read straight into the tensor: torch's reader is part of reference cycles, so a temporary tensor given to it
-        # would live until the garbage collector runs.
+        # Torch's reader is part of reference cycles, with what it read last: without a collection several tensors of
+        # a large model would be there at once. And it reads straight into the tensor, not into a temporary one.
         self._reader.read({model_key(name): tensor.detach()})
+        gc.collect(1)
 
 
 def _opened(path: Path) -> Any:
