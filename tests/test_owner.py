@@ -12,7 +12,10 @@ import pytest
 
 from penstock import ArgumentError, owner
 
-REFUSED = rf"^run: process \d+ on {socket.gethostname()}, started at 20[^;]*; .*: pass another one, or, if that job has"
+REFUSED = (
+    rf"^run: process \d+ on {socket.gethostname()}, started at 20[^;]* is writing to it; "
+    "pass a folder that no other job uses, or, if that job has"
+)
 
 
 class Holder:
@@ -201,7 +204,7 @@ def test_a_full_disk_or_one_without_locks_keeps_nobody_out(tmp_path: Path, monke
     holder = Holder()
     monkeypatch.setattr(owner.os, "pwrite", full)
     owner.claim(tmp_path, holder, "run")
-    assert elsewhere(tmp_path).startswith("run: another process writes there; ")
+    assert elsewhere(tmp_path).startswith("run: another process is writing to it; ")
     owner.release(id(holder))
     assert not os.listdir(tmp_path)
     monkeypatch.setattr(owner.fcntl, "flock", without)

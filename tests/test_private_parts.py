@@ -19,6 +19,7 @@ STEADY = {
         "_forward_hooks",
         "_forward_pre_hooks",
         "_backward_hooks",
+        "_backward_pre_hooks",
         "_post_accumulate_grad_hooks",
         "_flat_weights",
         "_flat_weights_names",

@@ -1,4 +1,4 @@
-"""What functions close over and name. Takes apart, say, a mask function of FlexAttention with a batch's documents.
+"""Take functions apart into code, closure variables and globals: a mask function of FlexAttention, say.
 
 `penstock.trees` opens a `Closure`, so these tensors are cut, sent and replayed as others are, and makes the function.
 """

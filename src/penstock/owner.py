@@ -109,11 +109,14 @@ def _lock_file(descriptor: int, file: Path, what: str) -> None:
         text = os.pread(descriptor, _MAX_CHARACTERS, 0).decode(errors="replace")
         owner = line_of(text, _MAX_CHARACTERS).strip('"') or "another process"
         raise ArgumentError(
-            f"{what}: {owner} writes there; expected a folder of this job's own: pass another one, or, if that job has "
+            f"{what}: {owner} is writing to it; pass a folder that no other job uses, or, if that job has "
             f"ended, remove {file}"
         ) from None
     except OSError as error:
-        warn(f"{what}: no locks on this file system ({error.strerror}), so a second job there is not refused")
+        warn(
+            f"{what}: no locks on this file system ({error.strerror}), so a second job in this folder will not be "
+            "detected"
+        )
 
 
 def _this_process() -> str:

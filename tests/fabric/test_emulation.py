@@ -267,7 +267,7 @@ def test_a_run_that_is_still_on_keeps_its_folder(tmp_path: Path) -> None:
         holder.wait()
     os.read(hears, 1)
     try:
-        with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* writes there; ex"):
+        with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* is writing to it; pass"):
             emulate(Spec(Workload.of_sizes([400]), 2, trials=1), tmp_path)
     finally:
         os.kill(child, signal.SIGKILL)

@@ -67,13 +67,9 @@ class Rest:
     optimizers: dict[str, tuple[str, Groups]]
 
     def to_bytes(self) -> bytes:
-        """Pickles a dict of plain values, which later versions can read."""
+        """Pickles a dict of plain values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return pickle.dumps(values)  # bytes: torch would split a dict into one entry per item
-
-    @classmethod
-    def from_values(cls, read: dict[str, Any]) -> Rest:
-        return cls(**read)
 
 
 def by_label(optimizer: Optimizers | None, others: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.checkpoint.contents import REST, Rest
 from penstock.checkpoint.folders import METADATA
-from penstock.checkpoint.unpickling import unpickle
+from penstock.checkpoint.unpickling import NotAllowedError, unpickle
 from penstock.errors import ArgumentError
 from penstock.files import read_bytes
 from penstock.words import in_a_line, line_of
@@ -118,20 +118,20 @@ class Reader:
     def _unpickled(self, key: str, data: bytes) -> Any:
         try:
             return unpickle(data) if self._weights_only else pickle.loads(data)
-        except Exception as error:
-            if not self._weights_only:
-                raise ArgumentError(_damaged(self.path, error)) from error
+        except NotAllowedError as error:
             raise ArgumentError(
                 f"{self.path}: {key!r} needs a class that is not allowed ({line_of(str(error), 160)}); allow it with "
                 "torch.serialization.add_safe_globals, or, if you trust the checkpoint, pass weights_only=False"
             ) from error
+        except Exception as error:
+            raise ArgumentError(_damaged(self.path, error)) from error
 
     def rest(self) -> Rest:
         """Everything that does not belong to one tensor."""
         state: dict[str, Any] = {REST: None}
         self.read(state)
         try:
-            return Rest.from_values(state[REST])
+            return Rest(**state[REST])
         except (TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(_damaged(self.path, error)) from error
 

@@ -37,7 +37,7 @@ and arrays, and what `torch.distributed.checkpoint` writes into its metadata."""
 def unpickle(data: bytes) -> Any:
     """What `pickle` wrote. Any class may be allowed by `torch.serialization.add_safe_globals`, as for `torch.load`.
 
-    Raises `pickle.UnpicklingError` for anything else, and whatever `pickle` raises if the data are damaged.
+    Raises `NotAllowedError` for anything else, and whatever `pickle` raises if the data are damaged.
     """
     for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
         if number == MAX_VALUES:
@@ -45,6 +45,10 @@ def unpickle(data: bytes) -> Any:
         if operation.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(data):  # the length of a table
             raise pickle.UnpicklingError(f"it numbers a value {argument}")
     return _Unpickler(io.BytesIO(data)).load()
+
+
+class NotAllowedError(pickle.UnpicklingError):
+    """A class or function that could run any code."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -63,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
             found, path = allowed if isinstance(allowed, tuple) else (allowed, "")
             if (path or f"{found.__module__}.{found.__qualname__}") == f"{module}.{name}":
                 return found
-        raise pickle.UnpicklingError(f"it calls {module}.{name}, which could run any code")
+        raise NotAllowedError(f"it calls {module}.{name}, which could run any code")
 
     def _bounded(self, kind: Any, *args: Any) -> Any:
         """A bytearray or a range: all of a pickle together may not be much longer than it."""

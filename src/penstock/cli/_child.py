@@ -29,10 +29,11 @@ def in_child(command: Callable[[], int]) -> int:
     reads, writes = os.pipe()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the kernel sends none where it is ignored, which children inherit
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         os.close(reads)
-        end_with_parent(os.getppid())
+        if not end_with_parent(parent):
+            os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         status = command()
         os.write(writes, bytes([status]))

@@ -28,6 +28,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.check import require_legal
 from penstock.schedule.generators import Numbers
+from penstock.words import counted
 
 ALL = "all"
 """Instead of a name: every schedule that the numbers allow."""
@@ -279,16 +280,16 @@ _PATIENT_SECONDS = 10.0
 def _refuse_stages(ranks: int, chunks: int) -> None:
     if ranks * chunks > MOST_STAGES:
         raise ArgumentError(
-            f"--ranks {ranks}: with {chunks} a rank that makes {ranks * chunks:,} stages, but at most {MOST_STAGES:,} "
-            "can be timed; give fewer ranks or chunks"
+            f"--ranks {ranks} with {counted(chunks, 'stage')} per rank makes {ranks * chunks:,} stages; the limit is "
+            f"{MOST_STAGES:,}; use fewer ranks or chunks"
         )
 
 
 def announce(actions: int) -> None:
     """Announces on stderr that timing this many actions takes a while, if it does."""
     if actions > ANNOUNCED:
-        slow = "" if find_spec("numba") else "; numba makes it some times as quick (pip install 'penstock[simulate]')"
-        _say(f"timing {actions:,} actions, which takes a while{slow}")
+        slow = "" if find_spec("numba") else "; numba makes it several times faster (pip install 'penstock[simulate]')"
+        _say(f"timing {actions:,} actions; this may take a while{slow}")
 
 
 def _say(line: str) -> None:

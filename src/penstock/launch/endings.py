@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from penstock.errors import ArgumentError
-from penstock.files import STRICT, atomic, parse_json, read_bytes, read_json, validate
+from penstock.files import STRICT, atomic, parse_json, read_json, validate
 from penstock.words import line_of
 
 FAILURES = "PENSTOCK_FAILURES"
@@ -147,8 +147,8 @@ def _add(path: str, value: object) -> None:
 
 def _lines(path: Path | str) -> Iterator[dict[str, Any]]:
     """The objects in a file to which ranks, and so the user's code, may write."""
-    with contextlib.suppress(ArgumentError):
-        for line in read_bytes(path, max_bytes=_MAX_BYTES).splitlines():
+    with contextlib.suppress(OSError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        for line in file.read(_MAX_BYTES).splitlines():
             with contextlib.suppress(ArgumentError):
                 if isinstance(found := parse_json(line, "failure"), dict):
                     yield found

@@ -60,7 +60,7 @@ def first_difference(
     for row in sorted(wrong, key=lambda row: -max(row.stages)):
         terms = {f"the term of microbatch {k}": term for k, term in other.terms.get(row.name, {}).items()}
         if not terms:
-            return None
+            continue
         uses = other.uses.get(row.name, {}) if len(row.stages) == len(other.uses.get(row.name, {})) else {}
         terms |= {f"the term of stage {s}": uses[i] for i, s in enumerate(sorted(row.stages, reverse=True)) if uses}
         expected = torch.stack([*other.terms[row.name].values()]).sum(0)

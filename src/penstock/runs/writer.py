@@ -144,7 +144,7 @@ class Writer:
                     self._steps, self._files = [*steps, *self._steps], [*files, *self._files]
                 raise
         for path, make in files:
-            self._guarded(write_whole, path, make())
+            self._guarded(lambda path=path, make=make: write_whole(path, make()))
         state, now = self._state(), time.monotonic()
         if last or state != self._said or now - self._said_at >= STEADY_SECONDS:
             self._said, self._said_at = state, now

@@ -357,7 +357,7 @@ def test_a_models_own_cuda_graphs_are_refused_as_its_own(how: dict[str, str]) ->
     whole, blocks = mlp(), mlp()
     blocks[0].compile(**how)
     for model, whose in ((torch.compile(whole, **how), "of the model"), (blocks, "of a block, Linear,")):
-        with pytest.raises(ArgumentError, match=rf"^torch.compile\(...\) {whose} asks for CUDA graphs"):
+        with pytest.raises(ArgumentError, match=rf"^torch.compile\(...\) {whose} uses CUDA graphs"):
             penstock.pipeline(model, batch(8)[:1], loss=F.mse_loss, ranks=2)  # type: ignore[arg-type]
 
 

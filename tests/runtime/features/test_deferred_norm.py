@@ -214,7 +214,7 @@ class Holder(nn.Module):
         (lambda: Holder(Functional("a", "b")), "is a call of batch norm as a function"),
         (
             lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, track_running_stats=True)),
-            r"'1' \(InstanceNorm2d\) normalises by itself",
+            r"'1' \(InstanceNorm2d\) normalizes by itself",
         ),
     ],
 )
@@ -282,7 +282,7 @@ class Past(nn.Module):
 def test_a_class_that_changes_what_enters_it_is_refused(momentum: float | None) -> None:
     model, (x, y) = normed(), batch()
     model[1] = Doubling(WIDTH, momentum=momentum)
-    with pytest.raises(ArgumentError, match=r"a Doubling normalises something other than its input"):
+    with pytest.raises(ArgumentError, match=r"a Doubling normalizes something other than its input"):
         train(model, x, y)
 
 
@@ -337,7 +337,7 @@ def test_what_changes_the_input_of_a_norm_is_seen(early: bool) -> None:
             pipe.step(x, target=y)
             _patched(model[1])
         before = buffers(model)
-        with pytest.raises(ArgumentError, match="normalises something other than its input"):
+        with pytest.raises(ArgumentError, match="normalizes something other than its input"):
             pipe.step(x, target=y)
         assert all(map(torch.equal, before.values(), buffers(model).values()))
 

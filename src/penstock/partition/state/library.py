@@ -12,6 +12,8 @@ from torch import nn
 
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "penstock"}) - {"__main__"}
 
+_CACHED = type(functools.cache(id))
+
 OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs"}
 """The attributes that torch itself keeps in every module, or in recurrent ones."""
 
@@ -30,7 +32,7 @@ def package_of(module: str | None) -> str:
 def functions_of(member: Any) -> Iterator[FunctionType]:
     """The functions of a class's member: a method or property, and what its decorators wrap (`@can_return_tuple`)."""
     member = getattr(member, "fget", None) or getattr(member, "__func__", member)
-    while isinstance(member, (FunctionType, functools._lru_cache_wrapper)):
+    while isinstance(member, (FunctionType, _CACHED)):
         if isinstance(member, FunctionType):
             yield member
         member = getattr(member, "__wrapped__", None)

@@ -149,10 +149,8 @@ def _split(stage: StageContext, first: int, *, alike: bool) -> SplitBackward:
 
 
 def _weight_uses(module: nn.Module) -> Hashable:
-    """Which recorded forwards of a stage use its weights alike, so that what was learned from one holds for the others:
-    the calls that get a weight, and
-    their plain arguments, since a unit may branch on those. Leaves out all other calls, and names of values, which are
-    numbered through the recording."""
+    """Return a key that is equal for recorded forwards that use weights alike: the calls that get a weight, and their
+    plain arguments, since a unit may branch on those. Names of values, which are numbered, are not in it."""
     if not isinstance(module, fx.GraphModule):
         return type(module).__qualname__
     weights = dict(module.named_parameters(remove_duplicate=False))

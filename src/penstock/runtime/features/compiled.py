@@ -56,8 +56,8 @@ def _refuse_graphs(arguments: Mapping[str, Any], given: str) -> None:
     by_backend = "cudagraphs" in (backend, getattr(backend, "compiler_name", None))
     if by_backend or arguments.get("mode") in ("reduce-overhead", "max-autotune") or options.get("triton.cudagraphs"):
         raise ArgumentError(
-            f"{given} asks for CUDA graphs, which keep the results of one forward only, where a pipeline has several "
-            "microbatches under way; omit the mode or backend, or pass mode='max-autotune-no-cudagraphs'"
+            f"{given} uses CUDA graphs, which keep one forward's results; a pipeline has several microbatches in "
+            "flight; omit the mode or backend, or pass mode='max-autotune-no-cudagraphs'"
         )
 
 

@@ -239,7 +239,7 @@ class Watchdog:
                 self._connection = None
             if not (self._odd or isinstance(error, OSError)):
                 self._odd = True
-                say(f"rank {self._rank} got what no rank sends from rank 0, and connects again: {in_a_line(error)}")
+                say(f"rank {self._rank} received an invalid message from rank 0; reconnecting: {in_a_line(error)}")
             if self._down is None and isinstance(error, ConnectionError):
                 self._down = self._clock()
             self._closed.wait(max(0.0, until - self._clock()))
