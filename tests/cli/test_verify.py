@@ -530,3 +530,15 @@ def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(wrong.exception, VerificationError) or wrong.exit_code == 1
     refused = verify("cases.py:good", *given, "--transport", "distributed")
     assert refused.exit_code == 2
+
+
+def test_what_no_schedule_takes_is_said_at_once(folder: Path) -> None:
+    (folder / "selects.py").write_text(
+        "import torch\n\n\nclass Selects(torch.nn.Sequential):\n    def forward(self, x):\n"
+        "        return super().forward(x[x[:, 0] > 0])\n\n\ndef make():\n"
+        "    model = Selects(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))\n"
+        "    return model, (torch.ones(8, 4),), None, lambda y, target: y.sum()\n"
+    )
+    result = verify("selects.py", "--schedule", "all", "--ranks", "2")
+    assert result.exit_code == 2
+    assert result.stderr.count("depends on the values of a tensor") == 2, "with the first schedule, and at the end"

@@ -179,6 +179,7 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
     from penstock.runtime.batch.cutting import Microbatch
 
     found: list[dict[str, Any]] = []
+    refused = ""
     with loaded(case.target, "the model or the loss") as given:
         calls = iter([lambda: given, given.again])
 
@@ -198,9 +199,10 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
                 found.append(verification.report(schedule).to_dict())
                 tell(found[-1])
             except PartitionError as error:
-                if len(schedules) == 1:
+                if len(schedules) == 1 or (not found and str(error) == refused):  # whatever the schedule
                     raise
-                print(f"{schedule}: not verified: {error}", file=sys.stderr)
+                refused = str(error)
+                print(f"{schedule}: not verified: {refused}", file=sys.stderr)
     return found
 
 

@@ -37,7 +37,7 @@ def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> Re
     """
     table = parse_csv(text, file, max(",;\t", key=text.partition("\n")[0].count))
     head = next(table, [])
-    return read_rows((dict(zip_longest(head, row)) for row in table if row), file, own, 2)
+    return read_rows((dict(zip_longest(head, row)) for row in table if row), file, own, ("line", 2))
 
 
 def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Recording | None:
@@ -54,21 +54,24 @@ def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Rec
     return read_rows(given, file, own)
 
 
-def read_rows(rows: Iterable[Any], file: str, own: re.Pattern[str] | None = None, first: int = 0) -> Recording:
-    """The events of rows, by the names of their columns; `first` is the first row's line or index.
+def read_rows(
+    rows: Iterable[Any], file: str, own: re.Pattern[str] | None = None, first: tuple[str, int] = ("row", 1)
+) -> Recording:
+    """The events of rows, by the names of their columns; `first` is what messages call the first row.
 
     Raises:
         ArgumentError: a column is missing, or a row is no event.
     """
     events: list[Event] = []
-    for line, row in enumerate(rows, first):
-        if line == first:
+    place, start = first
+    for number, row in enumerate(rows, start):
+        if number == start:
             _check_columns(row, file)
         try:
             events.append(_row(row, own))
         except (AttributeError, KeyError, StopIteration, ValueError, TypeError, ScheduleError) as error:
             reason = line_of(str(error), MAX_QUOTED)
-            raise ArgumentError(f"{file}, line {line}: {quoted(row)} is not an event: {reason}") from None
+            raise ArgumentError(f"{file}, {place} {number}: {quoted(row)} is not an event: {reason}") from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)
     stages = max((2 + stage for stage in sent), default=0)
     return Recording(tuple(sorted(events, key=lambda event: event.start_seconds)), stages=stages)
