@@ -104,7 +104,7 @@ def test_silence_that_is_allowed_for_changes_no_bit(
     with bad_network(2, "100mbit", scenario=tmp_path / "leaves.toml") as network:
         ended = network.run([str(JOB), str(tmp_path), *SCHEDULES], ranks=2, timeout=250)
         assert ended.status
-        assert "no sign of life for" in ended.output
+        assert "no sign of life for" in ended.said
         monkeypatch.setenv(LOST_AFTER, "30")
         found = trained_over(network, 2, tmp_path)
         assert counted(network, "host_gone")
