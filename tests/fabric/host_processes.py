@@ -7,6 +7,8 @@ import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.network import keeper
+
 
 def processes(word: str) -> dict[int, dict[str, str]]:
     """The processes with a word in their command line, and their environments."""
@@ -19,6 +21,13 @@ def processes(word: str) -> dict[int, dict[str, str]]:
         except OSError:
             continue  # ended meanwhile
     return found
+
+
+def abandoned() -> list[str]:
+    """The namespaces of emulations that were made since this process started, and whose makers have ended."""
+    ours = keeper.started(os.getpid()) or 0
+    names = keeper.names_of()
+    return [name for name in names if int(name.split("-")[2]) >= ours and not keeper.maker_lives(name)]
 
 
 class Seen:

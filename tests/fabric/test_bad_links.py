@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from host_processes import abandoned
 
 from penstock.network import keeper
 from penstock.network.checks import why_not
@@ -41,15 +42,11 @@ def _fabric(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _left(process: subprocess.Popen[str]) -> list[str]:
-    return [name for name in keeper.names_of() if name.startswith(f"penstock-{process.pid}-")]
-
-
 def _found(folder: Path, *arguments: str) -> dict[str, Any]:
     with _fabric(folder, "--json", *arguments) as process:
         printed, said = process.communicate(timeout=200)
         assert process.returncode == 0, said
-        assert _left(process) == []
+        assert abandoned() == []
     results: dict[str, Any] = json.loads(printed)
     return results
 
@@ -125,14 +122,15 @@ def test_the_end_of_the_switch_ends_the_run_by_its_name(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=100)
         assert process.returncode == 2
         assert "the switch has ended" in said
-        assert _left(process) == []
+        assert abandoned() == []
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert not record["complete"]
 
 
 def _is_switch(cmdline: Path, maker: subprocess.Popen[str]) -> bool:
     try:
-        mark = f"{keeper.MARK}=penstock-{maker.pid}-".encode()
+        child = Path(f"/proc/{maker.pid}/task/{maker.pid}/children").read_text().strip()  # the command runs in a child
+        mark = f"{keeper.MARK}=penstock-{child}-".encode()
         return b"network.switch.serve" in cmdline.read_bytes() and mark in (cmdline.parent / "environ").read_bytes()
     except OSError:
         return False

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_processes import Seen, kill_rank, processes
+from host_processes import Seen, abandoned, kill_rank, processes
 
 from penstock.errors import FabricError
 from penstock.fabric.emulation.coordinate import emulate
@@ -61,7 +61,7 @@ def test_the_json_of_a_run_on_shaped_hosts(tmp_path: Path) -> None:
     assert [host["host"] for host in found["environment"]["hosts"]] == ["host 0", "host 1", "host 2"]
     assert {host["qdiscs"] != "" for host in found["environment"]["hosts"]} == {True}
     assert found["environment"]["link"] == "200mbit"
-    assert not any(name.startswith(f"penstock-{process.pid}-") for name in keeper.names_of())
+    assert abandoned() == []
 
 
 def test_torchrun_on_each_host(tmp_path: Path) -> None:
