@@ -52,7 +52,7 @@ def nothing_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 SIZES = ("--sizes", "4000")
 TRAINING = Path(__file__).parents[2] / "benchmarks/fabric/mlp_training.py"
 WRONG = {
-    "--sizes 0": "'0' is 0 bytes: a size is a whole number of bytes, 1 or more",
+    "--sizes 0": "'0' is 0 bytes: expected an integer >= 1",
     "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
     "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
@@ -74,8 +74,8 @@ WRONG = {
     "--sizes 4 --dtype float8": "there is no dtype 'float8': give one of int8",
     "--sizes 6 --dtype double": "a multiple of the element size, 8 bytes",
     "--sizes 4 --uneven 1,2,3,4": "--uneven belongs to --collective all_to_all",
-    "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: give 4 whole numbers, one a host",
-    "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "give 4 whole numbers, one a host",
+    "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: expected 4 integers, one per host",
+    "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "expected 4 integers, one per host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "give one of pairwise, direct, engine",
     "--sizes 4 --trials 0": "--trials 0: at least one is needed",
     "--sizes 4 --warmup 0": "--warmup 0: at least one is needed",
@@ -83,7 +83,7 @@ WRONG = {
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
     "--trials 5": "it is not clear what to send, because nothing was given: give one of --preset, --model",
     "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: give one of",
-    "--sizes 4 --algorithm rings": "known are ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
+    "--sizes 4 --algorithm rings": "expected one of ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
@@ -578,7 +578,7 @@ def test_gradients_of_a_model_in_low_precision_take_twice_the_bytes_if_they_accu
     assert "--gradient-dtype belongs to --model" in refusal("fabric", *SIZES, "--gradient-dtype", "float32")
 
 
-def test_the_two_kinds_of_a_pipelines_traffic_are_labelled() -> None:
+def test_the_two_kinds_of_a_pipelines_traffic_are_labeled() -> None:
     made = TrafficOptions(model=TARGET, ranks=2).workload(4)
     assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 8 microbatches"
     assert {transfer.kind for transfer in made.transfers} == {"activation", "activation gradient", "gradient"}

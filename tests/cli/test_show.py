@@ -1,4 +1,4 @@
-"""`penstock show`: the picture says what the schedule and its timeline say, with colours and without."""
+"""`penstock show`: the picture says what the schedule and its timeline say, with colors and without."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_without_costs_it_is_the_grid(name: str) -> None:
 
 
 @given(generated(max_ranks=4, max_microbatches=6), st.integers(30, 140), palettes)
-def test_colours_change_no_character(schedule: Schedule, width: int, palette: Palette) -> None:
+def test_colors_change_no_character(schedule: Schedule, width: int, palette: Palette) -> None:
     assert slots(schedule, width, palette).plain == grid(schedule, width)
 
 
-def test_cells_have_the_colour_of_op_and_chunk() -> None:
+def test_cells_have_the_color_of_op_and_chunk() -> None:
     made = slots(generate("zb-v", 2, 4), 80, Palette.MANY)
     plain = made.plain
     for cell in re.finditer(r"(\d)(F|I|W)(\d)", plain):
@@ -130,8 +130,8 @@ def test_legend_has_the_ops_that_occur() -> None:
 )
 def test_palette_of_a_terminal(color_system: Any, palette: Palette) -> None:
     assert Palette.of(Console(color_system=color_system)) is palette
-    colours = {style(palette, op, chunk, 0) for op in (Op.F, Op.B, Op.I, Op.W) for chunk in (0, 1)}
-    assert len(colours) == (1 if palette is Palette.NONE else 8)
+    colors = {style(palette, op, chunk, 0) for op in (Op.F, Op.B, Op.I, Op.W) for chunk in (0, 1)}
+    assert len(colors) == (1 if palette is Palette.NONE else 8)
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe", "seq1f1b"])

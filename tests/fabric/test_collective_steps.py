@@ -138,7 +138,7 @@ def test_an_uneven_all_to_all_gives_each_rank_its_share_of_everyone(algorithm: s
 
 def test_shares_that_are_none_are_refused() -> None:
     for shares in ((1, 2), (1, -1, 1), (0, 0, 0)):
-        with pytest.raises(ArgumentError, match="give 3 whole numbers, one for each rank"):
+        with pytest.raises(ArgumentError, match="expected 3 integers >= 0, one per rank"):
             generate("all_to_all", "direct", 3, shares=shares)
     assert generate("all_to_all", "direct", 3, shares=(2, 2, 2)).shares == (), "an even one"
 
@@ -354,12 +354,12 @@ def test_many_defects_are_counted() -> None:
     [
         (
             ("all_reduce", "rign", 4),
-            r"'rign' is not an algorithm for all_reduce: did you mean 'ring'\? known are ring, ring2",
+            r"'rign' is not an algorithm for all_reduce: did you mean 'ring'\? expected one of ring, ring2",
         ),
-        (("all_reduce", "zzz", 4), "'zzz' is not an algorithm for all_reduce: known are ring"),
+        (("all_reduce", "zzz", 4), "'zzz' is not an algorithm for all_reduce: expected one of ring"),
         (
             ("allreduce", "ring", 4),
-            r"'allreduce' is not a collective: did you mean 'all_reduce'\? known are all_reduce, all_g",
+            r"'allreduce' is not a collective: did you mean 'all_reduce'\? expected one of all_reduce, all_g",
         ),
         (("all_reduce", "ring", 1), "all_reduce among 1 ranks: give 2 or more"),
         (("send", "direct", 0), "send among 0 ranks: give 2 or more"),

@@ -101,8 +101,8 @@ def test_bus_bandwidth_is_that_of_nccl_tests(kind: str, factor: float) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: known are ring"),
-        (("sum", "ring", 4), "'sum' is not a collective: known are all_reduce"),
+        (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: expected one of ring"),
+        (("sum", "ring", 4), "'sum' is not a collective: expected one of all_reduce"),
         (("all_reduce", "ring", 1), "ranks=1, pieces=8: expected 2 ranks or more"),
         (("all_reduce", "tree", 4, 0), "1 piece or more"),
     ],
@@ -143,7 +143,7 @@ def test_small_sizes_count_as_much_as_large_ones() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]))
-def test_a_fit_is_never_negative_and_no_neighbour_is_better(points: list[tuple[float, float]]) -> None:
+def test_a_fit_is_never_negative_and_no_neighbor_is_better(points: list[tuple[float, float]]) -> None:
     sizes = [size for size, _ in points]
     if max(sizes) < 1.01 * min(sizes):
         return

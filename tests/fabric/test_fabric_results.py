@@ -126,7 +126,7 @@ def test_ideal_of_some_ranks_knows_nothing_of_others_links() -> None:
     links = [{**link, "latency_seconds": 5e-3 if link["from"] == 1 else 1e-4} for link in LINKS]
     pair = (Transfer("pair", 1_000_000, "send", ranks=(1, 2)),)
     (made,) = results(run_of(np.full((10, 1), 2.0), pair, links=links))["transfers"]
-    assert made["bound_s"] == pytest.approx(5e-3 + 0.08), "though its ends have nearer neighbours"
+    assert made["bound_s"] == pytest.approx(5e-3 + 0.08), "though its ends have nearer neighbors"
 
 
 def test_what_goes_both_ways_is_timed_as_a_collective_is() -> None:

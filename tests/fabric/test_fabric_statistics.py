@@ -41,7 +41,7 @@ def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> No
     assert found is not None
     low, high = found
     below = scipy.stats.binom(count, q)
-    # Each is wrong in 2.5 % of cases at most, and its neighbour further in would be in more.
+    # Each is wrong in 2.5 % of cases at most, and its neighbor further in would be in more.
     assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
     assert below.cdf(low) > 0.025 * (1 - 1e-6)
     assert below.sf(high - 1) <= 0.025 * (1 + 1e-6)

@@ -158,6 +158,6 @@ def test_a_message_that_came_sooner_than_its_bytes_can_is_told_of() -> None:
     assert "sooner" not in dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))["link 0-1"]
 
 
-def test_neighbours_are_those_of_a_ring() -> None:
-    assert probe.neighbours(2) == ((0, 1),)
-    assert probe.neighbours(4) == ((0, 1), (1, 2), (2, 3), (3, 0))
+def test_neighbors_are_those_of_a_ring() -> None:
+    assert probe.neighbors(2) == ((0, 1),)
+    assert probe.neighbors(4) == ((0, 1), (1, 2), (2, 3), (3, 0))

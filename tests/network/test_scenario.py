@@ -46,11 +46,11 @@ def _events(folder: Path, text: str) -> tuple[Event, ...]:
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
-    degrades, leaves, neighbour, all_links = _events(tmp_path, WHOLE)
+    degrades, leaves, neighbor, all_links = _events(tmp_path, WHOLE)
     assert (degrades.step, degrades.host, degrades.for_seconds) == (50, 2, 30)
     assert degrades.link == parse_link("10mbit delay 50ms loss 1%")
     assert (leaves.step, leaves.host, leaves.is_gone, leaves.for_seconds) == (80, 1, True, 5)
-    assert (neighbour.step, neighbour.at_seconds, neighbour.background) == (None, 20, ("300mbit to 1",))
+    assert (neighbor.step, neighbor.at_seconds, neighbor.background) == (None, 20, ("300mbit to 1",))
     assert (all_links.at_seconds, all_links.host, all_links.for_seconds) == (pytest.approx(1.5), None, None)
     assert degrades.text == "host = 2, link = 10mbit delay 50ms loss 1%, for = 30s"
 
@@ -156,7 +156,7 @@ def test_what_changes_is_ordered_once_and_the_network_is_as_before_in_the_end() 
         ('[[event]]\nlink = "1mbit"', "at is None"),
         ('[[event]]\nat = 5\nlink = "1mbit"', "at is 5: give a string"),
         ('[[event]]\nat = "soon"\nlink = "1mbit"', "'soon' is not a time"),
-        ('[[event]]\nat = "step one"\nlink = "1mbit"', "'one' is not a whole number"),
+        ('[[event]]\nat = "step one"\nlink = "1mbit"', "'one' is not an integer"),
         ('[[event]]\nat = "epoch 1"\nlink = "1mbit"', "'epoch 1' is not a time"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = 4', "host 4 does not exist: the hosts are 0 to 3"),
         ('[[event]]\nat = "5s"\nlink = "1mbit"\nhost = "2"', "host '2' does not exist"),

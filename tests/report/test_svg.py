@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
-from penstock.report.colours import DARK, LIGHT, Kind, shade
+from penstock.report.colors import DARK, LIGHT, Kind, shade
 from penstock.report.marks import Axis, said_of
 from penstock.report.svg import Panel, panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
@@ -97,16 +97,16 @@ def test_slices_are_named() -> None:
     assert made[1][4] == "0.1"
 
 
-def test_colours_are_those_of_the_palette_for_each_background() -> None:
+def test_colors_are_those_of_the_palette_for_each_background() -> None:
     schedule = generate("zb-v", 2, 4)
     auto, light, dark = (schedule_svg(schedule, background=it) for it in ("auto", "light", "dark"))
     assert "prefers-color-scheme" in auto
     assert "prefers-color-scheme" not in light + dark
     for theme, text, other in ((LIGHT, light, DARK), (DARK, dark, LIGHT)):
         for chunk, parity in ((0, 0), (1, 1)):
-            colour = shade(theme, Kind.W, chunk, parity)
-            assert f".W-{chunk}-{parity}{{fill:{colour}}}" in text
-            assert f".W-{chunk}-{parity}{{fill:{colour}}}" in auto
+            color = shade(theme, Kind.W, chunk, parity)
+            assert f".W-{chunk}-{parity}{{fill:{color}}}" in text
+            assert f".W-{chunk}-{parity}{{fill:{color}}}" in auto
         assert f".page{{fill:{theme.page}}}" in text
         assert f".page{{fill:{other.page}}}" not in text
     found = re.findall(r'<g class="(\S+)"><title>(\S+) .*microbatch (\d), stage (\d)', light)
@@ -184,7 +184,7 @@ def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"width": 80}, r"width=80: give at least \d+ pixels"), ({"background": "grey"}, "background='grey': expected")],
+    [({"width": 80}, r"width=80: give at least \d+ pixels"), ({"background": "gray"}, "background='gray': expected")],
 )
 def test_bad_options(options: dict[str, str], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):

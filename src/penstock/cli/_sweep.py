@@ -126,7 +126,7 @@ def show_sweep(sweep: Sweep, costs: Costs, console: Console) -> None:
 
 
 _OF_MODEL = "for one microbatch on the whole model, divided evenly among its stages"
-_OF_STAGES = "for each of the model's stages, from the file; with fewer stages, neighbours are added up"
+_OF_STAGES = "for each of the model's stages, from the file; with fewer stages, neighbors are added up"
 
 
 def _text(cell: Cell | None) -> str:

@@ -117,11 +117,11 @@ def names(text: str | None) -> list[str] | None:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
+    """The numbers in `1,2,4`. Raises ArgumentError if one is not an integer."""
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
+        raise ArgumentError(f"{option} {text}: expected comma-separated integers, as in 1,2,4") from None
     return [check_count(option, number) for number in numbers]
 
 

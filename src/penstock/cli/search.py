@@ -61,7 +61,7 @@ class Question:
         for option in ("ranks", "microbatches", "chunks"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
+                raise ArgumentError(f"--{option} {value}: expected an integer >= 1")
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(

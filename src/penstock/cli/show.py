@@ -127,7 +127,7 @@ def show(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a schedule: one line per rank, one colour per op.
+    """Draw a schedule: one line per rank, one color per op.
 
     Without costs, every F, B, I and W takes one slot. With costs, the picture is
     a timeline: lengths are proportional to time. Several schedules (--schedule

@@ -35,14 +35,14 @@ from penstock.words import counted
 
 EPILOG = f"""\
 Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \
-chunks (messages keep their size); costs from a file are added up over neighbouring stages for a schedule that has \
+chunks (messages keep their size); costs from a file are added up over neighboring stages for a schedule that has \
 fewer. So every schedule trains the same model. With several numbers of ranks they are for the whole model.
 
 {FILE_EPILOG}"""
 """Printed below the options."""
 
 _OF_RANKS = "for one microbatch on one rank, divided evenly among its chunks"
-_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbours are added up"
+_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbors are added up"
 
 
 @spread
