@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock.report.table import table
+from penstock.report.text import table
 from penstock.words import counted
 
 LONG_TABLE = 24

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli._as_typed import in_options
-from penstock.cli._microbatches import CUT, USUAL
+from penstock.cli._spread import CUT, USUAL
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.files import read_text
 from penstock.schedule import (

@@ -12,8 +12,9 @@ from rich.console import Console
 from penstock.cli._as_typed import in_options
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions, not_allowed, weigh
-from penstock.cli._outcome import Outcome, print_unbroken, table
+from penstock.cli._outcome import Outcome
 from penstock.errors import ArgumentError
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Schedule, generate
 from penstock.schedule.generators import Numbers
 from penstock.simulate import NO_COST, simulate

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._spread import options_on
+from penstock.cli._spread import CUT, USUAL_OF_BATCH, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset, trials_of

@@ -14,23 +14,14 @@ from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import (
-    HEADS,
-    IDLE_NOTE,
-    PEAK_NOTE,
-    Outcome,
-    chunks,
-    format_of,
-    print_unbroken,
-    show,
-    shown_causes,
-    table,
-)
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, Outcome, format_of, show, shown_causes
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._sweep import Sweep, show_sweep
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Schedule
+from penstock.simulate.figures import chunks
 from penstock.words import counted
 
 EPILOG = f"""\

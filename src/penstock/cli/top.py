@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import Json, spread
+from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
