@@ -81,24 +81,6 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, zoom: int, palett
         assert abs(cells.count(".") - idle) <= gaps
 
 
-def test_names_stand_where_there_is_room() -> None:
-    schedule = generate("1f1b", 2, 2)
-    timeline = Outcome.of(schedule, CostOptions().read()).timeline  # of 9, F takes 1 and B 2
-
-    def drawn(columns: int, palette: Palette) -> str:
-        return proportional(schedule, timeline, len("rank 0 | ") + columns, 1, palette).plain
-
-    assert drawn(36, Palette.NONE) == (
-        "rank 0 | F0ffF1ff........B0bbbbbb....B1bbbbbb\nrank 1 | ....F0ffB0bbbbbbF1ffB1bbbbbb........"
-    )
-    assert drawn(36, Palette.MANY) == (
-        "rank 0 | F0  F1  ........B0      ....B1      \nrank 1 | ....F0  B0      F1  B1      ........"
-    )
-    # A name without room is left out; letters say the op all the same.
-    assert drawn(18, Palette.NONE) == "rank 0 | FfFf....B0bb..B1bb\nrank 1 | ..FfB0bbFfB1bb...."
-    assert drawn(9, Palette.MANY) == "rank 0 |   ..B0.B1\nrank 1 | . B0 B1.."
-
-
 def test_lines_of_the_command_fit() -> None:
     options = ("show", "--schedule", "zb-v", *NUMBERS, "--comm", "0.5")
     for width in (60, 120):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.network.background import AHEAD_NS, Neighbor, Stream, arrivals, parse_background
+from penstock.network.background import AHEAD_NS, Neighbor, arrivals, parse_background
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
 from penstock.network.switch.filling import tables
@@ -78,11 +78,6 @@ def test_a_rate_comes_at_random_and_in_full() -> None:
     assert frames != _until("80mbit size 1000", 2.0, host=1)
 
 
-def test_an_incast_comes_at_once() -> None:
-    frames = _until("incast 4000 every 10ms size 1514", 0.025)
-    assert frames == [(at * 10_000_000, size) for at in (1, 2) for size in (1514, 1514, 972)]
-
-
 def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("seconds,bytes\n0,100\n0.5,200\n1,300\n")
@@ -109,18 +104,6 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -
     path.write_text(rows)
     with pytest.raises(ArgumentError, match=said):
         parse_background(f"trace {path}", 4)
-
-
-def test_several_neighbors_come_in_order_and_in_parts() -> None:
-    neighbors = [parse_background(text, 4) for text in ("8mbit", "incast 3kb every 7ms to 0", "5mbit to 1")]
-    stream, whole = Stream(neighbors, 1, 0), Stream(neighbors, 1, 0)
-    parts = [stream.until(end, most) for end, most in ((5_000_000, 3), (9_000_000, 100), (50_000_000, 10_000))]
-    at_ns, sizes = whole.until(50_000_000, 10_000)
-    assert [at for part in parts for at in part[0].tolist()] == at_ns.tolist() == sorted(at_ns.tolist())
-    assert [size for part in parts for size in part[1].tolist()] == sizes.tolist()
-    assert len(parts[0][0]) <= 3
-    other, _ = Stream(neighbors, 1, 2).until(50_000_000, 10_000)
-    assert 0 < len(other) < len(at_ns)
 
 
 @pytest.mark.alone

@@ -78,16 +78,6 @@ def test_events_come_with_steps_and_times_and_go_again(tmp_path: Path) -> None:
     assert play.state.topology.seed == 7
 
 
-def test_a_link_of_all_leaves_single_ones_and_the_mtu_as_they_are(tmp_path: Path) -> None:
-    large = Topology(parse_link("1gbit mtu 9000"), {1: parse_link("1gbit mtu 9000")})
-    path = tmp_path / "changes.toml"
-    path.write_text('[[event]]\nat = "0s"\nlink = "5mbit"\n[[event]]\nat = "1s"\nhost = 0\nlink = "6mbit"\n')
-    play = Play(read_scenario(path, large, 2), State(large))
-    play.at(1.0, 0)
-    assert [link.mtu for link in play.state.topology.links] == [9000] * 3
-    assert [str(play.state.topology.up(host)) for host in (0, 1)] == ["6mbit", "1gbit mtu 9000"]
-
-
 @given(st.lists(st.tuples(st.floats(0, 50), st.integers(0, 20)), max_size=30))
 def test_when_all_is_over_the_network_is_as_before(moments: list[tuple[float, int]]) -> None:
     link = parse_link("1mbit")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
 from penstock.report.colors import DARK, LIGHT, Kind, shade
-from penstock.report.marks import Axis, said_of
+from penstock.report.marks import said_of
 from penstock.report.svg import Panel, panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
@@ -120,31 +120,6 @@ def test_the_legend_has_what_occurs() -> None:
     ]  # fmt: skip
     assert texts(schedule_svg(generate("zb-v", 2, 4)), "rank")[-1] == "lighter: later chunks"
     assert texts(schedule_svg(generate("chimera", 2, 4)), "rank")[-1] == "lighter: the copy"
-
-
-def test_several_have_one_axis() -> None:
-    panels = [panel_of(generate(name, 4, 8)) for name in ("naive", "gpipe")]
-    text = svg(panels, "slots")
-    assert texts(text, "title") == [
-        "naive: 4 ranks, 8 microbatches; bubble 75.0%",
-        "gpipe: 4 ranks, 8 microbatches; bubble 27.3%",
-    ]
-    assert texts(text, "time") == [str(tick) for tick in range(0, 61, 5)]
-    found = drawn(text)
-    assert {round(width, 2) for _, _, width, *_ in found} == {round(found[0][2], 2)}
-
-
-def test_times_are_in_their_unit() -> None:
-    schedule = generate("gpipe", 2, 2)
-    timeline = simulate(schedule, StageCost(0.002, 0.002, 0.002))
-    text = schedule_svg(schedule, timeline)
-    assert "forward of microbatch 1, stage 0: 2 ms to 4 ms" in text
-    assert "ms" in texts(text, "rank")
-    assert "stage 0: 0.002 to 0.004" in schedule_svg(schedule, timeline, unit="")
-    assert Axis.of(0.018).ticks[-1] == (pytest.approx(0.018), "18")
-    assert Axis.of(3e-5).unit == "us"
-    assert Axis.of(0.0).ticks == ((0.0, "0"),)
-    assert [text for _, text in Axis.of(3.0, "slots").ticks] == ["0", "1", "2", "3"]
 
 
 def test_messages_lie_below_what_is_computed_meanwhile() -> None:
