@@ -379,7 +379,7 @@ def profile(tmp_path: Path, seconds: list[float]) -> str:
 
 
 def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
-    """Stage 2 has six units, which take 1.25 times what the profile says: one should go to each neighbour."""
+    """Stage 2 has six units, which take 1.25 times what the profile says: one should go to each neighbor."""
     (file,) = a_timeline(tmp_path)
     units = [*[0.005] * 4, *[0.002] * 6, *[0.005] * 2]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.2,layers.4,layers.10")

@@ -173,7 +173,7 @@ def test_more_time_is_never_worse() -> None:
         ({"memory_limit": 0.5}, "memory limit 0.5 of rank 0: a single microbatch holds 1 on its stage 0"),
         ({"memory_limit": [1, 2, 3]}, "3 memory limits for 2 ranks"),
         ({"objective": "time"}, "objective='time': expected one of makespan, span"),
-        ({"seed": None}, "seed=None: expected a whole number"),
+        ({"seed": None}, "seed=None: expected an integer"),
         ({"memory_limit": "12"}, "memory_limit='12': expected a number, or one for each rank"),
         ({"seconds": 0}, "seconds=0: expected a time above 0"),
     ],

@@ -215,7 +215,7 @@ class Costs:
     def for_model_of(self, schedule: Schedule) -> Costs:
         """The costs with which a schedule trains the same model as every other schedule.
 
-        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbours
+        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbors
         are merged if the schedule has fewer. Measured units are cut for each schedule anyway.
 
         Raises:
@@ -253,7 +253,7 @@ def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:
-    """Merges neighbouring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
+    """Merges neighboring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
     of them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
         return _sum([cost for stage in stages for cost in each_of(stage)])
@@ -264,7 +264,7 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
 
 
 def _sum(stages: Sequence[StageCost]) -> StageCost:
-    """What neighbouring stages cost together; their output is the last one's."""
+    """What neighboring stages cost together; their output is the last one's."""
     values = {f.name: [getattr(stage, f.name) for stage in stages] for f in fields(StageCost)}
     sums: dict[str, Any] = {name: None if None in column else sum(column) for name, column in values.items()}
     return StageCost(**{**sums, "output_bytes": stages[-1].output_bytes})

@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli._outcome import format_of, print_unbroken, table, title
+from penstock.cli._outcome import format_of
 from penstock.cli._spread import Json, spread
 from penstock.errors import ArgumentError
+from penstock.report.text import print_unbroken, table
+from penstock.simulate.figures import title
 from penstock.words import counted
 
 if TYPE_CHECKING:

@@ -15,11 +15,10 @@ from rich.console import Console
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
-from penstock.cli._microbatches import CUT
 from penstock.cli._order import weigh_search
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import Outcome, format_of, show
-from penstock.cli._spread import OUTPUT_PANEL, Json, options_on, spread
+from penstock.cli._spread import CUT, OUTPUT_PANEL, Json, options_on, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
@@ -61,7 +60,7 @@ class Question:
         for option in ("ranks", "microbatches", "chunks"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
+                raise ArgumentError(f"--{option} {value}: expected an integer >= 1")
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(

@@ -93,7 +93,7 @@ def search(
     if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
         raise ArgumentError(f"seconds={seconds!r}: expected a time above 0")
     if not isinstance(seed, int):
-        raise ArgumentError(f"seed={seed!r}: expected a whole number")
+        raise ArgumentError(f"seed={seed!r}: expected an integer")
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     known = known_schedules(asked, costs, links)
     best = min(known, key=_seconds, default=None)
