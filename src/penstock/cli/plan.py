@@ -69,7 +69,7 @@ def plan(
     from penstock.balance import Profile
     from penstock.plan import Sizes, make_plans
     from penstock.plan.remedies import remedies
-    from penstock.plan.stage_costs import usual_link
+    from penstock.plan.stage_costs import assumed, usual_link
 
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
@@ -83,7 +83,10 @@ def plan(
         sizes, measured = Sizes.of(profiles), _measured_link(profiles)
         known = cluster.specified.read(measured or usual_link(profiles[0].device), _action_seconds(profiles))
         if cluster.specified.link is None and measured is None and known.devices > 1:
-            unsaid = _taken(known.link)
+            unsaid = (
+                f"Nobody measured links: {assumed(known.link)}, sums likewise. Give --link, or a profile made with "
+                "--links."
+            )
     names = _names(schedule)
     found = make_plans(sizes, known, global_batch, names, search_seconds=search)
     if out is not None and found.best:
@@ -144,13 +147,6 @@ def _beyond(sizes: Sizes, rows: int) -> str:
         f"the best plan has microbatches of {counted(rows, 'row')}, and the profile knows those of {seen}: its times "
         f"are extended from there, and small microbatches usually take longer; add --microbatch-sizes {sure} to "
         "`penstock profile` to be sure"
-    )
-
-
-def _taken(link: LinkCost) -> str:
-    return (
-        f"Nobody measured links: a message is taken to cost {1e6 * link.latency_seconds:.4g} us and "
-        f"{link.bytes_per_second / 1e9:.4g} GB/s, sums likewise. Give --link, or a profile made with --links."
     )
 
 
