@@ -50,7 +50,12 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
     search: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="How long to search for orders of work better than any schedule."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow "
+            "one takes longer and finds the same.",
+        ),
     ] = 3.0,
     out: Annotated[
         Path | None,
