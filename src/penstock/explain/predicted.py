@@ -13,6 +13,7 @@ from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
 from penstock.plan.stage_costs import priced, problem_of, slowest_link, usual_link
 from penstock.simulate import StageCost
+from penstock.simulate.columns import Floats
 from penstock.words import counted
 
 _LEAST = 1e-12
@@ -28,6 +29,7 @@ class Predicted:
         stage_seconds: F + I + W of each stage.
         units: the model's units by name, in order; empty if only stages are known.
         problem: F + I + W of each unit, and what cuts cost; None if only stages are known.
+        costs: of each stage; empty if only its seconds are known.
         fixed_seconds: what the runtime adds to a stage, whatever its units.
         starts: the unit with which each stage begins, by its place.
         guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
@@ -38,6 +40,7 @@ class Predicted:
     stage_seconds: tuple[float, ...]
     units: tuple[str, ...] = ()
     problem: Problem | None = None
+    costs: tuple[StageCost, ...] = ()
     fixed_seconds: float = 0.0
     starts: tuple[int, ...] = ()
     guessed: bool = False
@@ -92,7 +95,7 @@ class Predicted:
         costs, price = _costs(profile, starts, splits=splits), _price(profile, starts)
         fixed = 2 * (profile.action_seconds or 0.0)  # of F, and of B or I
         found = tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
-        return cls(found, tuple(names), problem, fixed, tuple(starts), cuts is None, price, "; ".join(notes))
+        return cls(found, tuple(names), problem, costs, fixed, tuple(starts), cuts is None, price, "; ".join(notes))
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
@@ -131,21 +134,15 @@ def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     """What splitting the backward of each stage costs, and within which bounds; None where that was not measured."""
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
-    forward, backward, times, inputs, weights = (
-        np.array([getattr(cost, name) for cost in _costs(profile, starts, splits=splits)])
-        for splits, name in (
-            (False, "forward_seconds"),
-            (False, "backward_seconds"),
-            (True, "forward_seconds"),
-            (True, "backward_input_seconds"),
-            (True, "backward_weight_seconds"),
-        )
-    )
-    times, inputs, weights = (
-        part / np.maximum(whole, _LEAST) for part, whole in ((times, forward), (inputs, backward), (weights, backward))
-    )
+    whole, split = (_costs(profile, starts, splits=splits) for splits in (False, True))
+
+    def shares(part: str, of: str) -> Floats:
+        return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])
+
+    times = shares("forward_seconds", "forward_seconds")
+    inputs, weights = (shares(f"backward_{part}_seconds", "backward_seconds") for part in ("input", "weight"))
     spread = np.array(_totals([unit.seconds * unit.spread for unit in profile.units], starts))
-    spread /= np.maximum(forward + backward, _LEAST)
+    spread /= [max(cost.forward_seconds + cost.backward_seconds, _LEAST) for cost in whole]
     best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
     bounds = (np.ones_like(spread), best, 1 + spread / 2)
     return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)
