@@ -157,12 +157,11 @@ class Costs:
             raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
 
     @property
-    def _slowest_link(self) -> LinkCost | None:
-        """None if messages are free."""
+    def _slowest_link(self) -> LinkCost:
+        """By which measured units are cut, whose links are one for all pairs or measured."""
         links = self.links
-        if isinstance(links, MeasuredLinks):
-            return LinkCost.slowest(links.known)
-        return None if links == NO_COST or not isinstance(links, LinkCost) else links
+        assert isinstance(links, LinkCost | MeasuredLinks)
+        return LinkCost.slowest(links.known) if isinstance(links, MeasuredLinks) else links
 
     @property
     def has_bandwidth(self) -> bool:
