@@ -91,7 +91,7 @@ def read_fabric(file: Path) -> None:
     folder = file.parent
     write_run(made_run(3), folder)
     write(folder / RUN, file.read_text())
-    with files.reported_as_damage(str(folder)):
+    with files.damage_as_argument_error(str(folder)):
         results(Run.read(folder))
 
 

@@ -266,7 +266,7 @@ def _of_few_entries(given: Any) -> Any:
 
 
 @contextlib.contextmanager
-def reported_as_damage(what: str) -> Iterator[None]:
+def damage_as_argument_error(what: str) -> Iterator[None]:
     """Raise what goes wrong with the deeper values of a file, whose types no annotation gives, as an ArgumentError."""
     try:
         yield

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from penstock.cli._spread import Json
 from penstock.errors import ArgumentError, MissingExtraError
-from penstock.files import reported_as_damage, write_json
+from penstock.files import damage_as_argument_error, write_json
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run
@@ -54,7 +54,7 @@ def report(output: Output, *, page: bool = True) -> None:
     from penstock.fabric.views.text import show
 
     folder = output.folder
-    with reported_as_damage(str(folder)):
+    with damage_as_argument_error(str(folder)):
         run = Run.read(folder)
         found = results(run)
         made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
@@ -137,7 +137,7 @@ def compare_runs(
     from penstock.fabric.views.facts import warnings
     from penstock.fabric.views.text import show_comparison
 
-    with reported_as_damage(f"{first} or {second}"):
+    with damage_as_argument_error(f"{first} or {second}"):
         runs = Run.read(first), Run.read(second)
         found = compare(*runs)
         warned = [warnings(run, results(run)) for run in runs]

@@ -18,7 +18,7 @@ from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
 from penstock.fabric.views.numbers import digits, seconds
-from penstock.files import reported_as_damage
+from penstock.files import damage_as_argument_error
 from penstock.report.table import table
 from penstock.words import counted
 
@@ -52,7 +52,7 @@ def predict(
 
     numbers = HOSTS if hosts is None else [_count(text) for text in hosts.split(",")]
     asked = None if sizes is None else sizes_of(sizes)
-    with reported_as_damage(str(folder)):
+    with damage_as_argument_error(str(folder)):
         run = Run.read(folder)
         found = results(run)
         kinds = [collective] if collective else dict.fromkeys(one["collective"] for one in found["transfers"])

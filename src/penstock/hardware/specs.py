@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import MAX_QUOTED, quoted, read_toml, reported_as_damage
+from penstock.files import MAX_QUOTED, damage_as_argument_error, quoted, read_toml
 from penstock.words import did_you_mean, line_of
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
@@ -135,7 +135,7 @@ def reported_as(name: str) -> Device | None:
 
 
 def _read(path: Path) -> dict[str, Device]:
-    with reported_as_damage(str(path)):
+    with damage_as_argument_error(str(path)):
         tables = read_toml(path).items()
         return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 

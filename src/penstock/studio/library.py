@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.files import read_bytes, read_json, reported_as_damage
+from penstock.files import damage_as_argument_error, read_bytes, read_json
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
@@ -118,7 +118,7 @@ class Library:
                 so that none says where that is.
         """
         try:
-            with reported_as_damage(repr(name[:80])):
+            with damage_as_argument_error(repr(name[:80])):
                 return read()
         except PenstockError as error:
             raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
