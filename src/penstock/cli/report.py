@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli._spread import OUTPUT_PANEL, spread
-from penstock.files import damage_as_argument_error, write_text
+from penstock.files import write_text
 
 if TYPE_CHECKING:
     from penstock.explain import Predicted, Run
@@ -77,9 +77,8 @@ def report(
         from penstock.fabric.samples import Run as FabricRun
         from penstock.fabric.views.page import page as fabric_page
 
-        with damage_as_argument_error(str(run[0])):
-            sampled = FabricRun.read(run[0])
-            text = fabric_page(sampled, results(sampled))
+        sampled = FabricRun.read(run[0])
+        text = fabric_page(sampled, results(sampled))
     else:
         other = profile is not None or plan is not None
         known = None if profile is None else read_profile(profile)
