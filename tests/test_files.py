@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from fabric.made_runs import made_run, write_run
 from penstock import files
@@ -24,8 +26,11 @@ from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
 from penstock.cli._cost_files import read_costs, read_links
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain import explain, read_run, run_of
+from penstock.fabric.compare import compare
 from penstock.fabric.results import results
 from penstock.fabric.samples import RUN, SAMPLES, Run
+from penstock.fabric.views import nccl
+from penstock.fabric.views.text import show
 from penstock.hardware.specs import device
 from penstock.network.background import parse_background
 from penstock.network.parse import parse_link
@@ -91,8 +96,11 @@ def read_fabric(file: Path) -> None:
     folder = file.parent
     write_run(made_run(3), folder)
     write(folder / RUN, file.read_text())
-    with files.reported_as_damage(str(folder)):
-        results(Run.read(folder))
+    run = Run.read(folder)
+    found = results(run)
+    show(run, found, Console(file=io.StringIO()))
+    nccl.text(run, found)
+    compare(run, run)
 
 
 CHROME = {
@@ -214,7 +222,7 @@ def test_damaged_text_is_read_or_refused_in_one_line(
 )
 def test_a_trace_with_numbers_beyond_reason_is_refused_in_one_line(name: str, value: Any, tmp_path: Path) -> None:
     events = [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0, "tid": 0, name: value}]
-    with pytest.raises(ArgumentError, match=r"^[^\n]{1,600}$"):
+    with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
         explain(run_of(read_run([write(tmp_path / "t.json", json.dumps(events))])))
 
 
@@ -336,7 +344,7 @@ def test_rows_that_are_not_csv_are_refused(row: str, tmp_path: Path) -> None:
         (f"op,start_us,duration_us\n{row}\n", lambda file: explain(run_of(read_run([file])))),
         (f"0.1,100\n{row}\n", lambda file: parse_background(f"trace {file}", 2)),
     ):
-        with pytest.raises(ArgumentError, match=r"^[^\n]{1,600}$"):
+        with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
             read(write(tmp_path / "c.csv", text))
 
 

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.errors import ArgumentError
 from penstock.words import printable
 
 T = TypeVar("T")
@@ -263,19 +263,6 @@ def _of_few_entries(given: Any) -> Any:
     if isinstance(given, dict) and len(given) > _MAX_ENTRIES:
         raise ValueError(f"it has {len(given):,} entries; expected at most {_MAX_ENTRIES:,}")
     return given
-
-
-@contextlib.contextmanager
-def reported_as_damage(what: str) -> Iterator[None]:
-    """Raise what goes wrong with the deeper values of a file, whose types no annotation gives, as an ArgumentError."""
-    try:
-        yield
-    except PenstockError as error:
-        if "\n" in str(error):  # a text of an option, with a mark below the place that is wrong
-            raise ArgumentError(f"{what} is damaged: {quoted(str(error))}") from error
-        raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
-        raise ArgumentError(f"{what} is damaged: {type(error).__name__}: {quoted(str(error))}") from error
 
 
 def quoted(value: Any) -> str:

@@ -100,8 +100,10 @@ def agent_of(launcher: int) -> int:
 @pytest.mark.distributed
 def test_arguments_reach_every_rank_and_the_threads_are_shared_out(folder: Path) -> None:
     given = ["--ranks", "7", "-m", "--unknown=1", "--run", "x", "--log", "--", "y"]
-    done = penstock(folder, "run", "--ranks", "2", "show.py", *given)
+    (folder / "tmp").mkdir()
+    done = penstock(folder, "run", "--ranks", "2", "show.py", *given, TMPDIR=str(folder / "tmp"))
     assert (done.returncode, done.stderr) == (0, "")
+    assert not any((folder / "tmp").iterdir()), "torchrun would leave a folder for logs"
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
     for rank in range(2):
         shown = json.loads((folder / f"shown.{rank}").read_text())

@@ -114,10 +114,16 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "link": "100mbit",
         "links": links,
         "network": {
-            "link": "100mbit",
+            "hosts": hosts,
             "shaper": "tbf",
+            "remarks": [],
+            "link": "100mbit",
+            "own": {},
             "rates": {way: [12.5e6] * hosts for way in ("up", "down")},
+            "mtu": 1500,
+            "background": [],
             "slow": {},
+            "held_back_by": None,
         },
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
         "cpu": [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.launch.endings import FAILURES, RankFailure, await_culprit, exit_status, note, record_in, stopped_by
+from penstock.launch.endings import FAILURES, RankFailure, await_culprit, exit_status, note, register_run, stopped_by
 from penstock.launch.processes import Ended, Outcome, explain_end
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
@@ -16,7 +16,7 @@ FAILED = Ended(agent=0, exitcode=1)
 
 
 @pytest.mark.parametrize(
-    ("left", "status", "said"),
+    ("left", "status", "message"),
     [
         ([(0, 1, 900, ""), (1, None, 500, RAISED), (0, None, 600, RAISED), (1, 1, 950, "")], 1, RAISED),
         ([(1, None, 500, RAISED), (1, 3, 600, "")], 3, RAISED),
@@ -34,14 +34,14 @@ FAILED = Ended(agent=0, exitcode=1)
     ],
 )
 def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
-    tmp_path: Path, left: list[tuple[int, int | None, int, str]], status: int, said: str
+    tmp_path: Path, left: list[tuple[int, int | None, int, str]], status: int, message: str
 ) -> None:
     path = tmp_path / "failures"
     for failure in left:
         RankFailure(*failure).write(str(path))
     ended = explain_end(FAILED, str(path), ["the agent"])
-    found, line = ended.status, ended.said
-    assert (found, line.removeprefix("rank 1 ") if said.startswith("was") else line) == (status, said)
+    found, line = ended.status, ended.message
+    assert (found, line.removeprefix("rank 1 ") if message.startswith("was") else line) == (status, message)
 
 
 def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_what_users_write_there_is_passed_over(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"\n".join(odd) + b"\n")
     RankFailure(1, -999, 5).write(str(path))
-    assert explain_end(FAILED, str(path), ["the agent"]).said == "rank 1 ended with exit status -999"
+    assert explain_end(FAILED, str(path), ["the agent"]).message == "rank 1 ended with exit status -999"
     path.write_bytes(bytes(2 << 20))
-    assert explain_end(FAILED, str(path), ["the agent"]).said == "the agent ended with exit status 1"
+    assert explain_end(FAILED, str(path), ["the agent"]).message == "the agent ended with exit status 1"
 
 
 def test_what_a_rank_says_is_one_printable_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
     before = {0: (False, "rank 0 failed: pipe broke"), 1: (False, None), 2: (True, None), 3: (True, "rank 3 failed")}
     for rank, (ended, failure) in before.items():
         (ranks / f"{rank}.json").write_text(json.dumps({"state": {"ended": ended, "failure": failure}}))
-    record_in(tmp_path)
+    register_run(tmp_path)
     note(1, RAISED)
     explain_end(FAILED, str(path), ["the agent"])
     after = [json.loads((ranks / f"{rank}.json").read_text())["state"]["failure"] for rank in before]

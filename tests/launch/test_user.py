@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.launch.endings import RankFailure, record_in
+from penstock.launch.endings import RankFailure, register_run
 from penstock.launch.processes import Ended, Outcome, explain_end, memory
 from penstock.launch.user import User
 
@@ -84,7 +84,7 @@ def test_root_tells_no_folder_that_the_user_could_not(
     with memory("failures", nobody) as path, monkeypatch.context() as patched:
         patched.setenv("PENSTOCK_FAILURES", path)
         for run in (of_root, own):
-            record_in(run)
+            register_run(run)
         RankFailure(1, 3, 7, "why").write(path)
         assert explain_end(Ended(0, 1), path, ["the agent"], nobody) == Outcome(3, "why")
     assert (of_root / "ranks/0.json").read_text() == record

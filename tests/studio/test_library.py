@@ -6,10 +6,12 @@ import gzip
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from starlette.testclient import TestClient
 
+from penstock import files
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
 from penstock.schedule import generate, write_csv
@@ -147,7 +149,7 @@ def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
 
 def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "MOST_BYTES", 100)
-    with pytest.raises(ArgumentError, match="has more than 0 MiB, the limit"):
+    with pytest.raises(ArgumentError, match="is too large for the studio, which opens up to 0 MiB"):
         Library(folder).path("trace.json")
 
 
@@ -173,7 +175,8 @@ def test_big_files_are_read_by_a_process_of_their_own(
     asked = [("/api/open", name) for name in ("trace.json", "junk.json")] + [("/report", "trace.json")]
     usual = [studio.get(path, params={"name": name}) for path, name in asked]
     assert [one.status_code for one in usual] == [200, 400, 200]
-    monkeypatch.setattr(background, "_READERS", {})
+    in_this_process = {"opened": Mock(side_effect=ArgumentError("read in the server's process"))}
+    monkeypatch.setattr(background, "_READERS", in_this_process)
     (folder / "packed.json").write_bytes(gzip.compress((folder / "trace.json").read_bytes()))
     for name, status in (("packed.json", 200), ("trace.json", 400)):
         assert studio.get("/api/open", params={"name": name}).status_code == status
@@ -196,10 +199,11 @@ def test_a_run_that_says_too_much_of_itself_is_not_read(studio: TestClient, fold
 
 
 def test_a_packed_bomb_is_refused(studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "MOST_BYTES", 4 << 20)
+    """By the reader's own process: none of the server's unpacks anything."""
+    monkeypatch.setattr(background, "_READERS", {})
     for name in ("bomb.json.gz", "bomb.json"):  # readers unpack what is packed, whatever it is called
-        (folder / name).write_bytes(gzip.compress(b"[" + b" " * (8 << 20) + b"]"))
-        assert "unpacks to more than 4 MiB" in studio.get("/api/open", params={"name": name}).json()["error"]
+        (folder / name).write_bytes(gzip.compress(b"[" + b" " * files.MAX_BYTES + b"]", 1))
+        assert "unpacks to more than 128 MiB" in studio.get("/api/open", params={"name": name}).json()["error"]
 
 
 DAMAGES = {

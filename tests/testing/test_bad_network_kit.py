@@ -91,7 +91,7 @@ def test_who_plays_a_scenario_sees_a_jobs_steps(bad_network: MakesNetworks, tmp_
     with bad_network(2, "10mbit", scenario=scenario) as network:
         events = read_scenario(scenario, network.machines.topology, 2)
         ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, events=events)
-    assert (ended.status, ended.said) == (0, "")
+    assert (ended.status, ended.message) == (0, "")
     assert [one.step for one in ended.happened] == [0, 1, 2]
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from penstock.cli._spread import Json
 from penstock.errors import ArgumentError, MissingExtraError
-from penstock.files import reported_as_damage, write_json
+from penstock.files import write_json
 
 if TYPE_CHECKING:
     from penstock.fabric.samples import Run
@@ -54,10 +54,9 @@ def report(output: Output, *, page: bool = True) -> None:
     from penstock.fabric.views.text import show
 
     folder = output.folder
-    with reported_as_damage(str(folder)):
-        run = Run.read(folder)
-        found = results(run)
-        made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
+    run = Run.read(folder)
+    found = results(run)
+    made, notes = _files(folder, run, found, chakra=output.chakra, page=page)
     if output.as_json:
         print(json.dumps(nccl.to_dict(run, found, output.average) if output.as_nccl else found))
         return
@@ -137,10 +136,9 @@ def compare_runs(
     from penstock.fabric.views.facts import warnings
     from penstock.fabric.views.text import show_comparison
 
-    with reported_as_damage(f"{first} or {second}"):
-        runs = Run.read(first), Run.read(second)
-        found = compare(*runs)
-        warned = [warnings(run, results(run)) for run in runs]
+    runs = Run.read(first), Run.read(second)
+    found = compare(*runs)
+    warned = [warnings(run, results(run)) for run in runs]
     if as_json:
         print(json.dumps({**found.to_dict(), "warnings": dict(zip("ab", warned, strict=True))}))
     else:

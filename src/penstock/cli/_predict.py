@@ -18,7 +18,6 @@ from penstock.fabric.steps import Collective
 from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
 from penstock.fabric.views.numbers import digits, seconds
-from penstock.files import reported_as_damage
 from penstock.report.text import table
 from penstock.words import counted
 
@@ -52,11 +51,10 @@ def predict(
 
     numbers = HOSTS if hosts is None else [_count(text) for text in hosts.split(",")]
     asked = None if sizes is None else sizes_of(sizes)
-    with reported_as_damage(str(folder)):
-        run = Run.read(folder)
-        found = results(run)
-        kinds = [collective] if collective else dict.fromkeys(one["collective"] for one in found["transfers"])
-        made = [forecast(run.record, found, kind, asked or _sizes(found, kind), numbers) for kind in kinds]
+    run = Run.read(folder)
+    found = results(run)
+    kinds = [collective] if collective else dict.fromkeys(one["collective"] for one in found["transfers"])
+    made = [forecast(run.record, found, kind, asked or _sizes(found, kind), numbers) for kind in kinds]
     if as_json:
         about = {key: found[key] for key in ("workload", "hosts", "trials", "complete", "missing", "cpu")}
         print(json.dumps({"version": 1, **about, "collectives": [one.to_dict() for one in made]}))

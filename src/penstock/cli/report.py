@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli._spread import OUTPUT_PANEL, spread
-from penstock.files import reported_as_damage, write_text
+from penstock.files import write_text
 
 if TYPE_CHECKING:
     from penstock.explain import Predicted, Run
@@ -76,9 +76,8 @@ def report(
         from penstock.fabric.samples import Run as FabricRun
         from penstock.fabric.views.page import page as fabric_page
 
-        with reported_as_damage(str(run[0])):
-            sampled = FabricRun.read(run[0])
-            text = fabric_page(sampled, results(sampled))
+        sampled = FabricRun.read(run[0])
+        text = fabric_page(sampled, results(sampled))
     else:
         other = profile is not None or plan is not None
         text = page(shown(run, step, prediction, other_prediction=other))

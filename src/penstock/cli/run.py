@@ -128,7 +128,7 @@ def _over_network(job: Job, network: Network, machines: Machines, user: str | No
         ended = nodes.run(job, machines, events=network.events)
         happened, seconds = [str(one) for one in ended.happened], time.monotonic() - began
         _say(network_lines(described, told=machines.told(), happened=happened, elapsed_seconds=seconds))
-    return ended.tell()
+    return ended.report()
 
 
 def _say(lines: Iterable[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from penstock.files import quoted
 from penstock.report.perfetto import STAGES_SAID_BY
 from penstock.schedule import Action, Op
 
-_STEP = re.compile(r"(?:ProfilerStep#|iter_[0-9]+_)([0-9]+)")
+_STEP = re.compile(r"(?:ProfilerStep#|iter_[0-9]+_)([0-9]{1,18})")
 """Marks of torch's profiler, and of sail-sg's zero bubble, behind the rank."""
 _MAX_OPEN = 50
 """Events of a thread that have begun and not ended, among which the one that ends is looked for: the last."""
@@ -162,7 +161,7 @@ def _at(event: Mapping[str, Any]) -> float:
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _id(event: Mapping[str, Any], key: str) -> int | str:

@@ -43,7 +43,7 @@ def read_columns(text: str, file: str, own: re.Pattern[str] | None = None) -> Re
 def read_lists(given: Any, file: str, own: re.Pattern[str] | None = None) -> Recording | None:
     """The events of JSON: a list of rows, one of them for each rank, or a list for each column; None if it is none."""
     if isinstance(given, dict) and given and all(isinstance(one, list) for one in given.values()):
-        if all(key.isdecimal() for key in given):
+        if all(key.isdecimal() and len(key) < 19 for key in given):
             given = [given[key] for key in sorted(given, key=int)]
         elif len({len(one) for one in given.values()}) == 1:
             given = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]

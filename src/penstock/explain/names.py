@@ -101,7 +101,7 @@ def field_named(key: str) -> str | None:
 def numbers_of(given: Mapping[Any, Any]) -> dict[str, int]:
     """The fields among arguments or columns that have a number."""
     fields = {field: str(value).removesuffix(".0") for key, value in given.items() if (field := field_named(str(key)))}
-    return {field: int(text) for field, text in fields.items() if text.isdecimal()}
+    return {field: int(text) for field, text in fields.items() if text.isdecimal() and len(text) < 19}
 
 
 def read_name(name: Any, args: Any, own: re.Pattern[str] | None = None) -> Named | None:

@@ -14,7 +14,7 @@ from penstock.explain.chrome import IN_TURNS, read_chrome
 from penstock.explain.columns import read_columns, read_lists
 from penstock.explain.event import Event, Recording, numbered
 from penstock.explain.names import OPS, own_pattern
-from penstock.files import quoted, read_json, read_text, reported_as_damage
+from penstock.files import quoted, read_json, read_text
 from penstock.runs import RunRead, is_run
 from penstock.runs import read_run as read_folder
 from penstock.schedule import Op
@@ -46,8 +46,7 @@ def read_run(paths: Sequence[str | os.PathLike[str]], pattern: str | None = None
     files = [file for path in paths for file in _files(Path(path))]
     found = []
     for number, file in enumerate(files):
-        with reported_as_damage(str(file)):
-            found.append(_read(file, number, own))
+        found.append(_read(file, number, own))
     events = numbered([event for one in found for event in one.events])
     unread = sum((Counter(one.unread) for one in found), Counter())
     others = unread + Counter(event.name for event in events if event.action is None)

@@ -14,54 +14,22 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ArgumentError
-from penstock.fabric.workload import Workload
-from penstock.files import MAX_QUOTED, MAX_VALUES, STRICT, quoted, read_bytes, read_json, validate
+from penstock.fabric.ports import topology_of
+from penstock.fabric.record_file import RecordFile
+from penstock.files import MAX_QUOTED, MAX_VALUES, quoted, read_bytes, read_json, validate
 from penstock.words import line_of
 
 SPEC, RUN, SAMPLES, STEPS = "spec.json", "run.json", "samples.csv", "steps.csv"
 HEAD = ("trial", "transfer", "rank", "start_ns", "end_ns")
 STEPS_HEAD = ("trial", "transfer", "rank", "round", "start_ns", "end_ns")
-MAX_HOSTS = 65_536
-"""Of a run whose folder is read: more than any network that was ever emulated."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordFile:
-    """The types of run.json: what ran (as in `Spec`), where, and how it ended. Entries of later versions are kept."""
-
-    __pydantic_config__: ClassVar = STRICT | {"extra": "ignore"}
-    workload: dict[str, Any]
-    hosts: int
-    algorithm: str = ""
-    trials: int = 0
-    backend: str = ""
-    algorithms: tuple[str, ...] = ()
-    warmup: int | None = None
-    iterations: int = 1
-    overlap: bool = False
-    meets: bool = False
-    seed: int = 0
-    link: str | None = None
-    links: tuple[dict[str, Any], ...] = ()
-    network: dict[str, Any] | None = None
-    switch: dict[str, Any] | None = None
-    happened: tuple[dict[str, Any], ...] = ()
-    environment: tuple[dict[str, Any], ...] = ()
-    machine_cores: int | None = None
-    shared_machine: bool = False
-    cpu: tuple[dict[str, Any], ...] = ()
-    clock: tuple[dict[str, Any], ...] = ()
-    steady: bool | None = None
-    complete: bool = False
-    missing: str = ""
 
 
 class SampleFile:
@@ -115,15 +83,18 @@ class Run:
                 f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
                 "runs/fabric-1"
             )
-        record = read_json(folder / RUN)
-        validate(_RecordFile, record, f"{folder} holds no run of penstock fabric: {RUN}")
+        given = read_json(folder / RUN)
+        found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
+        record = {**asdict(found), **given, "workload": found.workload.to_dict()}
+        try:
+            topology_of(record["network"])
+        except (ValueError, OverflowError) as error:  # of which ArgumentError is one
+            raise ArgumentError(f"{folder / RUN}: network: {quoted(str(error))}") from None
         try:
             table, steps = (_table(folder / SAMPLES, HEAD), _table(folder / STEPS, STEPS_HEAD))
         except (ValueError, OverflowError) as error:
             raise ArgumentError(f"{folder} holds no run of penstock fabric: {error}") from None
-        if not 2 <= record["hosts"] <= MAX_HOSTS:
-            raise ArgumentError(f"{folder / RUN}: hosts={quoted(record['hosts'])}: expected 2 to {MAX_HOSTS}")
-        transfers, hosts = Workload.from_dict(record["workload"], str(folder / RUN)).transfers, record["hosts"]
+        transfers, hosts = found.workload.transfers, found.hosts
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
         taking = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])

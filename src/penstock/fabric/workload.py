@@ -30,6 +30,7 @@ OPS: tuple[Op, ...] = get_args(Op)
 REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 """Collectives that take a reduction op."""
 
+MAX_SECONDS = 1e9
 MOST_SIZES = 1000
 """The most sizes in a sweep."""
 
@@ -117,8 +118,9 @@ class Workload:
             if transfer.name in names:
                 raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
             names.add(transfer.name)
-            if min((transfer.compute_seconds, *transfer.compute_by_rank)) < 0:
-                raise ArgumentError(f"{transfer.name}: a compute time is below 0: give 0 or more")
+            times = (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank)
+            if not 0 <= min(times) <= max(times) <= MAX_SECONDS:
+                raise ArgumentError(f"{transfer.name}: a compute time is below 0 or above {MAX_SECONDS:g} s")
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
                 raise ArgumentError(
                     f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError
-from penstock.files import MAX_QUOTED, quoted, read_toml, reported_as_damage
+from penstock.files import MAX_QUOTED, quoted, read_toml
 from penstock.words import did_you_mean, line_of
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
@@ -73,7 +73,8 @@ class Device:
 
     def __post_init__(self) -> None:
         if unknown := [dtype for dtype in self.flops_per_second if dtype not in DTYPES]:
-            raise ArgumentError(f"device {self.key!r}: no peak can be for {unknown[0]!r}; expected {', '.join(DTYPES)}")
+            what = f"device {self.key!r}: no peak can be for {quoted(unknown[0])}"
+            raise ArgumentError(f"{what}; expected {', '.join(DTYPES)}")
         figures = {f"peak for {dtype}": value for dtype, value in self.flops_per_second.items()}
         figures |= {"memory": self.memory_bytes, "bandwidth": self.bytes_per_second}
         figures |= {cable.name: cable.bytes_per_second for cable in (self.link, self.network) if cable is not None}
@@ -135,9 +136,8 @@ def reported_as(name: str) -> Device | None:
 
 
 def _read(path: Path) -> dict[str, Device]:
-    with reported_as_damage(str(path)):
-        tables = read_toml(path).items()
-        return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
+    tables = read_toml(path).items()
+    return {key: _device(key, table, f"{path}: {line_of(key, MAX_QUOTED)}") for key, table in tables}
 
 
 _KEYS = ("name", "tflops", "memory_gb", "bandwidth_gbps", "link", "network", "sources", "aliases", "reports", "type")

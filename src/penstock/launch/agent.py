@@ -124,7 +124,7 @@ def _agent(launcher: int, arguments: Sequence[str]) -> int:
     at = next(at for at, argument in enumerate(arguments) if not argument.startswith("--"))
     parsed = torchrun.get_args_parser().parse_args([*arguments[:at], sys.executable])
     parsed.no_python, parsed.training_script_args = True, ["-P", "-u", "-m", "penstock.launch.rank", *arguments[at:]]
-    parsed.shutdown_timeout = AGENT_SECONDS
+    parsed.shutdown_timeout, parsed.log_dir = AGENT_SECONDS, os.devnull  # or torchrun leaves a folder in /tmp
     if parsed.standalone:
         stay_on_loopback(parsed)
     ends = _Ends()

@@ -36,17 +36,17 @@ class RankFailure:
         rank: of the whole job.
         exitcode: the exit status of its process, or -n for signal n; None: it has not ended yet.
         at_ns: when, on this machine's clock that only grows: to compare several processes.
-        said: what failed, in one line; empty: only how its process ended is known.
+        message: what failed, in one line; empty: only how its process ended is known.
     """
 
     __pydantic_config__: ClassVar = STRICT
     rank: int
     exitcode: int | None
     at_ns: int
-    said: str = ""
+    message: str = ""
 
     def __str__(self) -> str:
-        return self.said or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
+        return self.message or f"rank {self.rank} {how_it_ended(self.exitcode or 0)}"
 
     @classmethod
     def read_all(cls, path: Path | str) -> list[Self]:
@@ -61,7 +61,7 @@ class RankFailure:
     def first(cls, path: Path | str) -> Self | None:
         """What failed first, with the exit status of that rank; None if nothing did."""
         found = sorted(cls.read_all(path), key=lambda failure: failure.at_ns)
-        if not found or not found[0].said:
+        if not found or not found[0].message:
             return found[0] if found else None
         codes = [failure.exitcode or 0 for failure in found if failure.rank == found[0].rank]
         return replace(found[0], exitcode=max(1, *codes))  # a signal that came after the failure is the agent's
@@ -71,11 +71,11 @@ class RankFailure:
         _add(path, asdict(self))
 
 
-def note(rank: int, said: str = "", exitcode: int | None = None) -> None:
+def note(rank: int, message: str = "", exitcode: int | None = None) -> None:
     """Leaves why a rank failed for the launcher, if there is one."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
-            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(said, _MOST_CHARACTERS)).write(path)
+            RankFailure(rank, exitcode, time.monotonic_ns(), line_of(message, _MOST_CHARACTERS)).write(path)
 
 
 def first_noted() -> RankFailure | None:
@@ -89,26 +89,26 @@ def await_culprit(rank: int) -> None:
     """Lets the rank that failed first end first, if it is not this one: its traceback and its exit status count, and
     its agent then ends this process."""
     first = first_noted()
-    if first is not None and first.rank != rank and first.said:
+    if first is not None and first.rank != rank and first.message:
         time.sleep(_CULPRIT_SECONDS)
 
 
-def record_in(folder: Path) -> None:
+def register_run(folder: Path) -> None:
     """Has the launcher say in the folder of a run, too, what it says last."""
     if path := os.environ.get(FAILURES):
         with contextlib.suppress(OSError):
             _add(path, {_FOLDER: str(folder.resolve())})
 
 
-def tell_folders(path: Path | str, said: str) -> None:
-    """Says in the folders that ranks named by `record_in` why those ended that failed or left their pipeline open."""
+def write_failure_to_runs(path: Path | str, message: str) -> None:
+    """Write to the runs named by `register_run` why their ranks ended that failed or left their pipeline open."""
     folders = [found[_FOLDER] for found in _lines(path) if isinstance(found.get(_FOLDER), str)]
     for folder in dict.fromkeys(folders):
         for file in Path(folder).glob("ranks/*.json"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 record = read_json(file)
                 if record["state"]["failure"] is not None or not record["state"]["ended"]:
-                    record["state"]["failure"] = said
+                    record["state"]["failure"] = message
                     with atomic(file) as new:
                         new.write_bytes(json.dumps(record).encode() + b"\n")
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from penstock.errors import ArgumentError
 from penstock.launch.agent import TAG, agent_command, kill_left, left
-from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, tell_folders
+from penstock.launch.endings import FAILURES, RankFailure, how_it_ended, shell_status, write_failure_to_runs
 from penstock.launch.user import User
 from penstock.process import cores
 
@@ -59,7 +59,7 @@ def launch(command: Sequence[str], ranks: int, threads: int | None = None) -> in
     with memory("failures") as failures:
         ended = supervise([agent], {**QUIET, **os.environ, **cores_for(ranks, threads), FAILURES: failures})
         outcome = explain_end(ended, failures, [f"the agent of ranks 0 to {ranks - 1}"])
-    return outcome.tell()
+    return outcome.report()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +68,22 @@ class Outcome:
 
     Attributes:
         status: as in a shell: 0, the exit status of the first rank that failed, or 128 + n for signal n.
-        said: what failed first, in a line; "" if nothing did, or if a signal to this process ended everything.
+        message: what failed first, in a line; "" if nothing did, or if a signal to this process ended everything.
         received: that signal, if any.
         happened: what a network's scenario changed, in order.
     """
 
     status: int
-    said: str = ""
+    message: str = ""
     received: int | None = None
     happened: tuple[Any, ...] = ()
 
-    def tell(self) -> int:
+    def report(self) -> int:
         """Prints what failed first, and returns the exit status. Raises KeyboardInterrupt: a signal, its argument."""
         if self.received:
             raise KeyboardInterrupt(self.received)
-        if self.said:
-            print(f"penstock: {self.said}", file=sys.stderr, flush=True)
+        if self.message:
+            print(f"penstock: {self.message}", file=sys.stderr, flush=True)
         return self.status
 
 
@@ -99,12 +99,12 @@ def explain_end(ended: Ended, failures: str, agents: Sequence[str], user: User |
         return Outcome(ended.status, received=ended.received)
     first = RankFailure.first(failures)
     if ended.exitcode < 0 or first is None:
-        status, said = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
+        status, message = ended.status, f"{agents[ended.agent]} {how_it_ended(ended.exitcode)}"
     else:
-        status, said = shell_status(first.exitcode or 1), str(first)
+        status, message = shell_status(first.exitcode or 1), str(first)
     with user.acting() if user else contextlib.nullcontext():
-        tell_folders(failures, said)
-    return Outcome(status, said)
+        write_failure_to_runs(failures, message)
+    return Outcome(status, message)
 
 
 @dataclass(frozen=True, slots=True)

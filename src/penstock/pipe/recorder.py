@@ -27,7 +27,7 @@ from rich.live import Live
 from rich.text import Text
 
 from penstock.errors import warn
-from penstock.launch.endings import record_in
+from penstock.launch.endings import register_run
 from penstock.pipe.result import StepResult
 from penstock.pipe.verified import passed
 from penstock.runs.about import About
@@ -193,7 +193,7 @@ class Recorder:
                     write_whole(self._writer.path / name, value)
             except OSError as error:
                 self._writer.trouble = f"{error.filename or self._writer.path}: {error.strerror or error}"
-            record_in(self._writer.path)
+            register_run(self._writer.path)
         self._writer.start()
 
     def _write(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ArgumentError, PenstockError
-from penstock.files import reported_as_damage
 from penstock.studio import opened
 from penstock.web.page import page
 from penstock.web.sources import shown
@@ -64,8 +63,7 @@ def _main() -> None:
     reader, path, arguments = json.load(sys.stdin)
     answer = refusal = None
     try:
-        with reported_as_damage(path):
-            answer = _READERS[reader](Path(path), *arguments)
+        answer = _READERS[reader](Path(path), *arguments)
     except PenstockError as error:
         refusal = str(error)
     json.dump([answer, refusal], sys.stdout)

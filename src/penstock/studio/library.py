@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain.reading import SUFFIXES
-from penstock.files import read_bytes, read_json, reported_as_damage
+from penstock.files import read_json
 from penstock.runs import read_run
 from penstock.runs.about import FORMAT
 from penstock.runs.folder import ABOUT
@@ -22,7 +22,7 @@ _MOST_ENTRIES = 500
 _DEEPEST = 4
 _MOST_SEEN = 20_000
 MOST_BYTES = 64 << 20
-"""Of a file, unpacked if it is packed, that the studio opens."""
+"""Of a file that the studio opens, packed or not."""
 _MOST_ABOUT = 2 << 20
 """Of the file that says what a run is: of each run, whenever the list is asked for."""
 _NUMBER = re.compile(r"\d+")
@@ -114,12 +114,13 @@ class Library:
         """What `read` returns.
 
         Raises:
-            ArgumentError: it failed, in whichever way readers of damaged files do. Names are those in the runs folder,
-                so that none says where that is.
+            ArgumentError: it refused, or its file is gone. Names are those in the runs folder, so that none says where
+                that is.
         """
         try:
-            with reported_as_damage(repr(name[:80])):
-                return read()
+            return read()
+        except OSError as error:
+            raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror}") from error
         except PenstockError as error:
             raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
 
@@ -147,8 +148,8 @@ class Library:
             self._check_folder(path, name, parts)
         elif not path.is_file():
             raise ArgumentError(f"{name[:80]!r} is neither a file nor a folder")
-        else:
-            read_bytes(path, repr(name[:80]), MOST_BYTES)  # as its reader will, but with the studio's limit
+        elif path.stat().st_size > MOST_BYTES:  # what it unpacks to is for its reader, in a process of its own
+            raise _too_large(name)
         return path
 
     def _check_folder(self, folder: Path, name: str, parts: Sequence[str] | None) -> None:

@@ -109,7 +109,7 @@ class BadNetwork:
             except TimeoutError:
                 printed = "".join(map(_text, files))
                 raise TimeoutError(f"{' '.join(argv)} took more than {timeout:g} s\n{printed}") from None
-            return Finished(ended.status, ended.said, tuple(map(_text, files)), time.monotonic() - began)
+            return Finished(ended.status, ended.message, tuple(map(_text, files)), time.monotonic() - began)
 
     def told(self) -> dict[str, Any]:
         """What the user-space switch has counted so far; empty if the kernel shapes the links.
