@@ -102,3 +102,11 @@ def ranks3() -> Iterator[Ranks]:
 def ranks4() -> Iterator[Ranks]:
     """Four real ranks in a gloo group; started at the first job."""
     yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def device_rank() -> Iterator[Ranks]:
+    """A process for jobs with the stand-in device (`scaffolding.stand_in`), which no other test may have."""
+    pool = Ranks(1)
+    yield pool
+    pool.stop()

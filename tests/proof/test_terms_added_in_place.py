@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from penstock import Report, verify
 from penstock.proof.comparison import compare
+from penstock.proof.term_sizes import TermSizes
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.gradients.term_sizes import TermSizes
 from penstock.runtime.split_backward.weight_gradients import Product
 
 WIDTH, LAYERS, MICROBATCHES = 24, 4, 8

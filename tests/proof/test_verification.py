@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from penstock import ArgumentError, Microbatch, Pipeline, Report, pipeline, verify
 from penstock.proof import reference as references
 from penstock.proof.comparison import compare
+from penstock.proof.term_sizes import TermSizes
 from penstock.proof.twins import Made
 from penstock.runtime.exact import rules as exact
-from penstock.runtime.gradients.term_sizes import TermSizes
 from penstock.runtime.loss.loss import LossHead
 from scaffolding.small import WIDTH, batch, mlp
 

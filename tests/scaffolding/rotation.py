@@ -78,7 +78,7 @@ CPU_SECONDS = {
     "tests/partition/state/test_left_behind.py": 5,
     "tests/partition/watch/test_work.py": 5,
     "tests/runtime/exact/test_streams.py": 5,
-    "tests/runtime/execute/test_links.py": 5,
+    "tests/pipe/test_links.py": 5,
     "tests/runtime/execute/test_local_run.py": 5,
     "tests/runtime/features/test_backward_updates.py": 5,
     "tests/runtime/features/test_compile.py": 5,

@@ -23,11 +23,11 @@ from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
 from penstock.pipe.arguments import check_numbers, checked_inputs
 from penstock.pipe.build import build
+from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
 from penstock.runtime.batch.batch_dims import BatchDims, Dim
 from penstock.runtime.batch.cutting import Cutting, SplitFunction
 from penstock.runtime.execute.control import Control
-from penstock.runtime.execute.links import measure_links
 from penstock.runtime.processes.world import World, device_named, device_of, join
 from penstock.runtime.split_backward.backward import SplitBackward
 from penstock.schedule import generate

@@ -173,13 +173,12 @@ class Steps:
             raise
         self._refuse_aliases(cached, args, kwargs, target, divided)
         inputs = self._inputs(cached, cut)
-        changes = self._split.count_changes()
         if not self.has_outputs:
-            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale, changes=changes), cut)
+            return _Prepared(cached, Feed(inputs, loss_scale=loss_scale), cut)
         targets = self._targets(cached, target, kwargs, divided)
         weight = self._weights(cached, targets)
         targets = self._to_loss_devices(cached, targets)
-        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale, changes), cut)
+        return _Prepared(cached, Feed(inputs, targets, weight, keeps, loss_scale), cut)
 
     @contextmanager
     def deferring_norms(self) -> Iterator[DeferredNorms | None]:

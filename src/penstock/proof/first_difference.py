@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.proof.comparison import Comparison, Difference, compare
-from penstock.runtime.features.trail import BACKWARD, FORWARD, Place, Trail
+from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
 from penstock.trees import leaf_tensors
 
 Named = Mapping[str, Tensor]

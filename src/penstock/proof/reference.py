@@ -21,6 +21,8 @@ from penstock.pipe.pipeline import Pipeline
 from penstock.proof.comparison import Key, WholeBatch, noise
 from penstock.proof.draws import OwnDraws
 from penstock.proof.states import RECORDING, States
+from penstock.proof.term_sizes import TermSizes
+from penstock.proof.trail import Trail
 from penstock.proof.twins import Made
 from penstock.proof.whole_batch import Whole
 from penstock.runtime.batch.cutting import Cutting, Microbatch
@@ -28,9 +30,7 @@ from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact import rules as exact_rules
 from penstock.runtime.exact.streams import Streams
 from penstock.runtime.execute.engine import draws_in_glue
-from penstock.runtime.features.trail import Trail
 from penstock.runtime.front_end import Partition
-from penstock.runtime.gradients.term_sizes import TermSizes
 from penstock.runtime.loss.functions import OutputLoss, checked_loss, saying_what_is_missing
 from penstock.runtime.loss.loss import Reduction, checked_value, no_gradient, own_loss, root_of, weighted_sum, weights
 from penstock.runtime.model.state_dicts import evaluating

@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from penstock.partition.run.loan import Snapshot
-from penstock.partition.state.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.partition.state.library import OF_TORCH
 from penstock.partition.state.reach import Holder
+from penstock.proof.beside_reach import Place, held_by, places_beside, reach_of
 from penstock.proof.twins import Made
 from penstock.runtime.features.context import MakeFeature, StageContext
 from penstock.runtime.features.feature import NOTHING, Context, Feature

@@ -29,9 +29,9 @@ from penstock.proof.comparison import Comparison, Difference, Report, compare, m
 from penstock.proof.first_difference import ROUNDING, factors, first_difference
 from penstock.proof.reference import IN_EVALUATION, Expected, Reference, Rule, compiles, inputs_of, reference, trained
 from penstock.proof.states import States
+from penstock.proof.trail import Trail, units_of
 from penstock.proof.twins import Made, set_values, twins, values_of
 from penstock.runtime.batch.cutting import Cutting, Microbatch
-from penstock.runtime.features.trail import Trail, units_of
 from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole

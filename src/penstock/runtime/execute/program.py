@@ -99,7 +99,6 @@ class Feed:
         weights: the weight of each microbatch's loss.
         keep_outputs: whether to keep the model's output for each microbatch.
         loss_scale: the factor by which gradients are multiplied.
-        changes: how often the model was found changed between two steps.
     """
 
     inputs: Sequence[Mapping[int, Tensor]] = ()
@@ -107,7 +106,6 @@ class Feed:
     weights: Sequence[float] = ()
     keep_outputs: bool = False
     loss_scale: float = 1.0
-    changes: int = 0
 
 
 class Program:
@@ -164,7 +162,7 @@ class Program:
 
     def start(self, feed: Feed, *, reduces: bool) -> None:
         """Gives a step's inputs to the first stage, if it is here. `reduces`: see `Start`."""
-        start = Start(reduces, feed.loss_scale, feed.changes)
+        start = Start(reduces, feed.loss_scale)
         for index, runner in self.runners.items():
             runner.begin_step(feed.inputs if self._placement.is_first(index) else (), start)
 

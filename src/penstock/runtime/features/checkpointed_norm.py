@@ -61,15 +61,11 @@ class CheckpointedNorms(Feature):
 
     def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module]) -> None:
         self._all = [(module, around.count(module)) for module in modules]
-        self._norms = [_Norm(*each) for each in self._all]  # those that are checkpointed, or may be
-        self._changes = 0
+        self._norms: list[_Norm] = []  # those that are checkpointed, or may be
 
     def begin_step(self, start: Start) -> None:
-        """Drops anything left by a step that raised, and what was learned if the model has changed since."""
-        if start.changes != self._changes:
-            self._changes, self._norms = start.changes, [_Norm(*each) for each in self._all]
-        for each in self._norms:
-            each.begin_step()
+        """Drops anything left by the last step: the model's checkpoints may have been switched on or off since."""
+        self._norms = [_Norm(*each) for each in self._all]
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward of the stage."""
@@ -114,10 +110,6 @@ class _Norm:
         self._ran = 0  # how often the current backward has run it
         self._own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         self._aside: list[AbstractContextManager[None]] = []
-
-    def begin_step(self) -> None:
-        self._due.clear()
-        self._ran = 0
 
     def update(self, microbatch: int, module: nn.Module, args: Any) -> None:
         """Called before a call in a forward: makes the update that backward will not make."""

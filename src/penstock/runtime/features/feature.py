@@ -41,13 +41,10 @@ class Start(NamedTuple):
     Attributes:
         reduces: whether gradients are summed over the processes that share a stage in this step.
         loss_scale: what gradients are multiplied by.
-        changes: how often the model was found changed between two steps, or a step raised: what was learned about the
-            model may no longer hold, or be incomplete.
     """
 
     reduces: bool = True
     loss_scale: float = 1.0
-    changes: int = 0
 
 
 class Rerun(Protocol):

@@ -41,8 +41,7 @@ class Kept:
 class ForwardAttributes(Feature):
     """The attributes that the modules of one stage hold between forward and backward.
 
-    It learns which ones a forward sets in the first step, and in the first one after the model changed or a step
-    raised.
+    It learns which ones a forward sets in its first step, and in the first forward of each later one.
 
     Args:
         modules: the stage's.
@@ -60,13 +59,13 @@ class ForwardAttributes(Feature):
         self._known: dict[Attribute, None] = {}
         self._kept: dict[int, Kept] = {}
         self._learning = True
-        self._changes = -1  # the count of changes at the last learning
+        self._is_first = True  # whether it is in its first step
         self._latest = -1  # the microbatch of the last forward
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by a step that raised."""
         self._kept.clear()
-        self._learning, self._changes = start.changes != self._changes, start.changes
+        self._is_first, self._learning = self._latest < 0, True
 
     def forward(self, microbatch: int, *, runs_again: bool) -> Context:
         """Wraps a forward: keeps what it sets."""
@@ -84,6 +83,7 @@ class ForwardAttributes(Feature):
             kept.before.update(new)
             kept.after.update(new)
         self._kept[microbatch] = Kept(before, self._now())
+        self._learning = self._is_first
 
     def _set_since(self, before: Sequence[dict[str, Any]]) -> Iterator[tuple[Attribute, Any]]:
         """The attributes that have been set, each with its previous value."""

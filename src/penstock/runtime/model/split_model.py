@@ -24,11 +24,11 @@ from penstock.runtime.gradients.ties import tie_groups
 from penstock.runtime.kinds import all_uses
 from penstock.runtime.loss.own_tensors import PREFIXES, is_trained, notes, tensors_of, with_loss
 from penstock.runtime.model.copies import with_copies
+from penstock.runtime.model.failed_steps import undone_if_it_raises
 from penstock.runtime.model.materialize import Materialize
 from penstock.runtime.model.originals import Originals
 from penstock.runtime.model.overlaps import refuse_overlaps
 from penstock.runtime.model.taking_over import holders_of, move_together, refuse_held_elsewhere, take_over
-from penstock.runtime.model.touched import Touched
 from penstock.schedule import Placement
 from penstock.stages import ties
 
@@ -101,7 +101,6 @@ class SplitModel:
         held = dict(self.held_parameters())
         engine.tie(self.tie_groups, lambda name: held[name])
         self._originals = Originals(self.model, partitioner.opened_modules())
-        self._touched = Touched(self._modules)
         self.loss_notes = notes(loss, self._of_loss or {})
 
     @property
@@ -144,13 +143,9 @@ class SplitModel:
         if self._frames is None:  # sharding replaces the parameters
             self._originals.refuse_others()
 
-    def count_changes(self) -> int:
-        """How often the model's modules were found changed between two steps."""
-        return self._touched.look()
-
     @contextmanager
     def accepting_own_changes(self, signature: tuple[Any, ...], bound: BoundSchedule) -> Iterator[None]:
-        """Wraps a step: changes that it makes to the model's attributes need no new recording. See `Touched.restoring`.
+        """Wraps a step: its own changes to the model's attributes need no new recording. See `undone_if_it_raises`.
 
         Args:
             signature: what `signature` returned before the step.
@@ -159,11 +154,10 @@ class SplitModel:
         uncertain = {stage.buffers[name] for stage in self._stages_here() for name in stage.may_update}
         updated = {*bound.updated, *uncertain, *of_loss} if bound.training else None
         parameters = [parameter for _, parameter in self.held_parameters()]
-        with self._touched.restoring(parameters, updated, local=self._engine.world.is_local):
+        with undone_if_it_raises(self._modules, parameters, updated, local=self._engine.world.is_local):
             yield
             self._originals.settle()
             self._partitioner.settle(signature[-1])
-        self._touched.settle()
 
     def modules(self) -> list[nn.Module]:
         """Every module, once."""
