@@ -93,7 +93,7 @@ class Difference:
         """In words."""
         where = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
         by = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
-        return f"it begins in {where} on stage {self.stage}: {self.what} differs {by}"
+        return f"first difference: {where} on stage {self.stage}: {self.what} differs {by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Report:
         gradients = [row for row in self.rows if row.kind == "gradient"]
         equal = sum(row.verdict == "equal" for row in gradients)
         close = [row for row in self.rows if row.verdict == "close"]
-        text = f"{equal} of {len(gradients)} gradients are equal to the bit"
+        text = f"{equal} of {len(gradients)} gradients are bitwise identical"
         if close:
             sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
