@@ -520,7 +520,7 @@ def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--schedule", "all", "--ranks", "3", "--microbatches", "4", "--no-whole-batch")
     result = verify("cases.py:good", *given)
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.splitlines() if "gradients are equal" in line] == [
+    assert [line.split()[0] for line in result.stdout.splitlines() if "gradients are bitwise identical" in line] == [
         "gpipe",
         "zb-h1",
     ]

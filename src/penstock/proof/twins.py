@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from penstock.compat import has_accumulation_hooks, has_gradient_hooks, storage_of
 from penstock.errors import ArgumentError
 from penstock.partition.run.loan import generators
-from penstock.partition.state.beside_reach import held_by, reach_of
 from penstock.partition.units.chain import as_module
 from penstock.partition.units.units import refuse_lazy
 from penstock.partition.values.memory import same_bits
+from penstock.proof.beside_reach import held_by, reach_of
 from penstock.words import a, in_a_line
 
 _REMEDY = (
