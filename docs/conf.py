@@ -28,7 +28,7 @@ extensions = [
     "sources",
     "public",
 ]
-exclude_patterns = ["_ext", "pictures"]
+exclude_patterns = ["_ext", "_templates", "pictures"]
 nitpick_ignore_regex = [("py:.*", r".*")]  # types in signatures: only those of this reference have a page to link to
 suppress_warnings = [
     "myst.header",
@@ -56,6 +56,16 @@ html_theme = "furo"
 html_title = f"Penstock {release}"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
+templates_path = ["_templates"]
+_MOVED = {
+    "guides/proving": "verification.html",
+    "guides/watching": "monitoring.html",
+    "guides/trouble": "troubleshooting.html",
+    "guides/hosts": "multi-node.html",
+    "guides/bad-network": "degraded-network.html",
+}
+html_context = {"moved": _MOVED}
+html_additional_pages = dict.fromkeys(_MOVED, "moved.html")  # old addresses lead to the new ones
 html_css_files = ["site.css"]
 html_show_search_summary = False  # it would fetch pages, which browsers refuse to do from disk
 html_show_sourcelink = False

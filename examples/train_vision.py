@@ -77,7 +77,7 @@ def batches(epoch, number):
 
 
 def accuracy(pipe, loader):
-    """The share of pictures that are recognised. The last batch may be smaller."""
+    """The share of pictures that are recognized. The last batch may be smaller."""
     right = total = 0
     for pictures, labels in loader:
         logits = pipe.predict(pictures, outputs="all")  # on every rank; batch norms in evaluation mode

@@ -1,8 +1,6 @@
 """Shared setup for the tests: pools of ranks, hypothesis's profile, the order of tests, and garbage collection."""
 
 import gc
-import importlib
-import math
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,9 +16,6 @@ pytest_plugins = ["penstock.testing.fixtures", "scaffolding.browser"]
 # An example's time depends on the machine, so no test fails for being slow.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-
-# A search takes as many steps as its seconds are worth. In tests no clock cuts off a busy machine: all find the same.
-importlib.import_module("penstock.search.search")._PATIENCE = math.inf  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

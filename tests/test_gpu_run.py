@@ -312,7 +312,7 @@ for number in (0, 2):
 """
 
 
-def test_torchs_notice_is_no_synchronisation() -> None:
+def test_torchs_notice_is_no_synchronization() -> None:
     lines_of_script(WATCHED, FOLDER)
 
 

@@ -289,7 +289,7 @@ def test_merge_makes_the_output_of_the_whole_batch() -> None:
         (lambda args, *_: [Microbatch(args, rows=1)] * 5, "5 microbatches were given, but the schedule is for 4"),
         (lambda args, *_: [], "0 microbatches were given, but the schedule is for 4"),
         (lambda args, *_: [Microbatch(args)] * 4, r"microbatch 0 of split= does not say how many rows it counts for"),
-        (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split=: rows=0; expected a whole number"),
+        (lambda args, *_: [Microbatch(args, rows=0)] * 4, "microbatch 0 of split=: rows=0; expected an integer"),
         (lambda args, *_: [Microbatch(args[0], rows=1)] * 4, "args is a Tensor and kwargs a mappingproxy; expected"),
         ("rows", "split='rows': expected a function, or None"),
     ],

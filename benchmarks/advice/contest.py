@@ -18,6 +18,7 @@ from models import MODELS
 import penstock
 from penstock.explain import Change, Predicted, explain
 from penstock.explain.reading import recording_of
+from penstock.schedule import generator
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v")
 MICROBATCHES = (4, 8, 16, 32)
@@ -137,7 +138,8 @@ def advised(
     run: Run, timelines: Sequence[penstock.Timeline], profile: penstock.Profile, starts: Sequence[str]
 ) -> list[tuple[str, Change, Run | None]]:
     """What explain says to change, of the timelines alone and with a profile."""
-    known = {"timeline": None, "profile": Predicted.of_profile(profile, 1 + len(starts), starts)}
+    splits = generator(run.schedule).splits
+    known = {"timeline": None, "profile": Predicted.of_profile(profile, 1 + len(starts), starts, splits=splits)}
     return [
         (source, change, followed(run, change, starts))
         for source, predicted in known.items()

@@ -132,7 +132,6 @@ def measured(case: str, found: Found) -> Row:
         "generator": found.known,
         "generator_seconds": round(found.known_seconds, 4) if found.known else None,
         "search_seconds": round(found.search_seconds, 2),
-        "cut_off": found.cut_off,
     }
 
 

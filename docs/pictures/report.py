@@ -14,8 +14,8 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-RANKS, WIDTH, HEIGHT, COLOURS = 2, 1280, 800, 256
-"""As much of the page as tells what the rest is like, and as many colours as it needs."""
+RANKS, WIDTH, HEIGHT, COLORS = 2, 1280, 800, 256
+"""As much of the page as tells what the rest is like, and as many colors as it needs."""
 
 
 def picture(folder: Path) -> Path:
@@ -38,4 +38,4 @@ def _penstock(*arguments: str) -> None:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made, Image.open(picture(Path(made))) as whole:
         part = whole.convert("RGB").crop((0, 0, min(WIDTH, whole.width), min(HEIGHT, whole.height)))
-        part.quantize(COLOURS, dither=Image.Dither.NONE).save(HERE / "report.png", optimize=True)
+        part.quantize(COLORS, dither=Image.Dither.NONE).save(HERE / "report.png", optimize=True)

@@ -106,7 +106,7 @@ def crashed_twice(parent: Path, monkeypatch: pytest.MonkeyPatch, step: int, firs
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_then_the_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
 ) -> None:
-    """A power cut loses what was not synchronised: a name without its contents must never be all that is left."""
+    """A power cut loses what was not synchronized: a name without its contents must never be all that is left."""
     save(tmp_path, 1, "old")
     aside = prepare(tmp_path, 1 if again else 2)
     (aside / METADATA).write_text("new")

@@ -43,15 +43,18 @@ def test_stages_stay_an_option_where_there_is_one() -> None:
     ("command", "says"),
     [
         ("simulate --schedule gpipe --ranks 4 --forward 5ms", "--forward 5ms: expected a number, such as 1.5"),
-        ("fabric --hosts four", "--hosts four: expected a whole number, such as 4"),
-        ("fabric --trials x", "--trials x: expected a whole number, such as 4"),
-        ("run --ranks two x.py", "--ranks two: expected a whole number, such as 4"),
+        ("fabric --hosts four", "--hosts four: expected an integer, such as 4"),
+        ("fabric --trials x", "--trials x: expected an integer, such as 4"),
+        ("run --ranks two x.py", "--ranks two: expected an integer, such as 4"),
         (
             "verify a:b --balance weight",
             "--balance weight: expected one of time, flops, memory, parameters, layers, type:",
         ),
         ("search --ranks 2 --seconds 0", "--seconds 0: expected a time above 0"),
-        ("simulate --schedule 1f2b --ranks 4", "--schedule 1f2b is not a known schedule; did you mean '1f1b'? known"),
+        (
+            "simulate --schedule 1f2b --ranks 4",
+            "--schedule 1f2b is not a known schedule; did you mean '1f1b'? expected",
+        ),
         ("simulate --schedule 1f1b --ranks 4 --chunks 3", "--chunks 3: 1f1b works with exactly 1 chunk a rank;"),
         ("simulat", "penstock has no command 'simulat': did you mean 'simulate'? it has run, demo, "),
         ("frobnicate", "penstock has no command 'frobnicate': it has run, demo, "),

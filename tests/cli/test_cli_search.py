@@ -123,8 +123,8 @@ def test_too_much_to_search_is_refused_at_once_and_long_work_is_announced() -> N
         (["--memory-limit", "nan"], "--memory-limit nan: expected a number, such as 1.5"),
         (["--memory-limit", "0.5"], "--memory-limit 0.5: a single microbatch needs 1"),
         (["--placement", "v", "--chunks", "1"], "--chunks 1: a V has exactly 2 chunks per rank"),
-        (["--microbatches", "0"], "--microbatches 0: expected a whole number of at least 1"),
-        (["--chunks", "0"], "--chunks 0: expected a whole number of at least 1"),
+        (["--microbatches", "0"], "--microbatches 0: expected an integer >= 1"),
+        (["--chunks", "0"], "--chunks 0: expected an integer >= 1"),
         (["--memory-unsharded", "1"], "--memory-unsharded: the search places no gathers of sharded stages"),
         (
             ["--output-bytes", "1", "--bandwidth", "1", "--contended"],

@@ -168,7 +168,7 @@ def test_all_names_the_rule_that_a_schedule_breaks() -> None:
     assert "1f1b" in {one["name"] for one in two["not_allowed"]}
 
 
-def test_all_puts_neighbouring_stages_of_a_file_together(write: Any) -> None:
+def test_all_puts_neighboring_stages_of_a_file_together(write: Any) -> None:
     stages = [
         {**STAGE, "forward": 1 + stage, "output_bytes": 2 * stage, "activation": 1, "parameters": stage}
         for stage in range(4)
@@ -363,7 +363,7 @@ def test_schedules_without_room_in_the_window_say_so() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--unshard-window", "0"), "--unshard-window 0: expected a whole number of at least 1"),
+        (("--unshard-window", "0"), "--unshard-window 0: expected an integer >= 1"),
         (("--memory-unsharded", "1"), "schedule 'interleaved-1f1b' has no UNSHARD, so nothing says when"),
     ],
 )
@@ -415,7 +415,7 @@ def test_file_that_is_no_text(tmp_path: Path) -> None:
         (["--schedule", "all", "--microbatches", "8"], "--schedule all needs --ranks"),
         (
             ["--schedule", "all", "--ranks", "0", "--microbatches", "8"],
-            "--ranks 0: expected a whole number of at least 1",
+            "--ranks 0: expected an integer >= 1",
         ),
         (["--schedule", "all", *NUMBERS, "--slices", "2", "--chunks", "2"], "no schedule works with both"),
         ([*NUMBERS], "give --schedule with a name (`penstock schedules` lists them), or --csv"),

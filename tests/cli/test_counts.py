@@ -28,7 +28,7 @@ MANY = "99999999999"
 def test_a_number_beyond_reason_is_refused_at_once(command: str, option: str, most: str) -> None:
     said = refusal(*command.format(MANY).split())
     if option.endswith("="):
-        assert said == f"{option}{MANY}: expected a whole number of at least 1, and at most {most}"
+        assert said == f"{option}{MANY}: expected an integer from 1 to {most}"
     else:
         assert said == f"{option} {MANY}: expected at most {most}; pass a smaller number"
 

@@ -379,14 +379,14 @@ def profile(tmp_path: Path, seconds: list[float]) -> str:
 
 
 def test_a_profile_tells_which_cut_and_what_was_wrong(tmp_path: Path) -> None:
-    """Stage 2 has six units, which take 1.25 times what the profile says: one should go to each neighbour."""
+    """Stage 2 has six units, which take 1.25 times what the profile says: one should go to each neighbor."""
     (file,) = a_timeline(tmp_path)
-    units = [*[0.005] * 4, *[0.002] * 6, *[0.005] * 2]
+    units = [*[0.005] * 4, 0.0015, 0.0015, 0.003, 0.003, 0.0015, 0.0015, *[0.005] * 2]
     asked = ("explain", str(file), "--profile", profile(tmp_path, units), "--cuts", "layers.2,layers.4,layers.10")
     found = as_json(*asked)
     moves = "begin stage 2 at layers.5 instead of layers.4; begin stage 3 at layers.9 instead of layers.10"
     assert found["changes"][0]["text"].endswith(moves)
-    costs = [StageCost(one, one, one) for one in (0.01, 0.0125, 0.01, 0.0125)]
+    costs = [StageCost(one, one, one) for one in (0.01, 0.011875, 0.01125, 0.011875)]
     moved = simulate(generate("1f1b", 4, 8), costs, LinkCost(0.0001)).makespan_seconds
     assert found["changes"][0]["step_seconds"] == pytest.approx(moved, rel=1e-3)
     assert [stage["predicted_seconds"] for stage in found["stages"]] == pytest.approx([0.03, 0.03, 0.036, 0.03])

@@ -161,5 +161,5 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     assert "Give --leaves inner, so that it runs as a whole (tried: " in inside
     output("inspect", f"{targets}:branches_inside", "--leaves", "inner")
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
-    assert "--stages 0: expected a whole number, at least 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
+    assert "--stages 0: expected an integer >= 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")
     assert "'nowhere'" in refusal("inspect", f"{targets}:gpt", "--cuts", "nowhere")

@@ -24,6 +24,10 @@ UNITS = tuple(
 PARAMETERS = {f"{i}.{name}": shape for i in range(6) for name, shape in (("weight", (8, 8)), ("bias", (8,)))}
 PROFILE = Profile(UNITS, "cpu", "float32", PARAMETERS, inputs={"args[0]": "float32[2, 8]"}, rows=2)
 
+LINK = LinkCost(30e-6, 5e9)
+TAKEN = "links not measured: a message is taken to cost 30 us and 5 GB/s"
+"""What a plan assumes for ranks on CPUs, too."""
+
 TARGETS = """
 import torch
 from torch import nn
@@ -89,7 +93,7 @@ def by_hand(stages: int) -> list[StageCost]:
 def test_a_profile_is_cut_into_the_schedule_s_stages(name: str, ranks: int, stages: int) -> None:
     found = as_json("simulate", "--profile", "p.json", "--schedule", name, "-n", str(ranks), "--microbatches", "4")
     schedule, costs = generate(name, ranks, 4), by_hand(stages)
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, costs, LINK)
     assert found["makespan"] == pytest.approx(timeline.makespan_seconds)
     assert found["cuts"] == [str(cut) for cut in best_cuts(stages)]
     assert [line["peak"] for line in found["memory"]] == [one.peak for one in memory(schedule, costs, timeline)]
@@ -100,22 +104,22 @@ def test_the_table_says_where_costs_come_from_and_its_units() -> None:
     assert lines[2].split()[0] == "makespan"
     assert lines[2].endswith(" s")
     cut = best_cuts(2)[0]
-    assert f"costs          p.json, measured on cpu, microbatches of 2 rows; stages begin at {cut}" in lines
+    assert f"costs          p.json, measured on cpu, microbatches of 2 rows; {TAKEN}; stages begin at {cut}" in lines
     assert any(line.endswith(" kB") for line in lines)
 
 
 def test_several_schedules_and_a_sweep_cut_for_each() -> None:
     found = as_json("simulate", "--profile", "p.json", "--schedule", "1f1b,zb-v", "-n", "2", "--microbatches", "4")
     spans = {one["name"]: one["span"] for one in found["schedules"]}
-    assert spans["zb-v"] == pytest.approx(simulate(generate("zb-v", 2, 4), by_hand(4)).span_seconds)
+    assert spans["zb-v"] == pytest.approx(simulate(generate("zb-v", 2, 4), by_hand(4), LINK).span_seconds)
     swept = as_json("simulate", "--profile", "p.json", "--schedule", "1f1b", "-n", "1,3,8", "--microbatches", "4,5")
     for cell in swept["sweep"]:
         alone = cell["microbatches"] * 1.75 * sum(SECONDS)
-        whole = simulate(generate("1f1b", cell["ranks"], cell["microbatches"]), by_hand(cell["ranks"]))
+        whole = simulate(generate("1f1b", cell["ranks"], cell["microbatches"]), by_hand(cell["ranks"]), LINK)
         assert cell["speedup"] == pytest.approx(alone / whole.makespan_seconds)
     assert [(one["ranks"], "has 6 units" in one["reason"]) for one in swept["not_allowed"]] == [(8, True)] * 2
     text = output("simulate", "--profile", "p.json", "--schedule", "1f1b", "-n", "1,2", columns=200)
-    assert "p.json, measured on cpu, microbatches of 2 rows, cut for each schedule" in text
+    assert f"p.json, measured on cpu, microbatches of 2 rows; {TAKEN}, cut for each schedule" in text
 
 
 def test_rows_between_measured_sizes() -> None:
@@ -133,13 +137,36 @@ def test_rows_between_measured_sizes() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
+    """A simulated run takes what a plan says, and is explained as exactly what its profile predicts."""
+    slow = 0.25  # what the runtime adds to an action
+    replace(PROFILE, units=SPLIT, action_seconds=slow).save("slow.json")
+    known = ("--profile", "slow.json")
+    took = as_json("simulate", *known, "--schedule", name, "-n", "2", "--microbatches", "4", "--perfetto", "run.json")
+    bare = replace(PROFILE, units=SPLIT)
+    bare.save("bare.json")
+    command = ("simulate", "--profile", "bare.json", "--schedule", name, "-n", "2", "--microbatches", "4")
+    assert took["makespan"] >= as_json(*command)["makespan"] + 4 * 2 * slow
+    plans = as_json("plan", *known, "--devices", "2", "--global-batch", "8", "--schedule", name, "--search", "0")[
+        "plans"
+    ]
+    (plan,) = (one for one in plans if one["choice"]["microbatches"] == 4 and one["choice"]["ranks"] == 2)
+    assert plan["pipeline_seconds"] == pytest.approx(took["makespan"], rel=1e-9)
+    assert plan["cuts"] == took["cuts"]
+    explained = as_json("explain", "run.json", *known)
+    assert explained["predicted_seconds"] == pytest.approx(took["makespan"], rel=1e-6)
+    predicted = [stage["predicted_seconds"] for stage in explained["stages"]]
+    assert predicted == pytest.approx(plan["stage_seconds"], rel=1e-9)
+
+
 def test_show_and_search_take_it_too() -> None:
     drawn = output("show", "--profile", "p.json", "--schedule", "1f1b", "-n", "2", columns=200)
     assert f"stages begin at {best_cuts(2)[0]}" in drawn
     command = ("search", "--profile", "p.json", "-n", "3", "--microbatches", "4", "--seconds", "0.2")
     found = as_json(*command, "--csv", "found.csv")
     assert found["cuts"] == [str(cut) for cut in best_cuts(3)]
-    again = simulate(read_csv("found.csv"), by_hand(3))
+    again = simulate(read_csv("found.csv"), by_hand(3), LINK)
     assert found["makespan"] == pytest.approx(again.makespan_seconds)
     assert as_json("simulate", "--profile", "p.json", "--csv", "found.csv")["makespan"] == found["makespan"]
 

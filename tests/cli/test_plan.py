@@ -51,6 +51,20 @@ def test_a_batch_too_small_for_its_devices(profile: str, rows: int, said: bool) 
     assert ("the batch is small for 4 devices, and fewer may be as fast" in text) is said
 
 
+def test_a_plan_without_a_pipeline_names_the_best_one_with_one(profile: str) -> None:
+    command = ("plan", "--devices", "4", "--global-batch", "16", "--profile", profile, "--search", "0")
+    link = LinkCost(1e-6, 1.25e12)
+    text = output(*command, "--link", "10tbit delay 1us", columns=400)
+    every = make_plans(Sizes({1: PROFILE}), Cluster(4, link=link), 16, best=1000).best
+    assert every[0].choice.ranks == 1
+    piped = min((one for one in every if one.choice.ranks > 1), key=lambda one: one.step_seconds)
+    (line,) = (line for line in text.splitlines() if line.startswith("It has no pipeline; the best with one is "))
+    numbers = f", dp {piped.choice.replicas} x pp {piped.choice.ranks}"
+    assert numbers in line
+    assert line.endswith(" slower.")
+    assert "It has no pipeline" not in output(*command, "--link", "1gbit delay 5us", columns=400)
+
+
 def test_times_beyond_the_measured_sizes_are_said_to_be_extended(tmp_path: Path) -> None:
     for size, said in ((4, True), (1, False)):
         file = str(tmp_path / f"{size}.json")

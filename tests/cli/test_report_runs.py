@@ -163,7 +163,7 @@ def test_a_step_without_timeline_is_refused(tmp_path: Path) -> None:
 def test_a_page_prints_light_and_without_controls(tmp_path: Path, open_page: Any) -> None:
     page = open_page(report(a_run(tmp_path / "run", measured())), dark=True)
     page.emulate_media(media="print")
-    page.wait_for_function("timeline.colours.page === '#ffffff'")
+    page.wait_for_function("timeline.colors.page === '#ffffff'")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not page.locator(".tl-buttons").is_visible()
     assert not page.locator(".tl-details").is_visible()

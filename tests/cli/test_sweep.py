@@ -85,9 +85,9 @@ def test_names_alone_are_compared() -> None:
 @pytest.mark.parametrize(
     ("verb", "options", "says"),
     [
-        ("simulate", ("--ranks", "1,x"), "--ranks x: expected a whole number, such as 4"),
-        ("simulate", ("--ranks", "1,0"), "--ranks 0: expected a whole number of at least 1"),
-        ("simulate", ("--ranks", "1,,2"), "--ranks 1,,2: expected whole numbers with commas between them"),
+        ("simulate", ("--ranks", "1,x"), "--ranks x: expected an integer, such as 4"),
+        ("simulate", ("--ranks", "1,0"), "--ranks 0: expected an integer >= 1"),
+        ("simulate", ("--ranks", "1,,2"), "--ranks 1,,2: expected comma-separated integers"),
         ("simulate", ("--microbatches", "1,2"), "--schedule 1f1b needs --ranks"),
         ("simulate", ("--ranks", "1,2", "--perfetto", "x"), "--perfetto: a trace shows one schedule; give one number"),
         ("simulate", ("--ranks", "1,20000"), "--ranks 20000 with 1 stage per rank makes 20,000 stages"),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
-import resource
 import socket
 import time
 from dataclasses import replace
@@ -15,11 +12,9 @@ from typing import Any
 
 import pytest
 from command_line import as_json, output, refusal
-from rich.console import Console, Group
 
-from penstock.cli.top import Watch, fitted
-from penstock.runs import RankState, StepRecord, read_run
-from penstock.runs.folder import append_lines, write_whole
+from penstock.runs import RankState, StepRecord
+from penstock.runs.folder import write_whole
 from penstock.runs.health import health
 from penstock.runs.progress import Progress, in_time
 from penstock.schedule import add_communication, generate
@@ -162,36 +157,6 @@ def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     assert not set(said) & {"\x1b", "\x07"}
 
 
-def test_figures_are_never_broken(tmp_path: Path) -> None:
-    states = [
-        replace(
-            STATE, number=rank, ranks=(rank,), step=123, action="the step's announcement", written=NOW, pid=4_000_000
-        )
-        for rank in (0, 1)
-    ]
-    run = a_run(tmp_path / "gpt", *states, written=NOW)
-    lines = [line.split() for line in output("top", run, "--once", columns=60).splitlines() if line[:2] in ("0 ", "1 ")]
-    assert [line[-4:-1] for line in lines if len(line) > 4] == [["123", "1.0", "GB"]] * 2
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_a_screen_holds_what_it_shows(tmp_path: Path, width: int) -> None:
-    states = [
-        replace(STATE, number=rank, ranks=(rank,), written=NOW, pid=4_000_000, action="the step's announcement")
-        for rank in range(64)
-    ]
-    seen = Watch(read_run(a_run(tmp_path / "gpt", *states, written=NOW))).look()
-    shown = io.StringIO()
-    console = Console(file=shown, width=width, height=24, force_terminal=True, color_system=None)
-    console.print(Group(*fitted(seen, console)))
-    lines = shown.getvalue().splitlines()
-    assert len(lines) <= 24
-    ranks = [line for line in lines if re.match(r"\d+ ", line)]
-    assert len(ranks) >= 3
-    assert all(re.search(r"  9 +1\.0 GB ", line) for line in ranks)
-    assert any(line.startswith("and 60 more that are") for line in lines)
-
-
 def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:
     run = a_run(tmp_path / "gpt", STATE)
     order = add_communication(generate("1f1b", 2, 4))
@@ -205,20 +170,6 @@ def test_a_damaged_timeline_is_left_out(tmp_path: Path) -> None:
     output("report", run, "--out", str(tmp_path / "page.html"))
     assert "step 50 is left out" in (tmp_path / "page.html").read_text()
     assert "is not JSON" in refusal("report", run, "--step", "50")
-
-
-def test_lines_are_whole_or_not_there(tmp_path: Path) -> None:
-    file = tmp_path / "steps.jsonl"
-    append_lines(file, ["one\n"])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as a full disk: some bytes fit
-    try:
-        with pytest.raises(OSError, match="large"):
-            append_lines(file, ["two\n", "three\n", "four\n"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    append_lines(file, ["five\n"])
-    assert file.read_text() == "one\nfive\n"
 
 
 def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:

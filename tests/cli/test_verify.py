@@ -410,7 +410,7 @@ def test_every_process_has_to_report(reports: int, monkeypatch: pytest.MonkeyPat
     ("options", "says"),
     [
         (["--schedule", "1f1"], "did you mean '1f1b'"),
-        (["--ranks", "0"], "--ranks 0: expected a whole number of at least 1"),
+        (["--ranks", "0"], "--ranks 0: expected an integer >= 1"),
         (["--ranks", "2", "--cuts", "7"], "7"),
         (["--replicas", "0"], "--replicas 0: expected at least 1"),
         (["--replicas", "2", "--transport", "local"], "a process for each rank; leave --transport local out"),

@@ -51,6 +51,12 @@ def test_links_within_it_lead_somewhere(site: Path) -> None:
             assert not anchor or target not in anchors or anchor in anchors[target], (page, link)
 
 
+@pytest.mark.parametrize("old", ["proving", "watching", "trouble", "hosts", "bad-network"])
+def test_old_addresses_lead_to_the_new_pages(site: Path, old: str) -> None:
+    text = (site / "guides" / f"{old}.html").read_text(encoding="utf-8")
+    assert (site / "guides" / re.findall(r'content="0; url=([^"]+)"', text)[0]).exists()
+
+
 def test_the_reference_has_every_public_name(site: Path) -> None:
     everything = "".join(page.read_text(encoding="utf-8") for page in (site / "reference").glob("*.html"))
     inside = {"penstock.partition"}  # that one only Extending Penstock speaks of

@@ -89,7 +89,7 @@ def test_directions_may_differ() -> None:
     assert lower_bound_seconds(links[:1], "send", (1, 0), 1e6) == pytest.approx(1e-4 + 0.08), "one stands for both"
 
 
-def test_a_port_is_as_fast_as_its_fastest_link_and_its_nearest_neighbour_is_near() -> None:
+def test_a_port_is_as_fast_as_its_fastest_link_and_its_nearest_neighbor_is_near() -> None:
     """Whom it sends to is the algorithm's choice; where it sends first, too."""
     links = [((0, 1), LINK), ((0, 2), SLOW), ((2, 0), SLOW), ((1, 0), LINK)]
     assert lower_bound_seconds(links, "send", (0, 1), 1e6) == pytest.approx(1e-4 + 0.08)
@@ -99,7 +99,7 @@ def test_a_port_is_as_fast_as_its_fastest_link_and_its_nearest_neighbour_is_near
 def test_without_links_there_is_no_bound() -> None:
     assert lower_bound_seconds([], "all_reduce", range(4), 1e6) is None
     assert lower_bound_seconds(_ring(2, LinkFit(1e-4, 0.0)), "all_reduce", (0, 1), 1e6) == pytest.approx(1e-4)
-    with pytest.raises(ArgumentError, match="'shuffle' is not a collective: known are all_reduce"):
+    with pytest.raises(ArgumentError, match="'shuffle' is not a collective: expected one of all_reduce"):
         lower_bound_seconds(_ring(2), "shuffle", (0, 1), 4)
 
 
@@ -125,7 +125,7 @@ def streams(record: dict[str, Any]) -> list[tuple[tuple[int, int], LinkFit]]:
         (shaped("up 10mbit down 100mbit"), "gather", 2**18, (), 2**16 / (GOOD * 1.25e6)),
         (shaped("up 100mbit down 10mbit"), "scatter", 2**18, (), 2**16 / (GOOD * 1.25e6)),
         (shaped("up 10mbit down 100mbit"), "all_to_all", 252 * 1024, (6, 1, 1, 1), 8 * 28 * 1024 / (GOOD * 1.25e6)),
-        # Host 0 has 100 Mbit/s, and both of its neighbours on the ring 10.
+        # Host 0 has 100 Mbit/s, and both of its neighbors on the ring 10.
         (shaped("100mbit", h1="10mbit", h3="10mbit"), "gather", 2**18, (), 2**16 / (GOOD * 1.25e6)),
         (shaped("100mbit", h1="10mbit", h3="10mbit"), "broadcast", 2**18, (), 2**18 / (GOOD * 1.25e6)),
         # 6 S through ports that send 110 + 110 + 20 = 240 Mbit/s together; and S through the slowest.

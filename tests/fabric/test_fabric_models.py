@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable
 from typing import get_args
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,24 +70,6 @@ def test_the_closed_form_is_what_the_steps_do(kind: str, name: str) -> None:
         assert form.bytes_factor == pytest.approx(done.bytes_factor, rel=1e-12), ranks
 
 
-@pytest.mark.parametrize(("kind", "name"), [("all_reduce", "tree"), ("broadcast", "chain")])
-@pytest.mark.parametrize("pieces", [1, 2, 5, 32])
-def test_pipelines_with_other_pieces_too(kind: str, name: str, pieces: int) -> None:
-    for ranks in range(2, 18):
-        done = cost(generate(kind, name, ranks, pieces=pieces))
-        assert closed_form(kind, name, ranks, pieces) == pytest.approx(tuple(done))
-
-
-def test_textbook_figures() -> None:
-    assert closed_form("all_reduce", "ring", 4) == (6, 1.5)
-    assert closed_form("all_reduce", "halving-doubling", 8) == (6, 1.75)
-    assert closed_form("all_reduce", "halving-doubling", 5) == (6, 3.5)
-    assert closed_form("all_reduce", "recursive-doubling", 16) == (4, 4)
-    assert closed_form("all_reduce", "tree", 4096).rounds == 2 * 12 + 8 - 1
-    assert closed_form("broadcast", "binomial", 9) == (4, 4)
-    assert predict(LINK, "all_reduce", "ring", 4, 1_000_000) == pytest.approx(6e-4 + 0.12)
-
-
 @pytest.mark.parametrize(
     ("kind", "factor"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_to_all", 0.75), ("broadcast", 1),
@@ -101,8 +82,8 @@ def test_bus_bandwidth_is_that_of_nccl_tests(kind: str, factor: float) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: known are ring"),
-        (("sum", "ring", 4), "'sum' is not a collective: known are all_reduce"),
+        (("all_reduce", "engine", 4), "'engine' has no closed form for all_reduce: expected one of ring"),
+        (("sum", "ring", 4), "'sum' is not a collective: expected one of all_reduce"),
         (("all_reduce", "ring", 1), "ranks=1, pieces=8: expected 2 ranks or more"),
         (("all_reduce", "tree", 4, 0), "1 piece or more"),
     ],
@@ -128,22 +109,8 @@ def test_exact_times_give_the_link_back(alpha: float, beta: float, which: tuple[
     assert found.r2 == pytest.approx(1)
 
 
-def test_small_sizes_count_as_much_as_large_ones() -> None:
-    """Least squares of seconds would take alpha from the largest size's error."""
-    draw = np.random.default_rng(3)
-    points = [(size, (1e-4 + 8e-8 * size) * draw.lognormal(0, 0.03)) for size in 4.0 ** np.arange(3, 13)]
-    found = fit_link(points)
-    assert found.alpha_seconds == pytest.approx(1e-4, rel=0.05)
-    assert found.beta_seconds_per_byte == pytest.approx(8e-8, rel=0.05)
-    assert found.largest_residual == max(map(abs, found.residuals)) > 0.01
-    assert len(found.residuals) == 10
-    size, seconds = points[4]
-    fitted = found.alpha_seconds + found.beta_seconds_per_byte * size
-    assert found.residuals[4] == pytest.approx((seconds - fitted) / seconds)
-
-
 @given(st.lists(st.tuples(st.floats(1, 1e8), st.floats(1e-6, 10)), min_size=2, max_size=8, unique_by=lambda p: p[0]))
-def test_a_fit_is_never_negative_and_no_neighbour_is_better(points: list[tuple[float, float]]) -> None:
+def test_a_fit_is_never_negative_and_no_neighbor_is_better(points: list[tuple[float, float]]) -> None:
     sizes = [size for size, _ in points]
     if max(sizes) < 1.01 * min(sizes):
         return
@@ -227,12 +194,6 @@ def test_crossovers_say_who_is_best_at_any_size(alpha: float, beta: float, kind:
     assert row.seconds[name] == pytest.approx(min(row.seconds.values()), rel=1e-6)
 
 
-def test_latency_rules_small_sizes_and_bandwidth_large_ones() -> None:
-    (_, small), (first, large) = crossovers(LINK, "all_reduce", 16)
-    assert (small, large) == ("recursive-doubling", "halving-doubling")
-    assert first == pytest.approx(4e-4 / (4 - 15 / 8) / 8e-8)
-
-
 # -- links.json -------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +216,3 @@ def test_the_links_of_a_record_are_given_as_they_were_measured() -> None:
     assert record_links(record)[1] == ((1, 2), LinkFit(3e-4, 0.0))
     with pytest.raises(ArgumentError, match="measured no links"):
         links_json({"links": []})
-
-
-def test_terms_add_up() -> None:
-    assert Terms(3, 0.5).seconds(1000, 2, 0.01) == 11

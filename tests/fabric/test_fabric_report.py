@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import itertools
 import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_runs import SLOW_RANK, made_run, made_workload, write_run
+from made_runs import SLOW_RANK, made_run, write_run
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -26,14 +23,13 @@ from penstock.fabric.compare import compare
 from penstock.fabric.results import results
 from penstock.fabric.samples import Run
 from penstock.fabric.views import facts, nccl
-from penstock.fabric.views.numbers import cut, cut_apart, seconds
+from penstock.fabric.views.numbers import seconds
 from penstock.fabric.views.page import page, write_page
-from penstock.fabric.views.plots import _apart, _percent, _timeline, draw
-from penstock.fabric.views.style import blank, look, seconds_axis
-from penstock.fabric.views.text import live, show, show_comparison
+from penstock.fabric.views.plots import _timeline, draw
+from penstock.fabric.views.style import look
+from penstock.fabric.views.text import show, show_comparison
 from penstock.fabric.workload import Transfer, Workload
 from penstock.report.frame import base_style
-from scaffolding.representatives import representatives
 
 
 def shown(run: Run, width: int = 80) -> str:
@@ -66,12 +62,6 @@ def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "p99 needs 368, p99.9 needs 3,688" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(4500, steps=False))
-
-
-def test_of_fewer_than_50_trials_nobody_can_tell_whether_they_depend_on_each_other():
-    said = "There are too few trials to tell whether they depend on each other"
-    assert said in " ".join(shown(made_run(49)).split())
-    assert said not in " ".join(shown(made_run(50)).split())
 
 
 def test_transfers_are_in_order_of_execution():
@@ -121,27 +111,8 @@ def test_a_mean_that_its_trials_hardly_bound_has_no_margin():
     assert "\u00b1n/a</td>" in page(wild, results(wild))
 
 
-def test_the_step_has_rates():
-    cells = row(shown(made_run(40), 140), "step")
-    assert all(float(cell) > 0 for cell in cells[-3:])
-
-
-def test_fast_links_are_in_gbit():
-    link = {"from": 0, "to": 1, "latency_seconds": 5e-5, "bytes_per_second": 6.25e9}
-    assert "alpha 50.0us, 50 Gbit/s" in shown(made_run(10, links=[link]))
-    both = [link, {**link, "from": 1, "to": 2}, {**link, "from": 2, "to": 0, "bytes_per_second": 5e8}]
-    assert "links     3, alpha 50.0us, 4 to 50 Gbit/s; 2 to 0 is the slowest" in shown(made_run(10, links=both))
-
-
 def test_what_was_fitted_is_shown():
     assert re.search(r"^fit       all_reduce: alpha .*, 1/beta .* Mbit/s; at most \d+% off$", shown(made_run(40)), re.M)
-
-
-def test_that_rates_of_messages_are_of_something_else_is_said_where_there_are_any():
-    note = "Rates and ideal of a send"
-    workload = Workload("pair", (Transfer("a", 4000, "send", ranks=(0, 1)),))
-    assert note in shown(made_run(10, workload=workload))
-    assert note not in shown(made_run(10))
 
 
 def test_a_run_without_a_whole_trial_is_shown():
@@ -162,55 +133,6 @@ def test_times_have_three_digits_and_are_right(value: float):
     assert float(number.replace(",", "")) * scale == pytest.approx(value, rel=5.1e-3)
     assert len(re.sub(r"[.,]", "", number).lstrip("0")) in (3, 4, 5)
     assert unit == "s" or float(number) < 1000
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.9996, "1.00s"), (0.9994, "999ms"), (1e-3, "1.00ms"), (9.996e-7, "1.00us"), (1234.0, "1,234s")],
-)
-def test_what_rounds_to_a_thousand_is_one_of_the_next_unit(value: float, text: str):
-    assert seconds(value) == text
-
-
-def test_rates_are_in_powers_of_a_thousand():
-    assert facts.bits(12.5e6) == "100 Mbit/s"
-    assert facts.bits(1.25e7, 1.1875e7) == "100 to 95 Mbit/s"
-    assert facts.bits(2e9) == "16 Gbit/s"
-
-
-@pytest.mark.parametrize("interval", [(9.0, 14.0), (6.0, 11.0)])
-def test_a_means_margin_is_the_wider_side_of_its_interval(interval: tuple[float, float]):
-    assert facts.mean({"time_s": {"mean": 10.0}, "mean_interval": interval}) == "10.0s \u00b140.0%"
-
-
-@given(st.text(min_size=1), st.integers(2, 40))
-def test_a_cut_name_fits_and_keeps_its_end(name: str, most: int):
-    found = cut(name, most)
-    assert len(found) <= most
-    assert name.endswith(found[1:] if found != name else name)
-
-
-@given(st.lists(st.text("ab", min_size=1, max_size=30), min_size=1, max_size=4), st.integers(5, 40))
-def test_names_that_are_cut_apart_fit(names: list[str], most: int):
-    assert all(len(found) <= most for found in cut_apart(names, most))
-
-
-def test_names_that_differ_in_their_beginning_stay_apart():
-    names = ["F0 stage 0->1 of replica 10", "F1 stage 0->1 of replica 10"]
-    assert cut_apart(names, 24) == ["F0 stage 0->\u2026 replica 10", "F1 stage 0->\u2026 replica 10"]
-    layers = [f"encoder.blocks.{number}.attention" for number in range(2)]
-    assert cut_apart(layers, 14) == ["\u2026s.0.attention", "\u2026s.1.attention"]
-
-
-def test_the_bar_tells_trial_layer_and_p99():
-    console = Console(width=100, file=io.StringIO(), force_terminal=True)
-    with live(200, console) as tell:
-        tell(41, "fc1", 0.0123)
-    assert re.search(r"fc1 .*trial 42 of 200.*p99 .*12\.3ms", console.file.getvalue())  # type: ignore[attr-defined]
-    silent = Console(width=100, file=io.StringIO())
-    with live(200, silent) as tell:
-        tell(41, "fc1", None)
-    assert silent.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 # -- two runs ---------------------------------------------------------------------------------------------------------
@@ -259,19 +181,6 @@ def test_the_columns_of_nccl_tests_are_those_of_its_users_parsers():
     assert float(cells[3][9]) == pytest.approx(times.mean(), rel=1e-4), "over trials and ranks, as with -a 1"
     assert cells[3][12] == "0"
     assert sum(line.startswith("# Avg bus bandwidth    : ") for line in lines) == 1
-
-
-def test_bandwidths_of_slow_links_have_digits_in_the_columns_of_nccl_tests():
-    """Of 100 Mbit/s, and of 1 Mbit/s; above two decimals do."""
-    for slower in (1.0, 100.0):
-        run = made_run(30, slower=slower)
-        lines = nccl.text(run, results(run)).splitlines()
-        cells = [line.split() for line in lines if not line.startswith("#")]
-        for row, made in zip(cells, nccl.rows(run, results(run)), strict=True):
-            for shown, value in ((row[10], made.algbw), (row[11], made.busbw)):
-                assert value is not None
-                assert float(shown) == pytest.approx(value, rel=0.05, abs=0.005 if value >= 0.005 else 0)
-        assert len({len(line) for line in lines if not line.startswith("#")}) == 1, "columns stand below each other"
 
 
 def test_averages_over_ranks_are_those_of_nccl_tests():
@@ -345,15 +254,6 @@ def test_bandwidths_in_the_shape_of_nccl_tests_are_of_the_mean_and_by_its_conven
     assert nccl.text(run, results(run)).count("Collective test starting: ") == 2
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.004, "   0.00"), (12.9, "  12.90"), (1294.89, "1294.89"), (18529.4, "18529.4"), (107345.0, " 107345"),
-     (1234567.0, "1234567"), (None, "    N/A")],
-)  # fmt: skip
-def test_numbers_are_as_wide_as_in_nccl_tests(value: float | None, text: str):
-    assert nccl._number(value, 7) == text
-
-
 # -- pictures ---------------------------------------------------------------------------------------------------------
 
 
@@ -381,15 +281,6 @@ def test_pictures_are_svg_whose_text_is_text_and_come_out_the_same(sixty: tuple[
     assert drawn == draw(run, results(run))
 
 
-def test_pictures_of_ten_thousand_trials_are_small_and_show_each_sample():
-    run = made_run(10_000, steps=False)
-    drawn = draw(run, results(run))
-    assert sum(map(len, drawn.values())) < 600_000
-    images = re.findall(r'href="data:image/png;base64,([^"]*)"', drawn["trials"])
-    assert len(images) == 4
-    assert all(base64.b64decode(image).startswith(b"\x89PNG") for image in images)
-
-
 def test_the_slowest_trial_is_named_and_its_rounds_are_drawn(sixty: tuple[Run, dict[str, str]]):
     run, drawn = sixty
     took = run.end_ns.max(axis=(1, 2)) - run.start_ns.min(axis=(1, 2))
@@ -400,66 +291,6 @@ def test_the_slowest_trial_is_named_and_its_rounds_are_drawn(sixty: tuple[Run, d
     assert drawn["timeline"].count("<path") - whole.count("<path") == pytest.approx(6 * 4 * 4 * 2, abs=20)
 
 
-def test_sizes_that_are_all_the_same_have_no_picture_of_bandwidth_by_size():
-    run = made_run(30, workload=made_workload([4000, 4000]))
-    assert "busbw" not in draw(run, results(run))
-
-
-@given(st.lists(st.integers(1, 10**9), min_size=2, unique=True))
-def test_labels_of_sizes_do_not_overlap(sizes: list[int]):
-    kept = _apart(sorted(sizes))
-    assert set(kept) <= set(sizes)
-    whole = np.log(max(sizes) / min(sizes))
-    assert all(np.diff(np.log(kept)) >= whole / 11 * 0.999)
-
-
-@pytest.mark.parametrize(("low", "span"), representatives(3, [3e-6, 1.04e-3, 9.4e-2], [1.05, 1.3, 3, 12, 150, 4e4]))
-def test_labels_of_a_short_axis_do_not_overlap(low: float, span: float):
-    agg = pytest.importorskip("matplotlib.backends.backend_agg")
-    with look():
-        figure = blank(9.6, 2.5)
-        for axes in figure.subplots(1, 4):
-            axes.set_xscale("log")
-            axes.set_xlim(low, low * span)
-            seconds_axis(axes.xaxis, few=True)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        canvas = agg.FigureCanvasAgg(figure)
-        canvas.draw()
-        for axes in figure.axes:
-            boxes = [label.get_window_extent(canvas.get_renderer()) for label in axes.get_xticklabels()]
-            assert boxes
-            assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
-
-
-@pytest.mark.parametrize("span", [3, 30, 76, 150, 960, 4e4])
-def test_labels_beside_a_legend_do_not_overlap(span: float):
-    agg = pytest.importorskip("matplotlib.backends.backend_agg")
-    with look():
-        figure = blank(7.2, 3.5)
-        for axes in figure.subplots(1, 2):
-            axes.set_xscale("log")
-            axes.set_xlim(1.8e-4, 1.8e-4 * span)
-            seconds_axis(axes.xaxis, least=0.16)
-        canvas = agg.FigureCanvasAgg(figure)
-        canvas.draw()
-        for axes in figure.axes:
-            low, high = axes.get_xlim()
-            at = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
-            boxes = [label.get_window_extent(canvas.get_renderer()) for tick, label in at if low <= tick <= high]
-            assert len(boxes) > 1
-            assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
-
-
-def test_a_share_has_all_its_digits():
-    assert [_percent(share) for share in (0, 0.025, 0.15, 0.29, 1)] == ["0%", "2.5%", "15%", "29%", "100%"]
-
-
-def test_pictures_can_be_scrolled_where_the_page_is_narrow(tmp_path: Path):
-    page = write_page(made_run(20), results(made_run(20)), tmp_path / "report.html") or (tmp_path / "report.html")
-    style = page.read_text()
-    assert re.search(r"figure \{[^}]*overflow-x: auto", style), "their text stays large enough, so that they are wider"
-
-
 def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     write_run(made_run(20), tmp_path)
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
@@ -468,22 +299,6 @@ def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
     stored = Run.read(tmp_path)
     assert text == page(stored, results(stored))
     assert base_style() in text
-
-
-def test_many_transfers_and_ranks_that_take_no_part_are_drawn():
-    layers = [Transfer(f"layer{place}", 4000 + 400 * place) for place in range(30)]
-    workload = Workload("deep", (*layers, Transfer("activation", 4000, "send", (0, 1))), hosts=4)
-    run = made_run(40, workload=workload)
-    drawn = draw(run, results(run))
-    assert "layer29" in texts(drawn["trials"])
-    assert len([text for text in texts(drawn["cdf"]) if text.startswith("layer")]) <= 7
-    assert "send" in " ".join(texts(drawn["busbw"]))
-
-
-@pytest.mark.parametrize("trials", [1, 2, pytest.param(3, marks=pytest.mark.long)])
-def test_few_trials_are_drawn(trials: int):
-    run = made_run(trials, hosts=2)
-    assert len(draw(run, results(run))) == 5
 
 
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch):
@@ -545,13 +360,3 @@ def test_the_page_says_of_each_rank_what_it_did(tmp_path: Path):
     text = " ".join(" ".join(Links(page(run, results(run))).words).split())
     last = (run.start_ns.argmax(axis=2) == SLOW_RANK).mean()
     assert re.search(rf"{SLOW_RANK} host{SLOW_RANK} .* {last:.0%} 8% 12 2\.40us", text)
-
-
-def test_alike_hosts_are_described_once():
-    def hosts(run: Run) -> list[Any]:
-        return re.findall(r"Host of ([^<]*)<", page(run, results(run)))
-
-    run = made_run(0)
-    assert hosts(run) == ["ranks 0, 1, 2, 3"]
-    run.record["environment"][3]["kernel"] = "5.15"
-    assert hosts(run) == ["ranks 0, 1, 2", "rank 3"]

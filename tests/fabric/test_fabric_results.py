@@ -23,7 +23,7 @@ from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
 from penstock.fabric.terms import known_algorithms
 from penstock.fabric.times import TransferTimes, computed_step, measured_step
-from penstock.fabric.views.facts import notes, warnings
+from penstock.fabric.views.facts import warnings
 from penstock.fabric.workload import Transfer, Workload
 
 LINKS = [
@@ -120,13 +120,6 @@ def test_ideal_is_what_the_links_of_the_ranks_allow() -> None:
     assert made[1]["ideal_percent"] == pytest.approx(100 * (1e-4 + 0.08 / GOOD) / 2)
     assert results(run_of(np.full((10, 1), 1e-9), links=LINKS, network=NETWORK))["transfers"][0]["ideal_percent"] > 100
     assert results(run_of(np.full((10, 1), 2.0)))["transfers"][0]["ideal_percent"] is None
-
-
-def test_ideal_of_some_ranks_knows_nothing_of_others_links() -> None:
-    links = [{**link, "latency_seconds": 5e-3 if link["from"] == 1 else 1e-4} for link in LINKS]
-    pair = (Transfer("pair", 1_000_000, "send", ranks=(1, 2)),)
-    (made,) = results(run_of(np.full((10, 1), 2.0), pair, links=links))["transfers"]
-    assert made["bound_s"] == pytest.approx(5e-3 + 0.08), "though its ends have nearer neighbours"
 
 
 def test_what_goes_both_ways_is_timed_as_a_collective_is() -> None:
@@ -417,11 +410,6 @@ def test_a_run_that_says_it_is_complete_is_so_with_all_of_its_trials_alone() -> 
     assert (made["complete"], made["missing"]) == (False, "2 of 10 trials")
 
 
-def test_what_the_record_says_is_missing_comes_first() -> None:
-    made = results(run_of(np.full((8, 1), 1e-3), trials=10, complete=False, missing="host 2 does not answer"))
-    assert made["missing"] == "host 2 does not answer; 2 of 10 trials"
-
-
 def test_processors_are_judged() -> None:
     cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0, "involuntary_switches": 50}] * 4
     run = run_of(np.full((10, 1), 1e-3), cpu=cpu, shared_machine=True, machine_cores=2)
@@ -430,11 +418,6 @@ def test_processors_are_judged() -> None:
     assert results(run)["cpu"]["saturated"] is False
     run.record.update(shared_machine=False, environment=[{"cores": 1}] * 3 + [{"cores": None}])
     assert results(run)["cpu"]["utilization"] == pytest.approx(0.5 / 16)
-
-
-def test_a_clock_of_nanoseconds_loses_nothing() -> None:
-    run = run_of([[1.234567e-6]] * 6)
-    assert results(run)["transfers"][0]["time_s"]["max"] == pytest.approx(1235e-9, rel=1e-9)
 
 
 def test_ten_thousand_trials_bound_the_last_percentile_and_take_no_minute() -> None:
@@ -480,37 +463,6 @@ def _of_two(rate: float, latency: float, **record: Any) -> dict[str, Any]:
     }
 
 
-def test_two_delays_of_a_message_are_the_networks_however_busy_the_machine_is() -> None:
-    """The receiver's word that it is ready, and the message: at half of what is ideal, as nobody can do better."""
-    transfers = (Transfer("4", 4, "send", ranks=(0, 1)), Transfer("32KiB", 32_768, "send", ranks=(0, 1)))
-    times = np.full((10, 2), (0.4025, 0.677))
-    found = results(run_of(times, transfers, **_of_two(125e3, 0.2)))
-    assert found["transfers"][0]["ideal_percent"] == pytest.approx(50, abs=0.5)
-    assert "the processors are the limit" not in found["cpu"]["text"]
-    assert "yet the network alone accounts for at least 99% of the times" in found["cpu"]["text"]
-    assert not found["cpu"]["saturated"]
-    slower = results(run_of(2 * times, transfers, **_of_two(125e3, 0.2)))["cpu"]
-    assert "the processors are the limit" in slower["text"]
-
-
-def test_the_rounds_of_the_runs_own_algorithm_are_the_networks() -> None:
-    links = [{"from": a, "to": (a + 1) % 4, "latency_seconds": 0.05, "bytes_per_second": 1e7} for a in range(4)]
-    record: dict[str, Any] = {"links": links, "machine_cores": 2, **CRAMMED}
-    ring = results(run_of(np.full((10, 1), 0.36), (Transfer("t", 4),), **record))["cpu"]
-    assert "the processors are the limit" not in ring["text"], "six rounds, and a word before the first"
-    tree = results(run_of(np.full((10, 1), 0.36), (Transfer("t", 4),), algorithm="recursive-doubling", **record))["cpu"]
-    assert "the processors are the limit" in tree["text"], "it has two rounds"
-
-
-def test_a_link_that_the_machine_cannot_fill_is_no_limit() -> None:
-    """What was measured is what the machine could do: 1.5 Gbit/s of ten."""
-    record = _of_two(1.25e9, 0.0)
-    record["links"] = [{**one, "bytes_per_second": 1.9e8} for one in record["links"]]
-    found = results(run_of(np.full((10, 1), 0.044), (Transfer("t", 2**23, "send", ranks=(0, 1)),), **record))
-    assert found["transfers"][0]["ideal_percent"] < 20
-    assert "the processors are the limit" in found["cpu"]["text"]
-
-
 def test_a_figure_above_ideal_is_an_error_of_ours_and_no_argument() -> None:
     one = (Transfer("t", 2**17, "send", ranks=(0, 1)),)
     took = 2**17 / (GOOD * 125e3)
@@ -546,21 +498,3 @@ def test_the_step_of_sizes_by_hand_is_without_the_time_in_which_hosts_met() -> N
     assert measured_step(run, workload) == pytest.approx(np.full(10, 1.75))
     run.record.update(meets=True, iterations=5)
     assert measured_step(run, workload) == pytest.approx(np.full(10, 0.15))
-
-
-def test_whether_links_that_have_changed_are_the_limit_nobody_knows() -> None:
-    record = _of_two(125e3, 0.0)
-    record["network"]["rates"] = None
-    run = run_of(np.full((10, 1), 2.0), (Transfer("t", 4, "send", ranks=(0, 1)),), **record)
-    found = results(run)
-    assert "not known" in found["cpu"]["text"]
-    assert "Ideal is n/a: a scenario may have changed the links." in notes(run, found)
-
-
-def test_one_transfer_far_from_ideal_is_enough_for_processors_to_be_the_limit() -> None:
-    cpu = [{"cpu_seconds": 5.0, "wall_seconds": 10.0}] * 4
-    run = run_of(
-        np.full((10, 2), (1.05, 4.0)), (Transfer("near", 1_000_000), Transfer("far", 1_000_000)), links=LINKS, cpu=cpu,
-        shared_machine=True, machine_cores=2,
-    )  # fmt: skip
-    assert results(run)["cpu"]["saturated"] is True

@@ -41,7 +41,7 @@ def test_order_statistics_are_the_innermost_that_hold(q: float, more: int) -> No
     assert found is not None
     low, high = found
     below = scipy.stats.binom(count, q)
-    # Each is wrong in 2.5 % of cases at most, and its neighbour further in would be in more.
+    # Each is wrong in 2.5 % of cases at most, and its neighbor further in would be in more.
     assert below.cdf(low - 1) <= 0.025 * (1 + 1e-6)
     assert below.cdf(low) > 0.025 * (1 - 1e-6)
     assert below.sf(high - 1) <= 0.025 * (1 + 1e-6)
@@ -84,33 +84,6 @@ def test_the_mean_is_where_the_interval_says(sigma: float, count: int, least: fl
         plain += t[0] <= mean <= t[1]
     assert hits >= least * 1000
     assert hits >= plain - 10  # Student's t alone is never better, and of skewed samples worse
-
-
-@given(st.lists(st.floats(-0.1, 0.1), min_size=6, max_size=40).filter(lambda one: np.std(one) > 1e-3))
-def test_symmetric_samples_have_the_interval_of_student(half: list[float]) -> None:
-    samples = np.array([*(5 + one for one in half), *(5 - one for one in half)])
-    if correlation_time(samples) > 1:
-        return
-    error = samples.std(ddof=1) / math.sqrt(len(samples))
-    student = scipy.stats.t(len(samples) - 1, samples.mean(), error).interval(0.95)
-    assert mean_interval(samples) == pytest.approx(student, abs=1e-3 * error)
-
-
-@given(st.integers(0, 1000), st.sampled_from([8, 20, 30]))
-def test_skewed_samples_have_the_interval_of_hall(seed: int, count: int) -> None:
-    """At its ends the transformation of his paper, which is made to be symmetric, is Student's t."""
-    samples = np.random.default_rng(seed).lognormal(0, 0.3, count)
-    error, skewness = scipy.stats.sem(samples), scipy.stats.skew(samples)
-    interval = mean_interval(samples)
-    assert interval is not None
-    for end, q in zip(interval, (0.975, 0.025), strict=True):
-        t = (samples.mean() - end) / error
-        made = t + skewness * (t**2 / 3 + 1 / 6) / math.sqrt(count) + skewness**2 * t**3 / (27 * count)
-        assert made == pytest.approx(scipy.stats.t(count - 1).ppf(q), rel=1e-6, abs=1e-6)
-
-
-def test_equal_samples_have_an_interval_of_no_width() -> None:
-    assert mean_interval([0.1] * 30) == pytest.approx((0.1, 0.1))
 
 
 def test_samples_that_depend_on_each_other_bound_the_mean_less_well() -> None:
@@ -190,14 +163,6 @@ def test_dependent_trials_count_for_fewer() -> None:
     assert Summary.of(np.linspace(0, 1, 400)).p50 is None, "a drift has no middle"
 
 
-def test_few_dependent_trials_have_no_mean_interval_that_explodes() -> None:
-    draw = np.random.default_rng(5)
-    for _ in range(50):
-        samples = 200 + 50 * np.exp(_series(draw, 200, 0.9))
-        interval = mean_interval(samples)
-        assert interval is None or interval[1] - interval[0] < 4 * samples.std()
-
-
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-9, 1e3)), max_size=50))
 def test_a_histogram_counts_every_sample_where_it_is(samples: list[float]) -> None:
     edges, counts = log_histogram(samples)
@@ -239,38 +204,6 @@ def test_hosts_that_share_a_machine_saturate_it_together() -> None:
     assert busy.scheduler_tails
     assert "the processors are the limit" in busy.text
     assert "120 involuntary switches in 100 trials" in busy.text
-
-
-def test_of_machines_of_their_own_the_busiest_counts() -> None:
-    apart = saturation([usage(0.45), usage(0.9)], shared_machine=False, machine_cores=1, trials=100)
-    assert apart.saturated
-    assert apart.text.startswith("rank 1 is the busiest, 90% busy")
-    larger = saturation([usage(0.45), usage(0.9, 500)], shared_machine=False, machine_cores=1, trials=9, cores=[1, 8])
-    assert not larger.saturated
-    assert not larger.scheduler_tails
-
-
-def test_what_other_machines_took_counts_too() -> None:
-    stolen = saturation([usage(0.1, stolen=0.1)], shared_machine=False, machine_cores=2, trials=100)
-    assert stolen.saturated
-    assert "10% taken by other virtual machines" in stolen.text
-
-
-def test_what_else_the_machine_does_counts_too() -> None:
-    """The kernel's own work for the network, above all, is no process's."""
-    working = saturation([{**usage(0.1), "busy": 0.97}] * 2, shared_machine=True, machine_cores=2, trials=100)
-    assert (working.saturated, working.utilization) == (True, 0.97)
-    apart = [{**usage(0.1), "busy": 0.5}, {**usage(0.2), "busy": 0.9}]
-    assert saturation(apart, shared_machine=False, machine_cores=2, trials=9).text.startswith("rank 1 is the busiest")
-
-
-def test_crowded_cores_make_tails_before_they_are_full() -> None:
-    crowded = saturation([usage(0.1, 1)] * 4, shared_machine=True, machine_cores=2, trials=100)
-    assert (crowded.saturated, crowded.scheduler_tails) == (False, True)
-    rare = saturation([usage(0.1, 1)] * 4, shared_machine=True, machine_cores=2, trials=1000)
-    assert not rare.scheduler_tails
-    each_its_own = saturation([usage(0.1, 9)] * 2, shared_machine=True, machine_cores=2, trials=100)
-    assert not each_its_own.scheduler_tails
 
 
 def test_a_record_without_processors_says_nothing() -> None:

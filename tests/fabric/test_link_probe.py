@@ -7,15 +7,12 @@ import time
 from dataclasses import replace
 
 import fabric_jobs as jobs
-import numpy as np
 import pytest
-from drawn_runs import run_of
 from made_network import Tcp, TwoHosts
 
 from penstock.fabric.emulation import links, probe
 from penstock.fabric.emulation.probe import CHUNKS, FIRST_BYTES, Measured, is_long, next_chunk, one_way, pace
 from penstock.fabric.emulation.spec import Spec
-from penstock.fabric.views import facts
 from penstock.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.topology import Topology
@@ -40,20 +37,6 @@ def test_a_stream_is_measured_once_it_is_steady(mbit: float, delay: float) -> No
         assert tcp.now < 5, "it has to come to an end"
         chunk = next_chunk(chunk, found, 2 * delay)
     assert found.bytes_per_second == pytest.approx(rate, rel=0.01)
-
-
-def test_a_stream_that_still_grows_is_not_steady() -> None:
-    found = pace(_stream(Tcp(125e6, 0.05), FIRST_BYTES), FIRST_BYTES)
-    assert not found.steady
-    assert found.bytes_per_second < 0.5 * 125e6
-
-
-def test_a_receiver_that_is_woken_late_now_and_then_changes_nothing() -> None:
-    stamps = [0.01 * n for n in range(CHUNKS)]
-    stamps[CHUNKS // 2] += 0.009
-    stamps[-3] += 0.008
-    assert pace(stamps, 1000).bytes_per_second == pytest.approx(1e5, rel=1e-6)
-    assert pace([1.0] * CHUNKS, 1000).bytes_per_second == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -138,26 +121,3 @@ def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
     for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):
         assert found[way].latency_seconds == pytest.approx(latency * 1e-3, abs=2e-6)
         assert found[way].missing_seconds == 0
-
-
-def test_where_nobody_knows_the_shapers_both_ends_are_as_fast_as_the_stream() -> None:
-    assert links.ends_of(SPEC, (0, 1)) is None
-    assert links.ends_of(replace(SPEC, network={**(_spec("1mbit").network or {}), "rates": None}), (0, 1)) is None
-
-
-def test_a_message_that_came_sooner_than_its_bytes_can_is_told_of() -> None:
-    ends = {(0, 1): probe.Ends(125e3, 125e3), (1, 0): probe.Ends(125e3, 125e3)}
-    found = one_way(2 * (320 * 8e-6 - 45e-6), {(0, 1): 1.2e5, (1, 0): 1.2e5}, ends)
-    for one in found.values():
-        assert one.latency_seconds == 0
-        assert one.missing_seconds == pytest.approx(45e-6)
-    link = {"from": 0, "to": 1, **found[0, 1]._asdict()}
-    told = dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))
-    assert told["link 0-1"].startswith("alpha 0s (0: a few bytes arrived up to 45.0us sooner than these rates allow)")
-    link["missing_seconds"] = 0.0
-    assert "sooner" not in dict(facts.links(run_of(np.full((10, 1), 1e-3), links=[link])))["link 0-1"]
-
-
-def test_neighbours_are_those_of_a_ring() -> None:
-    assert probe.neighbours(2) == ((0, 1),)
-    assert probe.neighbours(4) == ((0, 1), (1, 2), (2, 3), (3, 0))

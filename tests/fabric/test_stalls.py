@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from made_runs import made_run
@@ -17,7 +14,6 @@ from penstock.fabric.workload import Workload
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
 from penstock.network.switch.filling import Decided, stalls, tables
-from penstock.network.switch.protocol import Order, Setup
 from penstock.network.topology import Topology
 
 MS = 1_000_000
@@ -40,30 +36,6 @@ def test_a_trial_meets_a_stall_that_it_overlaps() -> None:
     assert stalled(_run(*trials)) == (3, 4, 5, 7, 8)
 
 
-def test_a_trial_lasts_from_its_first_rank_to_its_last() -> None:
-    run = _run((1400, 1510), (1560, 1600))
-    run.end_ns[0, 0, 1] = 1450 * MS
-    assert stalled(run) == (0,)
-    run.start_ns[1, 0, 0] = 1540 * MS
-    assert stalled(run) == (0, 1)
-
-
-def test_links_that_have_changed_stall_no_more() -> None:
-    over = {**STALL, "until_ns": 2010 * MS}
-    trials = [(1520, 1530), (2005, 2009), (2020, 2030), (2400, 2700)]
-    assert stalled(_run(*trials, stalls=[over])) == (0, 1)
-    again = {**STALL, "since_ns": 2010 * MS}
-    assert stalled(_run(*trials, stalls=[over, again])) == (0, 1, 3)
-
-
-def test_without_stalls_nothing_is_marked() -> None:
-    assert stalled(_run((1400, 1600), stalls=[])) == ()
-    assert stalled(made_run(5)) == ()
-    run = made_run(5)
-    assert results(run)["stalled"] == []
-    assert "stalls" not in dict(facts(run, results(run)))
-
-
 def test_the_report_names_them() -> None:
     trials = [(number, number + 3) for number in range(1000, 1600, 10)]
     run = _run(*trials)
@@ -84,47 +56,3 @@ def test_the_switch_tells_each_stall_once_and_from_when_on_it_is() -> None:
     Decided(t, Topology(parse_link("100mbit"), {}), 2, 80 * MS)
     assert stalls(t) == set()
     assert t.lines[0, columns.LOOSE] == 0
-
-
-class _Nothing:
-    """Stands for what counts the frames that a device holds."""
-
-    def __init__(self, *given: object) -> None:
-        pass
-
-    def count(self) -> int:
-        return 0
-
-
-@pytest.fixture
-def without_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A switch of which nobody sends anything: pipes in place of the hosts' devices."""
-    pytest.importorskip("numba")
-    from penstock.network.switch import serve
-
-    ends: list[int] = []
-
-    def opened(*given: object) -> int:
-        ends.extend(os.pipe())
-        return ends[-2]
-
-    monkeypatch.setattr(serve, "open_tap", opened)
-    monkeypatch.setattr(serve, "Unread", _Nothing)
-    yield
-    for end in ends:
-        os.close(end)
-
-
-@pytest.mark.usefixtures("without_devices")
-def test_the_switch_still_tells_the_stalls_of_links_that_have_changed() -> None:
-    from penstock.network.switch.serve import Served
-
-    def link(text: str) -> Order:
-        return Order(Topology(parse_link(text), {}))
-
-    served = Served(Setup(("a", "b"), "eth0", link("100mbit stall 2ms every 9ms")))
-    served.obey(link("100mbit stall 3ms every 9ms"))
-    served.obey(link("100mbit"))
-    first, second = served.obey(Order(tells=True))["stalls"]
-    assert (first["length_ns"], second["length_ns"]) == (2 * MS, 3 * MS)
-    assert first["since_ns"] < first["until_ns"] == second["since_ns"] < second["until_ns"]

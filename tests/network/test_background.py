@@ -1,4 +1,4 @@
-"""Neighbours' traffic: what a text means, and how much of it comes when."""
+"""Neighbors' traffic: what a text means, and how much of it comes when."""
 
 import itertools
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ArgumentError
-from penstock.network.background import AHEAD_NS, Neighbour, Stream, arrivals, parse_background
+from penstock.network.background import AHEAD_NS, Neighbor, arrivals, parse_background
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns
 from penstock.network.switch.filling import tables
@@ -18,15 +18,15 @@ from penstock.network.topology import Topology
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("50mbit", Neighbour(None, bytes_per_second=6.25e6)),
-        ("50mbit to 1", Neighbour(1, bytes_per_second=6.25e6)),
-        ("50mbit size 500 to 1", Neighbour(1, 500, bytes_per_second=6.25e6)),
-        ("10gbit size 100", Neighbour(None, 12500, bytes_per_second=1.25e9)),  # no more than 100,000 frames a second
-        ("incast 1mb every 100ms to 2", Neighbour(2, burst_bytes=1024**2, period_seconds=0.1)),
-        ("incast 1mb every 10ms size 64", Neighbour(None, 1049, burst_bytes=1024**2, period_seconds=0.01)),
+        ("50mbit", Neighbor(None, bytes_per_second=6.25e6)),
+        ("50mbit to 1", Neighbor(1, bytes_per_second=6.25e6)),
+        ("50mbit size 500 to 1", Neighbor(1, 500, bytes_per_second=6.25e6)),
+        ("10gbit size 100", Neighbor(None, 12500, bytes_per_second=1.25e9)),  # no more than 100,000 frames a second
+        ("incast 1mb every 100ms to 2", Neighbor(2, burst_bytes=1024**2, period_seconds=0.1)),
+        ("incast 1mb every 10ms size 64", Neighbor(None, 1049, burst_bytes=1024**2, period_seconds=0.01)),
     ],
 )
-def test_texts(text: str, expected: Neighbour) -> None:
+def test_texts(text: str, expected: Neighbor) -> None:
     found = parse_background(text, 4)
     for name in ("target", "frame_bytes", "burst_bytes", "text"):
         assert getattr(found, name) == (text if name == "text" else getattr(expected, name))
@@ -78,11 +78,6 @@ def test_a_rate_comes_at_random_and_in_full() -> None:
     assert frames != _until("80mbit size 1000", 2.0, host=1)
 
 
-def test_an_incast_comes_at_once() -> None:
-    frames = _until("incast 4000 every 10ms size 1514", 0.025)
-    assert frames == [(at * 10_000_000, size) for at in (1, 2) for size in (1514, 1514, 972)]
-
-
 def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("seconds,bytes\n0,100\n0.5,200\n1,300\n")
@@ -111,20 +106,8 @@ def test_a_trace_that_is_none_is_refused(tmp_path: Path, rows: str, said: str) -
         parse_background(f"trace {path}", 4)
 
 
-def test_several_neighbours_come_in_order_and_in_parts() -> None:
-    neighbours = [parse_background(text, 4) for text in ("8mbit", "incast 3kb every 7ms to 0", "5mbit to 1")]
-    stream, whole = Stream(neighbours, 1, 0), Stream(neighbours, 1, 0)
-    parts = [stream.until(end, most) for end, most in ((5_000_000, 3), (9_000_000, 100), (50_000_000, 10_000))]
-    at_ns, sizes = whole.until(50_000_000, 10_000)
-    assert [at for part in parts for at in part[0].tolist()] == at_ns.tolist() == sorted(at_ns.tolist())
-    assert [size for part in parts for size in part[1].tolist()] == sizes.tolist()
-    assert len(parts[0][0]) <= 3
-    other, _ = Stream(neighbours, 1, 2).until(50_000_000, 10_000)
-    assert 0 < len(other) < len(at_ns)
-
-
 @pytest.mark.alone
-def test_neighbours_come_from_the_moment_on_that_they_were_ordered() -> None:
+def test_neighbors_come_from_the_moment_on_that_they_were_ordered() -> None:
     t = tables(Topology(parse_link("1gbit")), [-1, -1], 0)
     began = time.monotonic_ns()
     background = Background(t, (parse_background("80mbit size 1000 to 1", 2),), 1)

@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.errors import FabricError
 from penstock.network import holdback, keeper
 from penstock.network.checks import why_not
-from penstock.network.holdback import LEAST_SHARE, GroupsV1, GroupsV2, Means, Signals, quota
+from penstock.network.holdback import GroupsV1, GroupsV2, Means, Signals, quota
 from penstock.network.machines import Machines, clean
 
 pytestmark = pytest.mark.alone
@@ -213,15 +211,6 @@ def test_a_host_whose_holder_is_lost_is_named(means: type[Means]) -> None:
     assert keeper.names_of(made.id) == []
 
 
-@hosts_needed
-@groups_only
-def test_a_quota_that_somebody_changed_is_named(means: type[Means]) -> None:
-    made = Machines(2, slow={1: 0.5})
-    with pytest.raises(FabricError, match=r"host 1 was not slowed until the end: \S+-h1-cpu/cpu\.\S+ now says"), made:
-        keeper._free(keeper.groups_of(made.id))
-    assert keeper.names_of(made.id) == keeper.groups_of(made.id) == []
-
-
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
@@ -285,27 +274,6 @@ def test_clean_removes_a_slow_host_whose_maker_and_keeper_were_killed(means: typ
         assert living.poll() is None
 
 
-@hosts_needed
-@groups_only
-def test_clean_knows_groups_by_their_names(means: type[Means]) -> None:
-    ended = subprocess.run([*PYTHON, "import os; print(os.getpid())"], check=True, capture_output=True, text=True)
-    left = f"penstock-{int(ended.stdout)}-1-77"
-    ours = f"penstock-{os.getpid()}-{keeper.started(os.getpid())}-77"
-    others = [f"{left}-h0", f"{left}-switch-cpu", f"my-{left}-h0-cpu", "penstock-of-somebody-else-h0-cpu"]
-    kept = [keeper.group_name(ours, 0), *others]
-    place = next(place for version, place, _ in keeper.group_mounts() if f"v{version}" in means.name)
-    folders = [place / name for name in (*kept, keeper.group_name(left, 0))]
-    try:
-        for folder in folders:
-            folder.mkdir()
-        assert folders[-1].name in clean()
-        assert [folder.exists() for folder in folders] == [True] * len(kept) + [False]
-    finally:
-        for folder in folders:
-            if folder.exists():
-                folder.rmdir()
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -351,11 +319,6 @@ def test_who_is_not_root_is_told_so_before_anything_is_made(monkeypatch: pytest.
         pass
 
 
-def test_no_slow_host_needs_no_means() -> None:
-    assert Machines(2).held_back_by is None
-    assert Machines(2, slow={}).slow == {}
-
-
 # -- cgroups ----------------------------------------------------------------------------------------------------------
 
 
@@ -371,13 +334,6 @@ def test_no_slow_host_needs_no_means() -> None:
 )
 def test_quotas(share: float, expected: tuple[int, int]) -> None:
     assert quota(share) == expected
-
-
-@given(st.floats(LEAST_SHARE, 1))
-def test_every_share_has_a_quota_that_the_kernel_takes(share: float) -> None:
-    quota_us, period_us = quota(share)
-    assert 1000 <= quota_us <= period_us <= 1_000_000
-    assert quota_us / period_us == pytest.approx(share, rel=1e-3)
 
 
 def test_where_cgroups_are_mounted(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("100mbit burst", "burst", "needs a value"),
         ("100mbit burst 4q", "4q", "not a size"),
         ("100mbit latency 4q", "4q", "not a time"),
-        ("100mbit mtu 1e3", "1e3", "not a whole number"),
+        ("100mbit mtu 1e3", "1e3", "not an integer"),
         ("100mbit burst 4k burst 8k", "burst 8k", "sets the burst again"),
         ("100mbit limit 1mb latency 2ms", "latency", "one of them"),
         ("100mbit delay", "delay", "needs a value"),

@@ -45,42 +45,13 @@ def test_every_fact_is_a_line() -> None:
         "network    2 hosts, 100mbit loss 1%, by a switch in user space (priority: real-time)",
         "host 1     link 10mbit",
         "host 0     held to 0.25 of a core, by cgroup v1",
-        "neighbour  5mbit to 1",
+        "neighbor   5mbit to 1",
         "           frames carry 9000 bytes",
         "change     3.0 s, step 5: host = 1, gone = True",
         "host 0     out 1,200 frames, 1.5 MB (12 lost); in 1,200 frames, 1.5 MB",
         "host 1     out 1,200 frames, 1.5 MB; in 1,200 frames, 1.5 MB (3 dropped because the queue was "
-        "full); neighbours 2.5 MB",
+        "full); neighbors 2.5 MB",
         "switch     p50 4.87us, p99 4.87us, worst 5.00us: how late frames left",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("shaper", "link", "says"),
-    [
-        (None, None, "3 hosts, as fast as this machine can"),
-        ("tbf", "1gbit", "3 hosts, 1gbit, by the kernel's tbf"),
-        ("netem", "1gbit delay 1ms", "3 hosts, 1gbit delay 1ms, by netem"),  # of a run that an older version made
-    ],
-)
-def test_network_that_nobody_counts_is_one_line(shaper: str | None, link: str | None, says: str) -> None:
-    assert network_lines(described(3, shaper, link)) == [f"network    {says}"]
-
-
-def test_many_hosts_are_told_in_sum() -> None:
-    lines = network_lines(described(40), told=told(40))
-    assert lines[1] == (
-        "all hosts  out 48,000 frames, 60.0 MB (12 lost); in 48,000 frames, 60.0 MB (3 dropped because the queue was "
-        "full); neighbours 2.5 MB"
-    )
-    assert len(lines) == 3
-
-
-def test_network_without_a_frame() -> None:
-    t = filling.tables(Topology(parse_link("1gbit")), [-1], time.monotonic_ns())
-    assert network_lines(described(1), told=filling.told(t), elapsed_seconds=1.0)[1:] == [
-        "host 0     out 0 frames, 0 B; in 0 frames, 0 B",
-        "switch     no frame passed",
     ]
 
 

@@ -23,7 +23,6 @@ from penstock.network.topology import Topology, parse_own
 
 _MISSING = why_not()
 hosts_needed = pytest.mark.skipif(_MISSING is not None, reason=str(_MISSING))
-tc_needed = pytest.mark.skipif(keeper.tool("tc") is None or os.geteuid() != 0, reason="asks tc, as root")
 
 PLAIN = Topology(parse_link("100mbit"))
 FAR = Topology(parse_link("100mbit delay 5ms"))
@@ -86,17 +85,6 @@ def test_what_a_shaper_cannot_do_is_refused(
     topology = Topology(parse_link(text), {host: parse_link(one) for host, one in own.items()})
     with pytest.raises(ArgumentError, match=re.escape(said)):
         choose(topology, 4, wanted, only_switch)
-
-
-def test_frames_are_larger_where_there_would_be_too_many(machine: pytest.MonkeyPatch) -> None:
-    found = choose(Topology(parse_link(HEADLINE)), 4)
-    assert (found.name, found.topology.mtu) == ("switch", 9000)
-    assert "frames carry 9000 bytes: with 1500, all hosts together could send 495,376" in found.remarks[0]
-    assert choose(Topology(parse_link("100mbit delay 1ms")), 4).topology.mtu == 1500
-    asked = Topology(parse_link("300mbit delay 1ms mtu 1500"))
-    assert choose(asked, 4) == Shaper("switch", asked)
-    own = Topology(parse_link("10mbit delay 1ms"), {0: parse_link("2gbit"), 1: parse_link("2gbit")})
-    assert choose(own, 4).topology.mtu == 9000
 
 
 @pytest.mark.parametrize(

@@ -28,26 +28,6 @@ def test_slow_hosts_that_are_none(slow: dict[int, float], said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("texts", "slow"),
-    [
-        ((), {}),
-        ("2=25%", {2: 0.25}),
-        (["2=0.25"], {2: 0.25}),
-        (["2=.25"], {2: 0.25}),
-        (["3=100%"], {3: 1.0}),
-        (["3=1"], {3: 1.0}),
-        (["3=1.%"], {3: 0.01}),
-        (["0=0.1%"], {0: 0.001}),
-        (["2=25%,0=50%"], {0: 0.5, 2: 0.25}),
-        ([" 2 = 25 % , 0=0.5 "], {0: 0.5, 2: 0.25}),
-        (("2=25%", "1=12.5%,0=50%"), {0: 0.5, 1: 0.125, 2: 0.25}),
-    ],
-)
-def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> None:
-    assert parse_slow(texts, 4) == slow
-
-
-@pytest.mark.parametrize(
     ("texts", "said"),
     [
         (["4=25%"], "host 4 cannot be slowed, because it does not exist: the hosts are 0 to 3"),
@@ -78,8 +58,3 @@ def test_texts_of_slow_hosts(texts: str | list[str], slow: dict[int, float]) -> 
 def test_texts_that_are_none(texts: list[str], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         parse_slow(texts, 4)
-
-
-def test_one_host_is_not_called_several() -> None:
-    with pytest.raises(ArgumentError, match="there is only host 0"):
-        parse_slow("1=25%", 1)

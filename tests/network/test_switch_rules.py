@@ -22,7 +22,7 @@ pytest.importorskip("numba")
 from switch_by_hand import Given, Network, Taken
 
 from penstock.compiled import folder
-from penstock.network.model import CORRUPT, JUMPS, LOST, TWICE, Draws
+from penstock.network.model import CORRUPT, LOST, TWICE, Draws
 from penstock.network.parse import parse_link
 from penstock.network.switch import columns, heap, loop
 from penstock.network.switch.filling import Decided, tables, told
@@ -187,28 +187,9 @@ def test_the_loop_does_what_its_rules_say(
     _assert_as_by_hand(_topology(link, own, seed), frames, near=near, gone=gone)
 
 
-def test_what_a_host_lets_go_at_once_is_as_far_apart_as_its_rate_has_it() -> None:
-    frames = [Given(100, 0, 1, 1514), Given(100, 0, 2, 1514), Given(100, 0, 1, 700), Given(90_000, 0, 2, 60)]
-    taken = sorted(_assert_as_by_hand(_topology("up 100mbit down 1gbit"), frames), key=lambda one: one.number)
-    there = [100, 100 + 1514 * 80, 100 + (1514 + 700) * 80, 100 + (1514 + 700 + 60) * 80]
-    assert [one.at for one in taken] == [at + frame.size * GBIT_NS for at, frame in zip(there, frames, strict=True)]
-
-
 def test_frames_back_to_back_are_as_far_apart_as_the_rate_has_it() -> None:
     taken = _assert_as_by_hand(_topology("1gbit"), [Given(100, 0, 1, size) for size in (1514, 1514, 60, 1514)])
     assert [one.at for one in taken] == list(np.cumsum([100 + 1514 * 8, 1514 * 8, 60 * 8, 1514 * 8]))
-
-
-def test_what_many_send_to_one_shares_its_rate() -> None:
-    frames = [Given(place // 2, place % 2, 2, 1514) for place in range(20)]
-    taken = _assert_as_by_hand(_topology("1gbit"), frames)
-    assert [one.number for one in taken] == list(range(20))
-    assert np.diff([one.at for one in taken]).tolist() == [1514 * GBIT_NS] * 19
-
-
-def test_ties_go_to_who_came_first() -> None:
-    taken = _assert_as_by_hand(_topology("1gbit delay 1ms"), [Given(7, place % 2, 2, 60) for place in range(10)])
-    assert [one.number for one in taken] == list(range(10))
 
 
 def test_a_queue_holds_its_limit_and_no_more() -> None:
@@ -217,36 +198,6 @@ def test_a_queue_holds_its_limit_and_no_more() -> None:
     assert [one.number for one in _assert_as_by_hand(narrow, frames)] == [0, 1, 2, 3, 4]
     later = [*frames, Given(2 * 1514 * GBIT_NS, 0, 1, 1514)]
     assert [one.number for one in _assert_as_by_hand(narrow, later)] == [0, 1, 2, 3, 4, 10]
-
-
-def test_order_is_kept_but_for_frames_that_jump() -> None:
-    topology = _topology("1gbit delay 5ms jitter 4ms distribution normal reorder 10%")
-    frames = [Given(place * 100_000, 0, 1, 100) for place in range(300)]
-    fate = Draws(topology.link.impairment, 1, 0).next(300).fate
-    jumpers = {*np.flatnonzero(fate & JUMPS).tolist()}
-    assert 15 < len(jumpers) < 50
-    numbers = [one.number for one in _assert_as_by_hand(topology, frames)]
-    assert sorted(numbers) == list(range(300))
-    others = [number for number in numbers if number not in jumpers]
-    assert others == sorted(others)
-    for place, number in enumerate(numbers):
-        if number in jumpers:  # past others, and no other past it
-            assert all(other < number or other in jumpers for other in numbers[:place])
-    overtaken = [number for number in jumpers if any(other < number for other in numbers[numbers.index(number) :])]
-    assert len(overtaken) > len(jumpers) / 2
-
-
-def test_frames_overtake_each_other_where_that_is_asked_for() -> None:
-    text = "1gbit delay 5ms jitter 4ms"
-    frames = [Given(place * 100_000, 0, 1, 60) for place in range(300)]
-    delays = Draws(_topology(text).link.impairment, 1, 0).next(300).delay_ns
-    own = np.array([frame.at for frame in frames]) + 60 * GBIT_NS + delays
-    loose = _assert_as_by_hand(_topology(f"{text} overtaking"), frames)
-    assert [one.number for one in loose] == np.argsort(own, kind="stable").tolist()
-    kept = _assert_as_by_hand(_topology(text), frames)
-    assert [one.number for one in kept] == list(range(300))
-    took = [np.mean([one.at - frames[one.number].at for one in taken]) for taken in (loose, kept)]
-    assert took[0] < 5.5 * MS < 7 * MS < took[1], "what keeps its order turns jitter into delay"
 
 
 def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:
@@ -264,17 +215,6 @@ def test_frames_are_lost_doubled_and_damaged_where_the_model_says() -> None:
     assert len({one.wrong for one in taken}) > 20
 
 
-def test_a_delay_below_that_of_the_frame_before_waits_for_it() -> None:
-    topology = _topology("1gbit delay 5ms jitter 4ms")
-    delays = Draws(topology.link.impairment, 1, 0).next(100).delay_ns
-    at, serial = np.arange(100) * 500_000, 60 * GBIT_NS
-    taken = _assert_as_by_hand(topology, [Given(int(one), 0, 1, 60) for one in at])
-    expected: list[int] = []
-    for leaves in np.maximum.accumulate(at + delays).tolist():
-        expected.append(max(leaves, expected[-1] if expected else 0) + serial)  # and they stand in the queue
-    assert [one.at for one in taken] == expected
-
-
 def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() -> None:
     topology = _topology("1gbit stall 20ms every 50ms")
     frames = [Given(place * MS, 0, 1, 1514) for place in range(200)]
@@ -290,20 +230,6 @@ def test_nothing_leaves_during_a_stall_and_what_was_held_leaves_at_the_rate() ->
     assert len(held) > 20  # of a stall and of the first ms after it
 
 
-def test_what_a_stall_has_held_is_not_lost_for_want_of_room() -> None:
-    topology = _topology(f"1gbit stall 20ms every 50ms limit {3 * 1514}")
-    frames = [Given(51 * MS + place * 100_000, 0, 1, 1514) for place in range(250)]
-    assert [one.number for one in _assert_as_by_hand(topology, frames)] == list(range(250))
-
-
-def test_a_stall_towards_a_host_fills_the_queue_that_it_holds() -> None:
-    topology = _topology("1gbit", {1: "up 1gbit down 1gbit stall 20ms every 50ms limit 15140"})
-    frames = [Given(51 * MS + place * MS, 0, 1, 1514) for place in range(15)]
-    taken = _assert_as_by_hand(topology, frames)
-    assert [one.number for one in taken] == list(range(11))  # one that is at its turn, and ten in the queue
-    assert [one.at for one in taken] == [70 * MS + place * 1514 * GBIT_NS for place in range(11)]
-
-
 def test_a_host_that_is_gone_gets_and_sends_nothing() -> None:
     topology = _topology("1gbit delay 2ms")
     network = Compiled(topology)
@@ -313,17 +239,6 @@ def test_a_host_that_is_gone_gets_and_sends_nothing() -> None:
     network.gone()
     network.taken.clear()
     assert [one.target for one in network.play([Given(10 * MS, 0, 1, 60), Given(10 * MS, 1, 0, 60)])] == [1, 0]
-
-
-@pytest.mark.parametrize("gone_at", [1 * MS, 2 * MS + 100])
-def test_frames_under_way_to_a_host_that_goes_are_lost(gone_at: int) -> None:
-    network = Compiled(_topology("1gbit delay 2ms"))
-    network._come(0, Given(0, 0, 1, 60))
-    network.until(gone_at)
-    network.gone(1)
-    network.until(None)
-    assert network.taken == []
-    assert told(network.t)["links"][1]["down"]["host_gone"] == 1
 
 
 def test_background_takes_its_share_of_the_rate() -> None:
@@ -336,15 +251,6 @@ def test_background_takes_its_share_of_the_rate() -> None:
     assert shared == pytest.approx(2 * alone, rel=0.01)
     untouched = _assert_as_by_hand(_topology("1gbit"), spread, near={2: near})
     assert [one.at for one in untouched] == [frame.at + 1514 * GBIT_NS for frame in spread]
-
-
-def test_background_takes_its_room_in_the_queue() -> None:
-    near = [(0, 1514)] * 9
-    narrow = _topology(f"up 1000gbit down 1gbit limit {10 * 1514}")
-    taken = _assert_as_by_hand(narrow, [Given(1, 0, 1, 1500)] * 5, near={1: near})
-    assert [one.number for one in taken] == [0]
-    full = [(0, 1514)] * 40
-    assert _assert_as_by_hand(narrow, [Given(1, 0, 1, 1514)], near={1: full}) == []
 
 
 def test_own_links_are_met_in_either_direction_and_both_between_two() -> None:
@@ -368,15 +274,6 @@ def test_other_links_from_now_on_leave_frames_under_way_as_they_are() -> None:
     assert network.taken[0] == Taken(10 * MS + 60 * GBIT_NS, 0, 1)
     assert [one.number for one in network.taken[1:]] == [k + 1 for k in range(100) if not fate[k] & LOST]
     assert all(one.at > 10 * MS for one in network.taken)  # in order, so not before the one that came first
-
-
-def test_the_period_of_new_stalls_begins_with_them_and_that_of_old_ones_goes_on() -> None:
-    network = Compiled(_topology("1gbit"))
-    text = "1gbit stall 20ms every 50ms"
-    network.decided = Decided(network.t, _topology(text), 1, 30 * MS)
-    network.decided = Decided(network.t, _topology(f"{text} delay 1us"), 2, 70 * MS)
-    frames = [Given(at * MS, 0, 1, 60) for at in (40, 79, 81, 110, 129, 131)]
-    assert [one.at // MS for one in network.play(frames)] == [40, 79, 100, 110, 129, 150]
 
 
 class Wires:
@@ -470,38 +367,11 @@ def test_a_frame_to_all_gets_to_all_others(three: Wires) -> None:
     assert three.t.state[columns.SPARES] == len(three.t.slots)
 
 
-def test_a_frame_to_all_takes_its_time_on_its_hosts_link_once() -> None:
-    with Wires(_topology("1mbit delay 2s")) as wires:  # on a faster link, frames come as the switch reads them
-        for number in range(3):
-            wires.send(1, 255, number, 1000)
-        wires.pass_on(lambda: wires.t.state[columns.READS] == 3)
-        due = sorted({*wires.t.heap[: wires.t.state[columns.WAITING], columns.DUE_NS].tolist()})
-        assert np.diff(due).tolist() == [1000 * 1000 * GBIT_NS] * 2
-        assert wires.told()[1]["up"]["frames"] == 3
-
-
-def test_frames_to_nobody_and_to_oneself_are_counted(three: Wires) -> None:
-    came = three.exchange([(0, 7), (0, 0), (0, 1)])
-    assert [_numbers(frames) for frames in came] == [[], [2], []]
-    assert three.told()[0]["up"]["no_such_host"] == 2
-
-
 def test_a_frame_of_nothing_but_a_header_ends_no_loop(three: Wires) -> None:
     three._hosts[0].send(bytes(5) + b"\x02" + bytes(8))
     three.send(0, 1, 9)
     three.pass_on(lambda: three.t.state[columns.READS] >= 1 and three.is_idle())
     assert _numbers(three.came(1)) == [9]
-
-
-def test_a_frame_that_is_due_at_a_host_that_is_gone_is_lost() -> None:
-    with Wires(_topology("1gbit delay 2s")) as wires:
-        wires.send(0, 1, 0)
-        wires.pass_on(lambda: wires.t.state[columns.READS] == 1)
-        slot = heap.pop(wires.t) >> 1  # and from here on by hand, without the two seconds
-        wires.t.lines[1, columns.GONE] = 1
-        loop._send(wires.t, slot, 0, 1)
-        assert wires.came(1) == []
-        assert wires.told()[1]["down"]["host_gone"] == 1
 
 
 def test_a_frame_leaves_as_soon_as_it_is_due() -> None:

@@ -378,10 +378,10 @@ def test_ping_takes_the_delay_twice(changing: Machines) -> None:
     assert 10e-3 < min(trips) < 10e-3 + 2 * QUICKEST_SECONDS
 
 
-# Neighbours.
+# Neighbors.
 
 
-def test_neighbours_take_their_share_of_a_link_and_of_nobody_elses() -> None:
+def test_neighbors_take_their_share_of_a_link_and_of_nobody_elses() -> None:
     size, count, rate = 1514, 2400, 20e6 / 8
     every = size / (0.8 * rate)
 

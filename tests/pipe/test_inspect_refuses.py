@@ -161,7 +161,7 @@ def test_stages_are_those_of_one_copy() -> None:
 )
 def test_what_is_not_a_number_is_refused(given: dict[str, Any]) -> None:
     (name, value), *_ = given.items()
-    with pytest.raises(PenstockError, match=f"{name}={value!r}: expected a whole number"):
+    with pytest.raises(PenstockError, match=f"{name}={value!r}: expected an integer"):
         penstock.inspect(layers(), (X,), **given)
 
 

@@ -127,7 +127,7 @@ def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "mine" / "ranks").mkdir(parents=True)
     with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; give another folder"):
         train(tmp_path / "mine")
-    with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected a whole number"):
+    with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected an integer"):
         RunFolder("runs/x", timeline_every=-1)
 
 

@@ -448,7 +448,7 @@ def test_a_plan_that_was_spoilt_is_refused(tmp_path: Path, name: str, value: obj
 @pytest.mark.parametrize("name", ["replicas", "ranks", "chunks", "microbatches", "rows"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 def test_a_choice_of_nothing_is_refused(name: str, value: object) -> None:
-    with pytest.raises(ArgumentError, match=f"{name}={value!r}: expected a whole number, at least 1"):
+    with pytest.raises(ArgumentError, match=f"{name}={value!r}: expected an integer >= 1"):
         replace(Choice(1, 2, 1, "1f1b", 4, 1), **{name: value})  # type: ignore[arg-type]
 
 

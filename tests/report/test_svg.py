@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.errors import ArgumentError
-from penstock.report.colours import DARK, LIGHT, Kind, shade
-from penstock.report.marks import Axis, said_of
+from penstock.report.colors import DARK, LIGHT, Kind, shade
+from penstock.report.marks import said_of
 from penstock.report.svg import Panel, panel_of, schedule_svg, svg
 from penstock.schedule import Action, Placement, Schedule, generate
 from penstock.schedule.grid import in_slots
@@ -97,16 +97,16 @@ def test_slices_are_named() -> None:
     assert made[1][4] == "0.1"
 
 
-def test_colours_are_those_of_the_palette_for_each_background() -> None:
+def test_colors_are_those_of_the_palette_for_each_background() -> None:
     schedule = generate("zb-v", 2, 4)
     auto, light, dark = (schedule_svg(schedule, background=it) for it in ("auto", "light", "dark"))
     assert "prefers-color-scheme" in auto
     assert "prefers-color-scheme" not in light + dark
     for theme, text, other in ((LIGHT, light, DARK), (DARK, dark, LIGHT)):
         for chunk, parity in ((0, 0), (1, 1)):
-            colour = shade(theme, Kind.W, chunk, parity)
-            assert f".W-{chunk}-{parity}{{fill:{colour}}}" in text
-            assert f".W-{chunk}-{parity}{{fill:{colour}}}" in auto
+            color = shade(theme, Kind.W, chunk, parity)
+            assert f".W-{chunk}-{parity}{{fill:{color}}}" in text
+            assert f".W-{chunk}-{parity}{{fill:{color}}}" in auto
         assert f".page{{fill:{theme.page}}}" in text
         assert f".page{{fill:{other.page}}}" not in text
     found = re.findall(r'<g class="(\S+)"><title>(\S+) .*microbatch (\d), stage (\d)', light)
@@ -120,31 +120,6 @@ def test_the_legend_has_what_occurs() -> None:
     ]  # fmt: skip
     assert texts(schedule_svg(generate("zb-v", 2, 4)), "rank")[-1] == "lighter: later chunks"
     assert texts(schedule_svg(generate("chimera", 2, 4)), "rank")[-1] == "lighter: the copy"
-
-
-def test_several_have_one_axis() -> None:
-    panels = [panel_of(generate(name, 4, 8)) for name in ("naive", "gpipe")]
-    text = svg(panels, "slots")
-    assert texts(text, "title") == [
-        "naive: 4 ranks, 8 microbatches; bubble 75.0%",
-        "gpipe: 4 ranks, 8 microbatches; bubble 27.3%",
-    ]
-    assert texts(text, "time") == [str(tick) for tick in range(0, 61, 5)]
-    found = drawn(text)
-    assert {round(width, 2) for _, _, width, *_ in found} == {round(found[0][2], 2)}
-
-
-def test_times_are_in_their_unit() -> None:
-    schedule = generate("gpipe", 2, 2)
-    timeline = simulate(schedule, StageCost(0.002, 0.002, 0.002))
-    text = schedule_svg(schedule, timeline)
-    assert "forward of microbatch 1, stage 0: 2 ms to 4 ms" in text
-    assert "ms" in texts(text, "rank")
-    assert "stage 0: 0.002 to 0.004" in schedule_svg(schedule, timeline, unit="")
-    assert Axis.of(0.018).ticks[-1] == (pytest.approx(0.018), "18")
-    assert Axis.of(3e-5).unit == "us"
-    assert Axis.of(0.0).ticks == ((0.0, "0"),)
-    assert [text for _, text in Axis.of(3.0, "slots").ticks] == ["0", "1", "2", "3"]
 
 
 def test_messages_lie_below_what_is_computed_meanwhile() -> None:
@@ -184,7 +159,7 @@ def test_so_many_that_none_has_a_pixel_are_drawn_by_the_pixel() -> None:
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({"width": 80}, r"width=80: give at least \d+ pixels"), ({"background": "grey"}, "background='grey': expected")],
+    [({"width": 80}, r"width=80: give at least \d+ pixels"), ({"background": "gray"}, "background='gray': expected")],
 )
 def test_bad_options(options: dict[str, str], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):

@@ -106,7 +106,7 @@ def with_overlaps(schedule: Schedule, chosen: Iterator[bool]) -> Schedule:
 
 @st.composite
 def skips(draw: st.DrawFn, stages: int, chain: bool = True) -> list[Link]:
-    """Forward links between any ascending pairs of stages, with or without those between neighbours."""
+    """Forward links between any ascending pairs of stages, with or without those between neighbors."""
     pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
     chosen = set(draw(st.lists(st.sampled_from(pairs), max_size=8))) if pairs else set()
     if chain:

@@ -48,7 +48,7 @@ def test_text_and_back_is_the_same(action: Action) -> None:
     assert hash(Action.parse(str(action))) == hash(action)
 
 
-def test_a_left_out_peer_is_the_neighbour() -> None:
+def test_a_left_out_peer_is_the_neighbor() -> None:
     assert Action(1, Op.SEND_F, 0) == Action(1, Op.SEND_F, 0, peer=2)
     assert Action.parse("1SEND_F0>2") == Action.parse("1SEND_F0")
 

@@ -225,7 +225,7 @@ def test_trap_24_a_deadlock_of_unbuffered_sends_alone() -> None:
 @settings(max_examples=60)
 @given(st.data(), arbitrary())
 def test_a_swap_that_is_not_reported_can_be_run(data: st.DataObject, schedule: Schedule) -> None:
-    """Two neighbours in a row are swapped: either check objects, or the result is still a legal order."""
+    """Two neighbors in a row are swapped: either check objects, or the result is still a legal order."""
     broken = rows(schedule)
     rank, index = draw_place(data, schedule)
     if index + 1 < len(broken[rank]):

@@ -88,7 +88,7 @@ def test_what_is_written_is_what_torch_writes() -> None:
     schedule = generate("1f1b", 2, 2)
     assert to_csv(schedule) == "0F0,0F1,0B0,0B1\r\n1F0,1B0,1F1,1B1\r\n"
     first, second = csv.reader(io.StringIO(to_csv(schedule, COMMS)))
-    # Torch divides gradients in REDUCE_GRAD, and adds none itself to this format. The neighbour's gradient goes first.
+    # Torch divides gradients in REDUCE_GRAD, and adds none itself to this format. The neighbor's gradient goes first.
     assert first[-2:] == ["0B1", "0REDUCE_GRAD"]
     assert second[-3:] == ["1B1", "1SEND_B1", "1REDUCE_GRAD"]
     assert [text for text in first if "SEND" not in text and "RECV" not in text][:-1] == ["0F0", "0F1", "0B0", "0B1"]
@@ -197,7 +197,7 @@ TWO = generate("gpipe", 2, 1)
         (Schedule("x", Placement.loop(1), 1, [Row.parse("0F0 0F1 0B1 0B0")], slices=2), "2 slices"),
         (
             Schedule("x", Placement.loop(3), 1, [Row.parse("0F0 0SEND_F0>2"), Row.parse("1F0"), Row.parse("2F0")]),
-            "rank 0 has 0SEND_F0>2, and torch's messages go between neighbouring stages only",
+            "rank 0 has 0SEND_F0>2, and torch's messages go between neighboring stages only",
         ),
         (reduce_ties(TWO, [(0, 1)]), "rank 0 has 0REDUCE_GRAD0, and torch knows no tied stages"),
         (Schedule("x", Placement.loop(1), 3, [Row.parse("0F0 0F1 0B0 0B1")]), "read as 2 microbatches"),

@@ -362,7 +362,7 @@ def test_what_is_not_reported_runs_and_what_is_reported_does_not(
 @settings(max_examples=10)
 @given(st.integers(2, 5), st.integers(2, 8))
 def test_receives_posted_at_the_last_moment(p: int, m: int) -> None:
-    """With sends that wait for their receive, 1F1B's neighbours both stand at a send."""
+    """With sends that wait for their receive, 1F1B's neighbors both stand at a send."""
     rows = []
     for row in add_communication(generate("1f1b", p, m)).rows:
         waiting: list[Action] = []

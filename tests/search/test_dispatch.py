@@ -98,7 +98,7 @@ def test_moving_actions_keeps_rows_legal_and_never_makes_them_worse(
 ) -> None:
     asked = drawn[0]
     before = one_by_one(asked)
-    cost, rows = improve(asked, before, Random(seed), 10_000, 10_000, lambda cost: False, 0.1, 5.0)
+    cost, rows = improve(asked, before, Random(seed), 10_000, 10_000, 0.0, 0.1, 5.0)
     judge(*drawn, rows)
     timing, first = time_rows(asked, rows), time_rows(asked, before)
     assert timing is not None

@@ -89,5 +89,5 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_refuses_no_workers() -> None:
-    with pytest.raises(ArgumentError, match="workers=0: expected a whole number of at least 1"):
+    with pytest.raises(ArgumentError, match="workers=0: expected an integer >= 1"):
         exact(Placement.loop(2), 2, UNIT, workers=0)

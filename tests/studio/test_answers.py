@@ -116,8 +116,8 @@ def test_walks_are_of_the_question() -> None:
     [
         ({"ranks": "65"}, "ranks=65: the studio takes 1 to 64"),
         ({"ranks": "0"}, "ranks=0: the studio takes 1 to 64"),
-        ({"microbatches": "99999999999"}, "microbatches='99999999999': expected a whole number"),
-        ({"ranks": "four"}, "ranks='four': expected a whole number"),
+        ({"microbatches": "99999999999"}, "microbatches='99999999999': expected an integer"),
+        ({"ranks": "four"}, "ranks='four': expected an integer"),
         ({"forward": "nan"}, "forward='nan': expected a number"),
         ({"forward": "-1"}, "forward=-1: expected a number from 0"),
         ({"comm": "1e300"}, "comm=1e+300: expected a number from 0 to 1,000,000"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pages import LATENCY, of_schedules, simulated, with_timeline
 
-from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, shade
+from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, shade
 from penstock.report.said import said_of
 from penstock.schedule import Action, Op, add_communication, add_sharding, generate
 from penstock.schedule.timeline import Span, Timeline
@@ -137,7 +137,7 @@ def test_two_fingers_zoom_and_one_pans(tmp_path: Path, open_page: Any) -> None:
         devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
 
     whole = page.evaluate("view.range")
-    centre = sum(whole) / 2
+    center = sum(whole) / 2
     fingers("touchStart", middle - 30, middle + 30)
     for apart in (45, 60, 75, 90):
         fingers("touchMove", middle - apart, middle + apart)
@@ -145,7 +145,7 @@ def test_two_fingers_zoom_and_one_pans(tmp_path: Path, open_page: Any) -> None:
     page.wait_for_function("!view.whole")
     low, high = page.evaluate("view.range")
     assert (high - low) / (whole[1] - whole[0]) == pytest.approx(30 / 90, rel=0.1)
-    assert (low + high) / 2 == pytest.approx(centre, abs=0.05 * whole[1])
+    assert (low + high) / 2 == pytest.approx(center, abs=0.05 * whole[1])
     fingers("touchStart", middle)
     for by in (20, 40, 60):
         fingers("touchMove", middle - by)
@@ -166,7 +166,7 @@ PIXEL = """(place) => {
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_are_those_of_every_picture(tmp_path: Path, open_page: Any, theme: Theme) -> None:
+def test_colors_are_those_of_every_picture(tmp_path: Path, open_page: Any, theme: Theme) -> None:
     page = open_page(of_schedules(tmp_path, ZB), dark=theme is DARK)
     for place in (0, 1):  # two forwards, of microbatches 0 and 1
         assert "#" + bytes(page.evaluate(PIXEL, place)[:3]).hex() == shade(theme, Kind.F, 0, place)

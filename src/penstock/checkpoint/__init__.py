@@ -3,7 +3,7 @@
 save, finish, load, latest             a run's state, by `torch.distributed.checkpoint`; crashes leave the last good one
 Generators                             Python's, numpy's and torch's global generators, to save with the run
 export_safetensors, import_safetensors one file of weights, which the unsplit model can load
-weights                                initialises a model on the meta device from such a file, or from a checkpoint
+weights                                initializes a model on the meta device from such a file, or from a checkpoint
 """
 
 from penstock.checkpoint.contents import Stateful

@@ -36,7 +36,7 @@ def weights(
         path: a `.safetensors` file; a folder with `model.safetensors` or `model.safetensors.index.json`, like those of
             `transformers`; a checkpoint, or a folder of checkpoints, of which the latest is used.
         model: the model to be split, on the meta device.
-        otherwise: initialises a module for which the file lacks some tensors (non-persistent buffers, say), before
+        otherwise: initializes a module for which the file lacks some tensors (non-persistent buffers, say), before
             those in the file are read; None: the module's `reset_parameters()`.
         strict: whether the file must contain exactly the model's parameters and persistent buffers.
 
@@ -54,7 +54,7 @@ def weights(
         prefix = f"{module_name}." if module_name else ""
         found = [(tensor, there.get(first[prefix + key])) for key, tensor in own]
         if any(name is None for _, name in found):
-            _initialise(module_name, module, otherwise)
+            _initialize(module_name, module, otherwise)
         for tensor, name in found:
             if name is not None:
                 source.fill(tensor, name)
@@ -126,7 +126,7 @@ def _match(
     return {name: there[name] for name in shapes if name in there}
 
 
-def _initialise(name: str, module: nn.Module, otherwise: Materialize | None) -> None:
+def _initialize(name: str, module: nn.Module, otherwise: Materialize | None) -> None:
     if otherwise is not None:
         otherwise(name, module)
     elif (reset := getattr(module, "reset_parameters", None)) is not None:

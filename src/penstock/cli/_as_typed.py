@@ -45,7 +45,7 @@ def in_options(text: str, options: Collection[str]) -> str:
 
 
 def _typed(value: str) -> str:
-    """A value as a user would type it: without quotes, whole numbers without decimals, names joined by commas."""
+    """A value as a user would type it: without quotes, integers without decimals, names joined by commas."""
     return re.sub(r"^(-?\d+)\.0$", r"\1", value.replace("'", "").replace(", ", ","))
 
 
@@ -71,7 +71,7 @@ def bad_value(error: typer.BadParameter) -> str | None:
     if choices := re.search(r"is not one of (.*?)\.?$", message):
         return f"{option} {given}: expected one of {choices[1].replace(chr(39), '')}"
     if "integer" in message:
-        return f"{option} {given}: expected a whole number, such as 4"
+        return f"{option} {given}: expected an integer, such as 4"
     if "number" in message or "float" in message:
         return f"{option} {given}: expected a number, such as 1.5"
     return None

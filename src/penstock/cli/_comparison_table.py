@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from penstock.report.table import table
+from penstock.report.text import table
 from penstock.words import counted
 
 LONG_TABLE = 24
@@ -63,7 +63,7 @@ class Line:
 
 
 def fold(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
-    """Merges neighbouring rows of one block that are all equal, or all undefined; keeps the others as they are."""
+    """Merges neighboring rows of one block that are all equal, or all undefined; keeps the others as they are."""
 
     def key(line: Line) -> tuple[Any, ...]:
         place = block(line.name) if line.kind in ("gradient", "buffer") else line.name.partition(" in ")[2]

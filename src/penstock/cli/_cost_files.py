@@ -132,7 +132,7 @@ def _link_between(entry: Any, where: str) -> tuple[tuple[int, int], LinkCost]:
         raise ArgumentError(f'{where}: expected ranks, as in {{"from": 0, "to": 1, "latency": 2}}')
     for key in ("from", "to"):
         if type(entry[key]) is not int or entry[key] < 0:
-            raise ArgumentError(f"{where}: {key}={quoted(entry[key])}: expected a rank, a whole number of 0 or more")
+            raise ArgumentError(f"{where}: {key}={quoted(entry[key])}: expected a rank, an integer >= 0")
     start, end = entry["from"], entry["to"]
     if start == end:
         raise ArgumentError(f"{where}: from and to are both rank {quoted(start)}; give two ranks or leave it out")

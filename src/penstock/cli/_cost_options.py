@@ -16,7 +16,7 @@ from penstock.cli._measured_costs import profile_of, units_of
 from penstock.cli._spread import options_on
 from penstock.cli._target import link_of
 from penstock.errors import ArgumentError
-from penstock.simulate import NO_COST, Links
+from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
 
 EPILOG = "\n\n".join(
@@ -24,7 +24,7 @@ EPILOG = "\n\n".join(
         "--profile FILE takes what `penstock profile --json` measured, in seconds and bytes, and cuts it into as many "
         "stages as the schedule has, as a pipeline cuts by itself. A TARGET is measured first; with both, the profile "
         "must be the TARGET's. Messages take what --links, --comm and --bandwidth say, or what the profile measured "
-        "between ranks, or nothing.",
+        "between ranks, or else as much as `penstock plan` assumes.",
         "--costs FILE gives each stage its own costs, as a JSON list with one object per stage:",
         '[{"forward": 10, "backward_input": 11, "backward_weight": 9}, ...]',
         "with output_bytes, activation, weight_grad, parameters, gradients, optimizer, unsharded (whole parameters, "
@@ -162,11 +162,16 @@ class CostOptions:
                 f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; give only "
                 "one of the two"
             )
+        from penstock.plan.stage_costs import assumed, usual_link
+
         found = profile_of(self.target, self.profile, microbatches, self.rows)
-        links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
-        if links == NO_COST and self._no_links and found.links:
-            links = links_in(found, self._measured_where)
         units = units_of(found, self.rows, self._measured_where)
+        links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
+        if not given and self._no_links:
+            links = links_in(found, self._measured_where)
+            if not found.links:
+                links = usual_link(found.device)
+                units = replace(units, said=f"{units.said}; links not measured: {assumed(links)}")
         return Costs(units, links, has_memory=True, source=self._measured_where)
 
     def _from_numbers(self, given: Mapping[str, float]) -> Costs:

@@ -157,12 +157,11 @@ class Costs:
             raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
 
     @property
-    def _slowest_link(self) -> LinkCost | None:
-        """None if messages are free."""
+    def _slowest_link(self) -> LinkCost:
+        """By which measured units are cut, whose links are one for all pairs or measured."""
         links = self.links
-        if isinstance(links, MeasuredLinks):
-            return LinkCost.slowest(links.known)
-        return None if links == NO_COST or not isinstance(links, LinkCost) else links
+        assert isinstance(links, LinkCost | MeasuredLinks)
+        return LinkCost.slowest(links.known) if isinstance(links, MeasuredLinks) else links
 
     @property
     def has_bandwidth(self) -> bool:
@@ -215,7 +214,7 @@ class Costs:
     def for_model_of(self, schedule: Schedule) -> Costs:
         """The costs with which a schedule trains the same model as every other schedule.
 
-        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbours
+        Numbers then apply to a rank, whose chunks share them equally. The stages in a file are the model's; neighbors
         are merged if the schedule has fewer. Measured units are cut for each schedule anyway.
 
         Raises:
@@ -253,7 +252,7 @@ def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:
-    """Merges neighbouring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
+    """Merges neighboring stages into one, for each microbatch if one of them differs by it. Raises ArgumentError: two
     of them have costs for different numbers of microbatches."""
     if all(isinstance(stage, StageCost) for stage in stages):
         return _sum([cost for stage in stages for cost in each_of(stage)])
@@ -264,7 +263,7 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
 
 
 def _sum(stages: Sequence[StageCost]) -> StageCost:
-    """What neighbouring stages cost together; their output is the last one's."""
+    """What neighboring stages cost together; their output is the last one's."""
     values = {f.name: [getattr(stage, f.name) for stage in stages] for f in fields(StageCost)}
     sums: dict[str, Any] = {name: None if None in column else sum(column) for name, column in values.items()}
     return StageCost(**{**sums, "output_bytes": stages[-1].output_bytes})

@@ -157,4 +157,4 @@ def clean_up(
     for name in removed:
         print(f"removed {name}")
     if not removed:
-        print("nothing is left")
+        print("nothing to clean up")

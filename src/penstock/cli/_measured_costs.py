@@ -22,36 +22,37 @@ class UnitsToCut:
 
     Attributes:
         units: in the order in which they run.
-        device: the type of device.
+        action_seconds: what the runtime adds to each forward and backward of a stage.
         source: where they come from, for messages.
         said: the same with the microbatch and the device, for people.
     """
 
     units: tuple[UnitCost, ...]
-    device: str
+    action_seconds: float
     source: str
     said: str
 
-    def into(self, stages: int, name: str, link: LinkCost | None, *, splits: bool = False) -> StagesOfUnits:
+    def into(self, stages: int, name: str, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
         """The stages of a schedule of that name, cut where the slowest is fastest.
 
         Args:
             stages: how many it has.
             name: of the schedule.
-            link: what a message between two of them costs; None: as usual for the device.
+            link: what a message between two of them costs.
             splits: whether the schedule splits backwards.
 
         Raises:
             ArgumentError: the model has fewer units.
         """
-        from penstock.plan.stage_costs import stages_of_units, usual_link
+        from penstock.plan.stage_costs import stages_of_units
 
         if stages > len(self.units):
             raise ArgumentError(
                 f"{self.source} has {counted(len(self.units), 'unit')}, at most one stage each, but {name} needs "
                 f"{stages} stages; take fewer, or open modules: penstock profile --opens"
             )
-        return stages_of_units(self.units, stages, link or usual_link(self.device), splits=splits)
+        units = tuple(unit.split for unit in self.units) if splits else self.units
+        return stages_of_units(units, stages, link, self.action_seconds)
 
 
 def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
@@ -76,7 +77,7 @@ def units_of(profile: Profile, rows: int | None, source: str) -> UnitsToCut:
         size = counted(profile.rows, "row")
     made = "measured" if profile.source == "measured" else "an estimate"
     where = f"{source.removeprefix('--profile ')}, {made} on {profile.device_name or profile.device}"
-    return UnitsToCut(units, profile.device, source, f"{where}, microbatches of {size}")
+    return UnitsToCut(units, profile.action_seconds or 0.0, source, f"{where}, microbatches of {size}")
 
 
 def profile_of(target: str | None, file: Path | None, microbatches: int | None, rows: int | None) -> Profile:

@@ -1,4 +1,4 @@
-"""The options for the hosts' network: links, neighbours' traffic, slowed hosts, changes over time."""
+"""The options for the hosts' network: links, neighbors' traffic, slowed hosts, changes over time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NetworkOptions:
     background: Annotated[
         list[str] | None,
         _option(
-            'Neighbours\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.',
+            'Neighbors\' traffic: "50mbit to 1", "incast 1mb every 100ms", "trace FILE". Repeatable.',
             metavar="TEXT",
         ),
     ] = None

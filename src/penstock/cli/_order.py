@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli._as_typed import in_options
-from penstock.cli._microbatches import CUT, USUAL
+from penstock.cli._spread import CUT, USUAL
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.files import read_text
 from penstock.schedule import (
@@ -147,7 +147,7 @@ class OrderOptions:
             text = getattr(self, option)
             columns.append([None] if text is None else [one.strip() for one in text.split(",")])
             if "" in columns[-1]:
-                raise ArgumentError(f"--{option} {text}: expected whole numbers with commas between them, as in 1,2,4")
+                raise ArgumentError(f"--{option} {text}: expected comma-separated integers, as in 1,2,4")
         return [replace(self, ranks=ranks, microbatches=microbatches) for ranks, microbatches in product(*columns)]
 
     @property
@@ -185,7 +185,7 @@ class OrderOptions:
         for option, value in found.items():
             if value < 1:
                 name = option.replace("_", "-")
-                raise ArgumentError(f"--{name} {value}: expected a whole number of at least 1")
+                raise ArgumentError(f"--{name} {value}: expected an integer >= 1")
         return found["ranks"], found["microbatches"]
 
     def numbers_of(self, entry: Generator) -> Numbers:
@@ -208,7 +208,7 @@ def _whole(option: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentError(f"{option} {text}: expected a whole number, such as 4") from None
+        raise ArgumentError(f"{option} {text}: expected an integer, such as 4") from None
 
 
 _NUMBERS = ("ranks", "microbatches", "chunks", "slices")

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cli._costs import Costs
-from penstock.cli._outcome import Outcome, chunks
+from penstock.cli._outcome import Outcome
 from penstock.errors import ArgumentError
 from penstock.schedule import Placement, Schedule, generate, generators
+from penstock.simulate.figures import chunks
 
 if TYPE_CHECKING:
     from penstock.search import Found

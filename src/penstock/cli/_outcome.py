@@ -14,16 +14,13 @@ from rich.text import Text
 
 from penstock.cli._costs import Costs
 from penstock.errors import ArgumentError
-from penstock.report.table import print_unbroken as print_unbroken
-from penstock.report.table import table as table
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Op, Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Cause, memory
 from penstock.simulate.columns import Columns
 from penstock.simulate.costs import OfStage, each_of
-from penstock.simulate.figures import WORK, Figures
-from penstock.simulate.figures import chunks as chunks
-from penstock.simulate.figures import title as title
+from penstock.simulate.figures import WORK, Figures, chunks, title
 from penstock.simulate.simulator import timed
 from penstock.words import sized
 

@@ -1,4 +1,4 @@
-"""A schedule as a picture: one colour per op, lighter on a rank's later chunks. It can be read without colours too."""
+"""A schedule as a picture: one color per op, lighter on a rank's later chunks. It can be read without colors too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from penstock.report.colours import LIGHT, WORDS, Kind, ink, shade
+from penstock.report.colors import LIGHT, WORDS, Kind, ink, shade
 from penstock.schedule import Action, Op, Schedule, grid
 from penstock.schedule.timeline import Timeline, Track
 
 
 class Palette(Enum):
-    """What the terminal can show. NONE: letters only. FEW: the sixteen colours that every colour terminal has."""
+    """What the terminal can show. NONE: letters only. FEW: the sixteen colors that every color terminal has."""
 
     NONE = 0
     FEW = 1
@@ -32,15 +32,15 @@ class Palette(Enum):
         return cls.FEW if console.color_system in ("standard", "windows") else cls.MANY
 
 
-_FEW_COLOURS = {Op.F: "blue", Op.B: "red", Op.I: "yellow", Op.W: "cyan"}
-"""The nearest to those of `penstock.report.colours`."""
+_FEW_COLORS = {Op.F: "blue", Op.B: "red", Op.I: "yellow", Op.W: "cyan"}
+"""The nearest to those of `penstock.report.colors`."""
 
 _CELL = re.compile(r"([0-9]*)(F|B|I|W)([0-9]+) *")
 _IDLE = "."
 
 
 def slots(schedule: Schedule, width: int, palette: Palette) -> Text:
-    """`grid` in colour: every F, B, I and W takes one slot.
+    """`grid` in color: every F, B, I and W takes one slot.
 
     Raises what `grid` raises.
     """
@@ -68,7 +68,7 @@ def proportional(
     seconds, by default the whole timeline.
 
     A column shows the action that runs in its middle, so an action much shorter than a column may not show at all. An
-    action's name is where it begins, if there is room; its letter fills the rest, or its colour if there are colours.
+    action's name is where it begins, if there is room; its letter fills the rest, or its color if there are colors.
     """
     label = len(f"rank {schedule.ranks - 1}")
     columns = max(1, width - label - 3)
@@ -108,10 +108,10 @@ def on_one_axis(
 
 
 def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = False) -> Text:
-    """What the letters and colours stand for. `fills`: the picture is in proportion to time."""
+    """What the letters and colors stand for. `fills`: the picture is in proportion to time."""
     codes = {code for schedule in schedules for row in schedule.rows for code in row.op}
     text = Text()
-    for op in (op for op in _FEW_COLOURS if op.code in codes):
+    for op in (op for op in _FEW_COLORS if op.code in codes):
         text.append(f" {op.value} ", style(palette, op, 0, 0)).append(f" {WORDS[Kind.of(op)]}  ")
     text.append(f"{_IDLE} idle")
     if fills and palette is Palette.NONE:
@@ -124,11 +124,11 @@ def legend(schedules: Sequence[Schedule], palette: Palette, *, fills: bool = Fal
 
 
 def style(palette: Palette, op: Op, chunk: int, microbatch: int) -> Style:
-    """The colours of a cell."""
+    """The colors of a cell."""
     if palette is Palette.NONE:
         return Style.null()
     if palette is Palette.FEW:
-        return Style(color="black", bgcolor=f"{'bright_' if chunk else ''}{_FEW_COLOURS[op]}")
+        return Style(color="black", bgcolor=f"{'bright_' if chunk else ''}{_FEW_COLORS[op]}")
     kind = Kind.of(op)
     return Style(color=ink(LIGHT, kind, chunk), bgcolor=shade(LIGHT, kind, chunk, microbatch))
 

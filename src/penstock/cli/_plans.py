@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from penstock.cli._outcome import format_of, print_unbroken, table
+from penstock.cli._outcome import format_of
+from penstock.report.text import print_unbroken, table
 from penstock.simulate import Cause
 from penstock.words import counted, in_ranges, sized
 
@@ -36,7 +37,7 @@ _MOST_RANKS = 16
 
 def show(found: Planned, console: Console, cluster: Cluster) -> None:
     """Prints the best plans, what each rank of the first does, and why others lost."""
-    from penstock.plan.planner import EQUAL
+    from penstock.plan.planner import EQUAL, Lost
 
     best = found.best[0]
     tried = counted(len(found.best) + len(found.lost), "plan")
@@ -45,6 +46,12 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
         console.print(
             "On one device a pipeline is pointless: there is nothing to split. The plan runs the model as it is."
         )
+    elif best.choice.ranks == 1:
+        every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
+        piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
+        beside = "none with one fits" if piped is None else f"the best with one is {_named(piped.choice)}"
+        least = "at least " if isinstance(piped, Lost) and piped.bubble is None else ""
+        console.print(f"It has no pipeline; {beside}{'' if piped is None else f', {least}{_slower(piped, best)}'}.")
     elif best.bubble >= _MOSTLY:
         console.print(
             f"Its ranks are idle {best.bubble:.0%} of the time: the batch is small for {best.choice.devices} devices, "
@@ -220,7 +227,7 @@ def _named(choice: Choice) -> str:
     )
 
 
-def _slower(lost: Lost, best: Plan) -> str:
+def _slower(lost: Lost | Plan, best: Plan) -> str:
     return f"{lost.step_seconds / best.step_seconds - 1:.1%} slower" if best.step_seconds else "no faster"
 
 

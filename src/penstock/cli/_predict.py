@@ -19,7 +19,7 @@ from penstock.fabric.units import size_text, sizes_of
 from penstock.fabric.views.facts import rate_of
 from penstock.fabric.views.numbers import digits, seconds
 from penstock.files import reported_as_damage
-from penstock.report.table import table
+from penstock.report.text import table
 from penstock.words import counted
 
 if TYPE_CHECKING:

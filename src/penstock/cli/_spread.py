@@ -11,8 +11,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from penstock.errors import ArgumentError
+from penstock.schedule import MICROBATCHES
 
 OUTPUT_PANEL = "Output"
+
+CUT = "Number of pieces that the batch is cut into"
+"""Help of `--microbatches`, with the default of verbs that have no batch and of those that have one."""
+USUAL = f"default {MICROBATCHES}"
+USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
 
 Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
 

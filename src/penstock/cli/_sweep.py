@@ -12,8 +12,9 @@ from rich.console import Console
 from penstock.cli._as_typed import in_options
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions, not_allowed, weigh
-from penstock.cli._outcome import Outcome, print_unbroken, table
+from penstock.cli._outcome import Outcome
 from penstock.errors import ArgumentError
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Schedule, generate
 from penstock.schedule.generators import Numbers
 from penstock.simulate import NO_COST, simulate
@@ -126,7 +127,7 @@ def show_sweep(sweep: Sweep, costs: Costs, console: Console) -> None:
 
 
 _OF_MODEL = "for one microbatch on the whole model, divided evenly among its stages"
-_OF_STAGES = "for each of the model's stages, from the file; with fewer stages, neighbours are added up"
+_OF_STAGES = "for each of the model's stages, from the file; with fewer stages, neighbors are added up"
 
 
 def _text(cell: Cell | None) -> str:

@@ -1,10 +1,11 @@
-"""TARGET and the options that go with it, and how to run code on what TARGET returns."""
+"""TARGET and the options for how it is split and run, and how to run code on what TARGET returns."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -117,12 +118,43 @@ def names(text: str | None) -> list[str] | None:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in `1,2,4`. Raises ArgumentError if one is not a whole number."""
+    """The numbers in `1,2,4`. Raises ArgumentError if one is not an integer."""
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"{option} {text}: expected whole numbers with commas between them, as in 1,2,4") from None
+        raise ArgumentError(f"{option} {text}: expected comma-separated integers, as in 1,2,4") from None
     return [check_count(option, number) for number in numbers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOptions:
+    """How a model is split, and how its stages run."""
+
+    schedule: Annotated[str, typer.Option(help="The schedule; `penstock schedules` lists them.")] = "1f1b"
+    chunks: Annotated[int | None, typer.Option(help="Stages per rank; default: the schedule's usual number.")] = None
+    cuts: Cuts = None
+    leaves: Leaves = None
+    opens: Opens = None
+    balance: BalanceOption = "time"
+    memory_limit: MemoryLimit = None
+    link: LinkOption = None
+    recompute: Recompute = "never"
+    gradient_dtype: GradientDtype = None
+
+    def arguments(self) -> dict[str, Any]:
+        """The same as arguments of `penstock.pipeline`. Raises ArgumentError if a text is wrong."""
+        return {
+            "schedule": self.schedule,
+            "chunks": self.chunks,
+            "cuts": names(self.cuts),
+            "leaves": names(self.leaves),
+            "opens": names(self.opens),
+            "balance": self.balance,
+            "memory_limit": bytes_in(self.memory_limit),
+            "link": link_of(self.link),
+            "recompute": recomputed(self.recompute),
+            "gradient_dtype": dtype_named(self.gradient_dtype),
+        }
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._spread import options_on
+from penstock.cli._spread import CUT, USUAL_OF_BATCH, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset, trials_of
@@ -199,7 +198,9 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
     if any(transfer.collective != "all_to_all" for transfer in made.transfers):
         raise ArgumentError("--uneven belongs to --collective all_to_all: give that as well, or leave it out")
     if len(shares) != hosts or min(shares) < 0 or not any(shares):
-        raise ArgumentError(f"--uneven {text}: give {hosts} whole numbers, one a host, like 4,2,1,1, and not all 0")
+        raise ArgumentError(
+            f"--uneven {text}: expected {hosts} integers, one per host, not all 0; use, for example, 4,2,1,1"
+        )
     return replace(made, hosts=hosts, transfers=tuple(replace(one, shares=shares) for one in made.transfers))
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import Json, spread
 from penstock.cli.runs import figures
 from penstock.errors import ArgumentError
 from penstock.files import finite
+from penstock.report.text import print_unbroken, table
 
 if TYPE_CHECKING:
     from penstock.runs.summary import Summary

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.cli._microbatches import CUT
-from penstock.cli._spread import spread
+from penstock.cli._spread import CUT, spread
 from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
 from penstock.launch.processes import launch
 from penstock.schedule import MICROBATCHES, grid

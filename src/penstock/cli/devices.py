@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli._outcome import print_unbroken, table
+from penstock.report.text import print_unbroken, table
 from penstock.words import sized
 
 if TYPE_CHECKING:

@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli._outcome import format_of, print_unbroken, table, title
+from penstock.cli._outcome import format_of
 from penstock.cli._spread import Json, spread
 from penstock.errors import ArgumentError
+from penstock.report.text import print_unbroken, table
+from penstock.simulate.figures import title
 from penstock.words import counted
 
 if TYPE_CHECKING:
@@ -126,12 +128,17 @@ def predicted_by(
         return None if before is None else Predicted(before.stage_seconds)
     from penstock.balance import read_profile
 
-    stages = run.typical.slowest.schedule.placement.depth
+    order = run.typical.slowest.schedule
     known, rows, threads = (None, None, 0) if planned is None else (planned.cuts, planned.choice.rows, 0)
     if folder is not None:
         known, rows, threads = folder.about.cuts, folder.about.microbatch_rows, folder.about.threads
     return Predicted.of_profile(
-        read_profile(profile), stages, known if cuts is None else cuts.split(","), rows, threads
+        read_profile(profile),
+        order.placement.depth,
+        known if cuts is None else cuts.split(","),
+        rows,
+        threads,
+        splits=order.splits,
     )
 
 

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._split_options import SplitOptions
-from penstock.cli._spread import Json, spread
-from penstock.cli._target import TargetName, loaded
-from penstock.report.table import table
+from penstock.cli._spread import CUT, USUAL_OF_BATCH, Json, spread
+from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.report.text import table
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
 

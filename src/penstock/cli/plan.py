@@ -23,7 +23,6 @@ from penstock.words import counted
 if TYPE_CHECKING:
     from penstock.balance import Profile
     from penstock.plan import Plan, Planned, Sizes
-    from penstock.simulate import LinkCost
 
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
@@ -50,7 +49,12 @@ def plan(
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
     search: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, help="How long to search for orders of work better than any schedule."),
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="How long to search, on a usual machine, for orders of work better than any schedule; a busy or slow "
+            "one takes longer and finds the same.",
+        ),
     ] = 3.0,
     out: Annotated[
         Path | None,
@@ -69,7 +73,7 @@ def plan(
     from penstock.balance import Profile
     from penstock.plan import Sizes, make_plans
     from penstock.plan.remedies import remedies
-    from penstock.plan.stage_costs import usual_link
+    from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
@@ -80,10 +84,14 @@ def plan(
     else:
         cluster.specified.read()  # raises before anything is measured
         profiles = _profiles(target, profile or [], cluster)
-        sizes, measured = Sizes.of(profiles), _measured_link(profiles)
-        known = cluster.specified.read(measured or usual_link(profiles[0].device), _action_seconds(profiles))
+        sizes, measured = Sizes.of(profiles), next(filter(None, map(slowest_link, profiles)), None)
+        action = next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), action)
         if cluster.specified.link is None and measured is None and known.devices > 1:
-            unsaid = _taken(known.link)
+            unsaid = (
+                f"Nobody measured links: {assumed(known.link)}, sums likewise. Give --link, or a profile made with "
+                "--links."
+            )
     names = _names(schedule)
     found = make_plans(sizes, known, global_batch, names, search_seconds=search)
     if out is not None and found.best:
@@ -145,25 +153,6 @@ def _beyond(sizes: Sizes, rows: int) -> str:
         f"are extended from there, and small microbatches usually take longer; add --microbatch-sizes {sure} to "
         "`penstock profile` to be sure"
     )
-
-
-def _taken(link: LinkCost) -> str:
-    return (
-        f"Nobody measured links: a message is taken to cost {1e6 * link.latency_seconds:.4g} us and "
-        f"{link.bytes_per_second / 1e9:.4g} GB/s, sums likewise. Give --link, or a profile made with --links."
-    )
-
-
-def _measured_link(profiles: Sequence[Profile]) -> LinkCost | None:
-    """The slowest link of the first profile that measured any; None if none did."""
-    from penstock.plan.stage_costs import slowest_link
-
-    return next((link for profile in profiles if (link := slowest_link(profile)) is not None), None)
-
-
-def _action_seconds(profiles: Sequence[Profile]) -> float | None:
-    """That of the first profile that measured it; None if none did."""
-    return next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
 
 
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:

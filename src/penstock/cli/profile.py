@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
-from penstock.cli._outcome import print_unbroken, table
-from penstock.cli._spread import OUTPUT_PANEL, spread
+from penstock.cli._spread import CUT, OUTPUT_PANEL, USUAL_OF_BATCH, spread
 from penstock.cli._target import Leaves, Opens, TargetName, loaded, names, whole_numbers
+from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:

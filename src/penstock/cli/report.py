@@ -58,7 +58,6 @@ def report(
 
     The timeline pans and zooms by mouse, touch and keys, and tells what each action waited for.
     """
-    from penstock.balance import read_profile
     from penstock.cli.explain import folder_of, predicted_by
     from penstock.cli.show import refuse_other
     from penstock.web.page import page
@@ -82,8 +81,7 @@ def report(
             text = fabric_page(sampled, results(sampled))
     else:
         other = profile is not None or plan is not None
-        known = None if profile is None else read_profile(profile)
-        text = page(shown(run, step, prediction, other_prediction=other, profile=known))
+        text = page(shown(run, step, prediction, other_prediction=other))
     target = _target(run[0]) if out is None else out
     write_text(target, text, f"--out {target}")
     print(f"wrote {target}")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import Json, spread
 from penstock.errors import ArgumentError
+from penstock.report.text import print_unbroken, table
 from penstock.words import sized
 
 if TYPE_CHECKING:

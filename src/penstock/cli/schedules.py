@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from penstock.cli._outcome import print_unbroken, table
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Generator, generators
 
 _SYMBOLS = (

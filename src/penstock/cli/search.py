@@ -15,11 +15,10 @@ from rich.console import Console
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
-from penstock.cli._microbatches import CUT
 from penstock.cli._order import weigh_search
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import Outcome, format_of, show
-from penstock.cli._spread import OUTPUT_PANEL, Json, options_on, spread
+from penstock.cli._spread import CUT, OUTPUT_PANEL, Json, options_on, spread
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
@@ -27,9 +26,6 @@ from penstock.simulate.figures import units_of_memory, with_activations
 
 if TYPE_CHECKING:
     from penstock.search import Found
-
-CUT_OFF = ", time limit reached: another run may find something else"
-
 
 _option = options_on("What to look for")
 
@@ -53,7 +49,9 @@ class Question:
         Literal["span", "makespan"],
         _option("Objective: span (the longest rank, first F to last action) or makespan."),
     ] = "span"
-    seconds: Annotated[float, _option("How long to search, approximately.")] = 5.0
+    seconds: Annotated[
+        float, _option("How long to search on a usual machine; slower ones take longer and find the same.")
+    ] = 5.0
     seed: Annotated[int, _option("The seed of random choices.")] = 0
 
     def where(self) -> Placement:
@@ -61,7 +59,7 @@ class Question:
         for option in ("ranks", "microbatches", "chunks"):
             value = getattr(self, option)
             if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected a whole number of at least 1")
+                raise ArgumentError(f"--{option} {value}: expected an integer >= 1")
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(
@@ -102,7 +100,6 @@ def search(
             "gap": found.gap,
             "seconds": found.search_seconds,
             "seed": question.seed,
-            "cut_off": found.cut_off,
             "best_by_name": found.known,
             "best_by_name_objective": found.known_seconds if found.known else None,
             "placement": question.placement,
@@ -154,7 +151,7 @@ def summary(found: Found, elsewhere: ShorterSchedule | None, *, measured: bool =
     lines = {
         "placement": f"{place(found.schedule.placement)}; bound and baseline hold for this placement only",
         "lower bound": f"{bound} for the {found.objective}; gap {found.gap:.2%}",
-        "search time": f"{found.search_seconds:.1f} s{CUT_OFF if found.cut_off else ''}",
+        "search time": f"{found.search_seconds:.1f} s",
     }
     if found.known is not None:
         shorter = found.objective_seconds < found.known_seconds

@@ -16,7 +16,7 @@ from rich.text import Text
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import Outcome, chunks, format_of, title
+from penstock.cli._outcome import Outcome, format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.errors import ArgumentError
@@ -25,6 +25,7 @@ from penstock.report.plot import write_png
 from penstock.report.svg import WIDTH, panel_of, svg, unit_of
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
+from penstock.simulate.figures import chunks, title
 
 
 class Background(Enum):
@@ -127,7 +128,7 @@ def show(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Draw a schedule: one line per rank, one colour per op.
+    """Draw a schedule: one line per rank, one color per op.
 
     Without costs, every F, B, I and W takes one slot. With costs, the picture is
     a timeline: lengths are proportional to time. Several schedules (--schedule

@@ -14,35 +14,26 @@ from penstock.cli._cost_options import EPILOG as FILE_EPILOG
 from penstock.cli._cost_options import CostOptions
 from penstock.cli._costs import Costs
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import (
-    HEADS,
-    IDLE_NOTE,
-    PEAK_NOTE,
-    Outcome,
-    chunks,
-    format_of,
-    print_unbroken,
-    show,
-    shown_causes,
-    table,
-)
+from penstock.cli._outcome import HEADS, IDLE_NOTE, PEAK_NOTE, Outcome, format_of, show, shown_causes
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
 from penstock.cli._sweep import Sweep, show_sweep
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.report.text import print_unbroken, table
 from penstock.schedule import Schedule
+from penstock.simulate.figures import chunks
 from penstock.words import counted
 
 EPILOG = f"""\
 Costs are for one microbatch on one stage. With --schedule all they are for one rank instead, divided evenly among its \
-chunks (messages keep their size); costs from a file are added up over neighbouring stages for a schedule that has \
+chunks (messages keep their size); costs from a file are added up over neighboring stages for a schedule that has \
 fewer. So every schedule trains the same model. With several numbers of ranks they are for the whole model.
 
 {FILE_EPILOG}"""
 """Printed below the options."""
 
 _OF_RANKS = "for one microbatch on one rank, divided evenly among its chunks"
-_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbours are added up"
+_OF_STAGES = "for each of the model's stages, from the file; for a schedule with fewer, neighbors are added up"
 
 
 @spread

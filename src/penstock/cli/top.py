@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._outcome import print_unbroken, table
 from penstock.cli._spread import Json, spread
+from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ heard of them, without their memory."""
 """Printed below the options."""
 
 _REFRESH_SECONDS = 0.5
-_COLOURS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
+_COLORS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
 _MOST_DAMAGED = 3
 """Files whose damage is shown."""
 _LINES_AROUND = 3
@@ -120,7 +120,7 @@ class Seen:
         return [
             f"{state.replica}" if self.run.about.replicas > 1 else "",
             ", ".join(in_ranges(map(str, state.ranks))) or "-",
-            Text(how, _COLOURS.get(how, "green")),
+            Text(how, _COLORS.get(how, "green")),
             doing,
             f"{seconds:.1f} s" if how != "ended" else "",
             ", ".join(whom) if how == "waits" else "",

@@ -17,11 +17,9 @@ import typer
 from rich.console import Console
 
 from penstock.cli._comparison_table import show
-from penstock.cli._microbatches import CUT, USUAL_OF_BATCH
 from penstock.cli._order import ALL, weigh
-from penstock.cli._split_options import SplitOptions
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import TargetName, loaded
+from penstock.cli._spread import CUT, OUTPUT_PANEL, USUAL_OF_BATCH, Json, spread
+from penstock.cli._target import SplitOptions, TargetName, loaded
 from penstock.errors import (
     ArgumentError,
     PartitionError,

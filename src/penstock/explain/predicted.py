@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.balance import Problem, Profile, UnitCost, best_starts
+from penstock.balance import Problem, Profile, best_starts
 from penstock.errors import ArgumentError
 from penstock.explain.schedules import Price
+from penstock.plan.stage_costs import priced, problem_of, slowest_link, usual_link
+from penstock.simulate import StageCost
+from penstock.simulate.columns import Floats
 from penstock.words import counted
 
 _LEAST = 1e-12
@@ -26,7 +28,9 @@ class Predicted:
     Attributes:
         stage_seconds: F + I + W of each stage.
         units: the model's units by name, in order; empty if only stages are known.
-        unit_seconds: F + I + W of each unit.
+        problem: F + I + W of each unit, and what cuts cost; None if only stages are known.
+        costs: of each stage; empty if only its seconds are known.
+        fixed_seconds: what the runtime adds to a stage, whatever its units.
         starts: the unit with which each stage begins, by its place.
         guessed: whether the starts are the profile's own best, as nobody said with which the run was cut.
         price: what splitting the stages' backwards costs, if it was measured.
@@ -35,7 +39,9 @@ class Predicted:
 
     stage_seconds: tuple[float, ...]
     units: tuple[str, ...] = ()
-    unit_seconds: tuple[float, ...] = ()
+    problem: Problem | None = None
+    costs: tuple[StageCost, ...] = ()
+    fixed_seconds: float = 0.0
     starts: tuple[int, ...] = ()
     guessed: bool = False
     price: tuple[Price, ...] | None = None
@@ -49,6 +55,8 @@ class Predicted:
         cuts: Sequence[str] | None = None,
         rows: int | None = None,
         threads: int = 0,
+        *,
+        splits: bool = False,
     ) -> Predicted:
         """Of a profile's units in so many stages.
 
@@ -58,6 +66,7 @@ class Predicted:
             cuts: the unit with which each stage but the first begins; None: where the profile itself would cut.
             rows: of a microbatch, if that is known.
             threads: of a rank, on a CPU; 0: not known.
+            splits: whether the run split backwards.
 
         Raises:
             ArgumentError: a cut is no unit, or they are not as many as the stages need.
@@ -71,9 +80,10 @@ class Predicted:
             notes.append(f"ranks had {counted(threads, 'thread')}, and the profile was made with {profile.threads}")
         profile = sizes.get(rows or 0, profile)
         names = [unit.name for unit in profile.units]
-        seconds = [unit.seconds for unit in profile.units]
+        units = [unit.split if splits else unit for unit in profile.units]
+        problem = problem_of(units, slowest_link(profile) or usual_link(profile.device))
         if cuts is None:
-            starts = best_starts(Problem(seconds), stages)
+            starts = best_starts(problem, stages)
         else:
             if unknown := [name for name in cuts if name not in names]:
                 raise ArgumentError(f"cuts={list(cuts)}: {unknown[0]!r} is no unit of the profile")
@@ -82,9 +92,10 @@ class Predicted:
                 raise ArgumentError(
                     f"cuts={list(cuts)}: expected {stages - 1} in order, for the {stages} stages of the run"
                 )
-        found = _totals(seconds, starts)
-        price = _price(profile, starts)
-        return cls(found, tuple(names), tuple(seconds), tuple(starts), cuts is None, price, "; ".join(notes))
+        costs, price = _costs(profile, starts, splits=splits), _price(profile, starts)
+        fixed = 2 * (profile.action_seconds or 0.0)  # of F, and of B or I
+        found = tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
+        return cls(found, tuple(names), problem, costs, fixed, tuple(starts), cuts is None, price, "; ".join(notes))
 
     def unlikely(self, measured: Sequence[float]) -> bool:
         """Whether the starts are guessed, and what stages took says that they were others."""
@@ -98,34 +109,40 @@ class Predicted:
         Args:
             measured: F + I + W of each stage, as it ran.
         """
-        ends = [*self.starts[1:], len(self.units)]
+        assert self.problem is not None  # or there are no units
+        ends, plain = [*self.starts[1:], len(self.units)], self.problem.seconds
         times = [took / was if was else 1.0 for took, was in zip(measured, self.stage_seconds, strict=True)]
         scaled = [
             seconds * by
             for by, start, end in zip(times, self.starts, ends, strict=True)
-            for seconds in self.unit_seconds[start:end]
+            for seconds in plain[start:end]
         ]
-        starts = best_starts(Problem(scaled), len(self.starts))
-        plain = _totals(self.unit_seconds, starts)
-        return tuple(starts), _totals(scaled, starts), tuple(a * b for a, b in zip(plain, times, strict=True))
+        starts = best_starts(replace(self.problem, seconds=scaled), len(self.starts))
+        fixed = [self.fixed_seconds * by for by in times]
+        by_unit = [unit + of_rank for unit, of_rank in zip(_totals(scaled, starts), fixed, strict=True)]
+        by_rank = [(unit + self.fixed_seconds) * by for unit, by in zip(_totals(plain, starts), times, strict=True)]
+        return tuple(starts), tuple(by_unit), tuple(by_rank)
+
+
+def _costs(profile: Profile, starts: Sequence[int], *, splits: bool) -> tuple[StageCost, ...]:
+    """What each stage costs that begins with one of these units."""
+    units = [unit.split if splits else unit for unit in profile.units]
+    return priced(units, starts, [1.0] * len(starts), profile.action_seconds or 0.0)
 
 
 def _price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] | None:
     """What splitting the backward of each stage costs, and within which bounds; None where that was not measured."""
     if not all(unit.split_forward_seconds is not None for unit in profile.units):
         return None
+    whole, split = (_costs(profile, starts, splits=splits) for splits in (False, True))
 
-    def of_stages(seconds: Callable[[UnitCost], float]) -> NDArray[np.float64]:
-        return np.array(_totals([seconds(unit) for unit in profile.units], starts))
+    def shares(part: str, of: str) -> Floats:
+        return np.array([getattr(a, part) / max(getattr(b, of), _LEAST) for a, b in zip(split, whole, strict=True)])
 
-    forward, backward = (
-        of_stages(lambda unit: unit.forward_seconds),
-        of_stages(lambda unit: unit.seconds - unit.forward_seconds),
-    )
-    times = of_stages(lambda unit: unit.split.forward_seconds) / np.maximum(forward, _LEAST)
-    inputs = of_stages(lambda unit: unit.split.input_gradient_seconds) / np.maximum(backward, _LEAST)
-    weights = of_stages(lambda unit: unit.split.weight_gradient_seconds) / np.maximum(backward, _LEAST)
-    spread = of_stages(lambda unit: unit.seconds * unit.spread) / np.maximum(forward + backward, _LEAST)
+    times = shares("forward_seconds", "forward_seconds")
+    inputs, weights = (shares(f"backward_{part}_seconds", "backward_seconds") for part in ("input", "weight"))
+    spread = np.array(_totals([unit.seconds * unit.spread for unit in profile.units], starts))
+    spread /= [max(cost.forward_seconds + cost.backward_seconds, _LEAST) for cost in whole]
     best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _LEAST))  # both parts are no less than the whole
     bounds = (np.ones_like(spread), best, 1 + spread / 2)
     return tuple(Price(np.maximum(times * by, 1.0), inputs * by, weights * by) for by in bounds)

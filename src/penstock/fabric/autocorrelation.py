@@ -2,7 +2,7 @@
 
 Everything rests on the autocorrelation of the normal scores (the values that the ranks would have in a normal
 distribution), so that a few outliers do not mask a dependence. The sum over lags stops where the sum of two
-neighbouring lags is no longer positive (C. Geyer, Practical Markov chain Monte Carlo, 1992). Subtracting the series'
+neighboring lags is no longer positive (C. Geyer, Practical Markov chain Monte Carlo, 1992). Subtracting the series'
 own mean biases the autocorrelation down by roughly the variance of that mean; this is added back (F. Marriott and J.
 Pope, Bias in the estimation of autocorrelations, 1954).
 """
@@ -62,7 +62,7 @@ def correlation_time(samples: ArrayLike) -> float:
 def effective_counts(samples: ArrayLike, quantiles: tuple[float, ...]) -> tuple[float, ...]:
     """Returns, for each quantile, how many independent samples these are worth when bounding it.
 
-    Whether a sample lies below a quantile depends less on its neighbours than its value does; the bivariate normal
+    Whether a sample lies below a quantile depends less on its neighbors than its value does; the bivariate normal
     distribution says how much less. Because the correlation is only an estimate, intervals are widened as by Student's
     t.
     """

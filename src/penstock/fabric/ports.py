@@ -180,7 +180,7 @@ def lower_bound_seconds(
         ArgumentError: the collective does not exist.
     """
     if collective not in _NEEDS:
-        raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_NEEDS)}")
+        raise ArgumentError(f"{collective!r} is not a collective: expected one of {', '.join(_NEEDS)}")
     found = dict(links)
     bounds, out, into = [], [], []
     for place, rank in enumerate(members):

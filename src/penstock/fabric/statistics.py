@@ -192,7 +192,7 @@ def mean_interval(samples: ArrayLike) -> Interval | None:
     skewness = float(((batches - batches.mean()) ** 3).mean() / batches.std() ** 3)
     t = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2))
     error = deviation / math.sqrt(count)
-    if time > 1:  # neighbouring batches are still slightly correlated, which their deviation does not show
+    if time > 1:  # neighboring batches are still slightly correlated, which their deviation does not show
         error /= math.sqrt(1 - time / size)
     return mean - error * _hall(t, skewness, count), mean - error * _hall(-t, skewness, count)
 

@@ -85,11 +85,11 @@ def trend(samples: ArrayLike) -> float:
     agreeing = float(stats.kendalltau(order, values).statistic)
     found = agreeing * 3 * math.sqrt(count * (count - 1) / (2 * (2 * count + 5)))
     ranks = stats.rankdata(values)
-    correlation = _neighbours(ranks - np.polyval(np.polyfit(order, ranks, 1), order))
+    correlation = _neighbors(ranks - np.polyval(np.polyfit(order, ranks, 1), order))
     return found / math.sqrt((1 + correlation) / (1 - correlation))
 
 
-def _neighbours(values: NDArray[np.float64]) -> float:
+def _neighbors(values: NDArray[np.float64]) -> float:
     """Returns the lag-1 correlation, or 0 if it could be chance."""
     spread = float((values**2).sum())
     found = float((values[1:] * values[:-1]).sum()) / spread if spread > 1e-9 else 0.0

@@ -50,7 +50,7 @@ def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECE
     """
     known = known_algorithms(collective)
     if algorithm not in known:
-        raise ArgumentError(f"{algorithm!r} has no closed form for {collective}: known are {', '.join(known)}")
+        raise ArgumentError(f"{algorithm!r} has no closed form for {collective}: expected one of {', '.join(known)}")
     if ranks < 2 or pieces < 1:
         raise ArgumentError(f"ranks={ranks}, pieces={pieces}: expected 2 ranks or more, and 1 piece or more")
     return _FORMS[collective][algorithm](ranks, pieces)
@@ -59,7 +59,7 @@ def closed_form(collective: str, algorithm: str, ranks: int, pieces: int = PIECE
 def known_algorithms(collective: str) -> tuple[str, ...]:
     """Returns the algorithms with a closed form. Raises ArgumentError for an unknown collective."""
     if collective not in _FORMS:
-        raise ArgumentError(f"{collective!r} is not a collective: known are {', '.join(_FORMS)}")
+        raise ArgumentError(f"{collective!r} is not a collective: expected one of {', '.join(_FORMS)}")
     return tuple(_FORMS[collective])
 
 

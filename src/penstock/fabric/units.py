@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 
 
 def size_of(text: str) -> int:
-    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is a whole number above 0."""
+    """Returns the bytes of "64KiB", "1.5MB" or "2600". Raises ArgumentError unless that is an integer above 0."""
     match = _NUMBER.fullmatch(text.strip())
     factor = _SIZES.get(match[2].lower()) if match else None
     if match is None or factor is None:
@@ -25,7 +25,7 @@ def size_of(text: str) -> int:
         )
     size = float(match[1]) * factor
     if size < 1 or size != int(size):
-        raise ArgumentError(f"{text!r} is {size:g} bytes: a size is a whole number of bytes, 1 or more")
+        raise ArgumentError(f"{text!r} is {size:g} bytes: expected an integer >= 1")
     return int(size)
 
 

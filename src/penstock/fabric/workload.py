@@ -131,8 +131,8 @@ class Workload:
                 or not any(transfer.shares)
             ):
                 raise ArgumentError(
-                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, a whole "
-                    "number for each rank, 0 or more and not all 0"
+                    f"{transfer.name} has the shares {transfer.shares}: only an all_to_all takes shares, an "
+                    "integer >= 0 for each rank, not all 0"
                 )
             if len(set(transfer.ranks)) < len(transfer.ranks) or len(transfer.ranks) == 1:
                 raise ArgumentError(

@@ -2,7 +2,7 @@
 
 What is requested
   link.py, impairment.py  a link: its rate and queue, and what happens to its frames; quantities.py, parse.py  parse it
-  topology.py     which link affects a frame            background.py  neighbours' traffic
+  topology.py     which link affects a frame            background.py  neighbors' traffic
   holdback.py     hosts with slow processors            scenario.py  changes over time
   network.py      all of it together
 What implements it

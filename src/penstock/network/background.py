@@ -1,4 +1,4 @@
-"""Neighbours' traffic: frames that exist only in the switch's accounts, in the queue to a host that the job shares.
+"""Neighbors' traffic: frames that exist only in the switch's accounts, in the queue to a host that the job shares.
 
 They take up time on the link and room in the queue, and are dropped when it is full. No host sends or receives them, so
 they cost no processor time. A source is described by one of
@@ -37,7 +37,7 @@ Arrivals = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
+class Neighbor:
     """One source of traffic.
 
     Attributes:
@@ -58,7 +58,7 @@ class Neighbour:
     text: str = ""
 
 
-def parse_background(text: str, hosts: int) -> Neighbour:
+def parse_background(text: str, hosts: int) -> Neighbor:
     """Parses the description of a source of traffic. Raises ArgumentError: the text is not valid, the host does not
     exist, or the file cannot be read."""
     words = text.split()
@@ -85,7 +85,7 @@ def parse_background(text: str, hosts: int) -> Neighbour:
             if word in named:
                 raise ValueError(f"{rest[place]!r} is given twice")
             named[word] = reads[word](_value(rest, place))
-        return _neighbour(text, named, hosts)
+        return _neighbor(text, named, hosts)
     except ValueError as error:
         raise ArgumentError(f"the background {text!r}: {error}") from None
 
@@ -96,7 +96,7 @@ def _value(words: Sequence[str], place: int) -> str:
     return words[place + 1]
 
 
-def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
+def _neighbor(text: str, named: dict[str, Any], hosts: int) -> Neighbor:
     target = None if "to" not in named else int(named["to"])
     if target is not None and target >= hosts:
         raise ValueError(f"there is no host {target}: the hosts are 0 to {hosts - 1}")
@@ -108,17 +108,17 @@ def _neighbour(text: str, named: dict[str, Any], hosts: int) -> Neighbour:
         most = recorded[-1][0] / _LEAST_GAP_SECONDS
         if len(recorded) > most + 1:
             raise ValueError(f"{named['file']} has {len(recorded):,} frames: give at most {most:,.0f} in that time")
-        return Neighbour(target, recorded=recorded, text=text)
+        return Neighbor(target, recorded=recorded, text=text)
     if "burst" in named:
         if not named.get("every"):
             raise ValueError("an incast needs its period: give one like 'incast 1mb every 100ms'")
         burst, period = int(named["burst"]), named["every"]
         least = math.ceil(burst / period * _LEAST_GAP_SECONDS)
-        return Neighbour(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
+        return Neighbor(target, max(size, least), burst_bytes=burst, period_seconds=period, text=text)
     rate = named["rate"]
     if rate <= 0:
         raise ValueError("the rate is 0: give a rate above 0, or leave this background out")
-    return Neighbour(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
+    return Neighbor(target, max(size, round(rate * _LEAST_GAP_SECONDS)), bytes_per_second=rate, text=text)
 
 
 def _recorded(path: Path) -> Iterator[tuple[float, int]]:
@@ -139,32 +139,32 @@ def _recorded(path: Path) -> Iterator[tuple[float, int]]:
         raise ValueError(f"{path} has no traffic: give lines `seconds,bytes`")
 
 
-def arrivals(neighbour: Neighbour, seed: int, host: int) -> Iterator[Arrivals]:
+def arrivals(neighbor: Neighbor, seed: int, host: int) -> Iterator[Arrivals]:
     """Yields a source's frames to a host forever, one batch at a time."""
-    if neighbour.recorded:
-        seconds, sizes = (np.array(column) for column in zip(*neighbour.recorded, strict=True))
+    if neighbor.recorded:
+        seconds, sizes = (np.array(column) for column in zip(*neighbor.recorded, strict=True))
         for turn in itertools.count():
             yield np.rint((turn * seconds[-1] + seconds) * 1e9).astype(np.int64), sizes.astype(np.int64)
-    elif neighbour.burst_bytes:
-        whole, rest = divmod(neighbour.burst_bytes, neighbour.frame_bytes)
-        burst = np.array([neighbour.frame_bytes] * whole + [rest] * (rest > 0), dtype=np.int64)
+    elif neighbor.burst_bytes:
+        whole, rest = divmod(neighbor.burst_bytes, neighbor.frame_bytes)
+        burst = np.array([neighbor.frame_bytes] * whole + [rest] * (rest > 0), dtype=np.int64)
         for turn in itertools.count(1):
-            yield np.full(len(burst), round(turn * neighbour.period_seconds * 1e9), dtype=np.int64), burst
+            yield np.full(len(burst), round(turn * neighbor.period_seconds * 1e9), dtype=np.int64), burst
     else:
         random = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(seed), seed < 0, 977, host])))
-        mean_ns = neighbour.frame_bytes / neighbour.bytes_per_second * 1e9
+        mean_ns = neighbor.frame_bytes / neighbor.bytes_per_second * 1e9
         at_ns = 0.0
         while True:
             gaps = at_ns + np.cumsum(random.exponential(mean_ns, 1024))
             at_ns = float(gaps[-1])
-            yield np.rint(gaps).astype(np.int64), np.full(1024, neighbour.frame_bytes, dtype=np.int64)
+            yield np.rint(gaps).astype(np.int64), np.full(1024, neighbor.frame_bytes, dtype=np.int64)
 
 
 class Stream:
     """All frames to one host, ordered by time."""
 
-    def __init__(self, neighbours: Sequence[Neighbour], seed: int, host: int) -> None:
-        shared = [one for one in neighbours if one.target in (None, host)]
+    def __init__(self, neighbors: Sequence[Neighbor], seed: int, host: int) -> None:
+        shared = [one for one in neighbors if one.target in (None, host)]
         self._sources = [arrivals(one, seed + 1000003 * place, host) for place, one in enumerate(shared)]
         self._made = [next(source) for source in self._sources]
         self._left: Arrivals = (_NONE, _NONE)

@@ -46,7 +46,7 @@ class Machines:
         network: the subnet that the addresses belong to.
         topology: the current links; None for links as fast as the machine can make them.
         shaper: what shapes the links; None if nothing does.
-        background: the neighbours' current traffic.
+        background: the neighbors' current traffic.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Machines:
                 make them.
             congestion_control: TCP's congestion control between the hosts; None for the kernel's default.
             shaper: what shapes the links, one of `shapers.SHAPERS`.
-            background: neighbours' traffic, as texts (background.py).
+            background: neighbors' traffic, as texts (background.py).
             slow: hosts whose processes together get at most this share of one core's time (holdback.py).
             changes: whether `change` and `lose` will be called.
 
@@ -86,7 +86,7 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbours and changes need links with a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbors and changes need links with a rate: give --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper
@@ -159,7 +159,7 @@ class Machines:
     def _only_switch(self) -> str | None:
         """Why nothing but the switch will do; None if other shapers may."""
         if self.background:
-            return "only the switch models neighbours' traffic"
+            return "only the switch models neighbors' traffic"
         return "only the switch can change links, and take hosts away for a time" if self._changes else None
 
     def __exit__(
@@ -243,7 +243,7 @@ class Machines:
         self._switch.order(Order(gone=tuple(hosts)))
 
     def surround(self, background: Iterable[str]) -> None:
-        """Replaces the neighbours' traffic from now on."""
+        """Replaces the neighbors' traffic from now on."""
         assert self._switch is not None, "Machines(changes=True) has a switch"
         self.background = tuple(background)
         self._switch.order(Order(background=self.background))
@@ -327,9 +327,9 @@ class Machines:
             # the processor time.
             at_once = min(max(link.burst, 2 * link.frame_bytes), 65536)
             lines.append(f"link set dev {INTERFACE} gso_max_size {at_once}")
-        # Known neighbours need no lookup, so no first message of a run waits for an answer.
+        # Known neighbors need no lookup, so no first message of a run waits for an answer.
         lines += [
-            f"neighbour replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
+            f"neighbor replace {self.addresses[other]} lladdr {self._mac(other)} nud permanent dev {INTERFACE}"
             for other in range(self._count)
             if other != host
         ]

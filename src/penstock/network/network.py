@@ -1,4 +1,4 @@
-"""A complete network specification: links, what shapes them, neighbours, throttled hosts, and changes over time."""
+"""A complete network specification: links, what shapes them, neighbors, throttled hosts, and changes over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Network:
         hosts: the number of hosts.
         topology: their links; None for links as fast as the machine can make them.
         shaper: what is to shape them, one of `shapers.SHAPERS`.
-        background: neighbours' traffic, as texts (background.py).
+        background: neighbors' traffic, as texts (background.py).
         slow: throttled hosts, and their shares of one core.
         events: the scenario's events.
     """

@@ -74,7 +74,7 @@ def share(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parses a whole number."""
+    """Parses an integer."""
     if not text.isascii() or not text.isdigit():
-        raise ValueError(f"{text!r} is not a whole number: give one like 5 or 1500")
+        raise ValueError(f"{text!r} is not an integer; use one such as 5 or 1500")
     return int(text)

@@ -12,7 +12,7 @@ host = 1
 gone = true
 for = "5s"
 
-[[event]]                       # a neighbour that starts to send
+[[event]]                       # a neighbor that starts to send
 at = "20s"
 background = ["300mbit to 1"]
 """
@@ -47,7 +47,7 @@ class Event:
         host: the host that changes; None for all.
         link: the link from then on.
         is_gone: True if the host is cut off.
-        background: neighbours' traffic, as texts, in addition to what there already is.
+        background: neighbors' traffic, as texts, in addition to what there already is.
         for_seconds: how long it lasts; None for ever.
         text: for display.
     """

@@ -65,7 +65,7 @@ def checked_inputs(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def check_numbers(**numbers: int | None) -> None:
-    """Raises ArgumentError if one that is given is no whole number of at least 1."""
+    """Raises ArgumentError if one that is given is not an integer >= 1."""
     for name, value in numbers.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+            raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")

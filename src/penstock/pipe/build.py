@@ -165,7 +165,7 @@ def pipeline(
             first action to its last.
         seed: of the random streams (dropout); None: torch's initial seed on rank 0.
         recompute: which forwards run again in backward, so that their activations need not be kept: "never",
-            "except_last" (all but each stage's last microbatch), "always", a whole number n (every n-th layer), or a
+            "except_last" (all but each stage's last microbatch), "always", an integer n (every n-th layer), or a
             function that makes a kind of your own; see `penstock.runtime.features.context.Recompute`. One for all
             stages, a list with one for each, or a dict by stage.
         offload: keep activations in the host's memory between forward and backward, if they are away for long enough

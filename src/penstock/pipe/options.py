@@ -139,7 +139,7 @@ class Options:
             if not (getattr(self, name) is None or callable(getattr(self, name))):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: expected a function, or None")
         if not (self.seed is None or (isinstance(self.seed, int) and not isinstance(self.seed, bool))):
-            raise ArgumentError(f"seed={self.seed!r}: expected a whole number, or None")
+            raise ArgumentError(f"seed={self.seed!r}: expected an integer, or None")
         window = self.unshard_window
         if not (window is None or (isinstance(window, int) and not isinstance(window, bool) and window >= 1)):
             raise ArgumentError(

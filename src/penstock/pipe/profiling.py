@@ -77,7 +77,7 @@ def profile(
         budget_seconds: how long to measure each size; each kind of unit is run at least twice, whatever that takes.
         calibrate: profiles measured on devices of the kind that is estimated, of this or any other model, or their
             files: they say how much of its peaks such a device reaches. Or an `Efficiency` that says so.
-        links: whether to measure latency and bandwidth between neighbouring ranks too, with messages as large as the
+        links: whether to measure latency and bandwidth between neighboring ranks too, with messages as large as the
             model's. Every rank of a job calls this. All measure the units at the same time, as they will work, since a
             machine's devices may slow each other down; all get rank 0's profile.
         target: of the whole batch, for the loss: only its memory counts.

@@ -42,7 +42,7 @@ class Choice:
         for name in ("replicas", "ranks", "chunks", "microbatches", "rows"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+                raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
         if not isinstance(self.schedule, str):
             raise ArgumentError(f"schedule={self.schedule!r}: expected a name")
 

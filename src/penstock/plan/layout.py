@@ -81,7 +81,7 @@ def links_between(cluster: Cluster, devices: Grid, pairs: Iterator[tuple[int, in
     for a, b in pairs:
         apart = hosts[:, a] != hosts[:, b]
         used = [cluster.between(crosses=crosses) for crosses in {bool(one) for one in apart}]
-        link = LinkCost(max(each.latency_seconds for each in used), min(each.bytes_per_second for each in used))
+        link = LinkCost.slowest(used)
         found[a, b] = found[b, a] = link
     return found
 

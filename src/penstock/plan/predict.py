@@ -17,7 +17,7 @@ from penstock.plan.cluster import Cluster
 from penstock.plan.keeping import Demand, Way, best_keeping
 from penstock.plan.layout import Grid, Traffic, arrange, crossed_rings, links_between
 from penstock.plan.plan import Plan
-from penstock.plan.stage_costs import stage_cost
+from penstock.plan.stage_costs import priced, problem_of
 from penstock.schedule import Op, Placement, Schedule, generate, generator, in_flight_by_stage
 from penstock.schedule.generators import Numbers
 from penstock.schedule.timeline import Timeline
@@ -80,10 +80,8 @@ def cut_within(units: Sequence[UnitCost], schedule: Schedule, cluster: Cluster, 
 
 
 def _problem(units: Sequence[UnitCost], placement: Placement, cluster: Cluster, kinds: Grid) -> Problem:
-    link = cluster.link
-    crossing = [link.seconds(unit.boundary_bytes) + link.seconds(unit.boundary_gradient_bytes) for unit in units]
     speeds = _speeds(placement, cluster, kinds)
-    return Problem([unit.seconds for unit in units], crossing, speeds=[] if {*speeds} == {1.0} else speeds)
+    return problem_of(units, cluster.link, [] if {*speeds} == {1.0} else speeds)
 
 
 def _speeds(placement: Placement, cluster: Cluster, kinds: Grid) -> list[float]:
@@ -98,11 +96,9 @@ def cut_at(
 ) -> Cut:
     """The units cut at these places."""
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
-    sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    added = [cluster.action_seconds] * placement.depth
     speeds = _speeds(placement, cluster, kinds)
     again = [sum(unit.again_seconds for unit in piece) / speed for piece, speed in zip(pieces, speeds, strict=True)]
-    costs = tuple(map(stage_cost, pieces, sent, speeds, added))
+    costs = priced(units, starts, speeds, cluster.action_seconds)
     return Cut(tuple(starts), costs, tuple(again), kinds)
 
 

@@ -23,6 +23,11 @@ def usual_link(device: str) -> LinkCost:
     return USUAL_LINKS.get(device, USUAL_LINK)
 
 
+def assumed(link: LinkCost) -> str:
+    """What is said where nobody measured links."""
+    return f"a message is taken to cost {1e6 * link.latency_seconds:.4g} us and {link.bytes_per_second / 1e9:.4g} GB/s"
+
+
 def slowest_link(profile: Profile) -> LinkCost | None:
     """A link with the longest latency and the least bandwidth of those that were measured; None if none were."""
     return LinkCost.slowest([link_cost(link) for link in profile.links]) if profile.links else None
@@ -52,21 +57,33 @@ class StagesOfUnits:
 
 
 @lru_cache(maxsize=256)
-def stages_of_units(units: tuple[UnitCost, ...], stages: int, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
+def stages_of_units(
+    units: tuple[UnitCost, ...], stages: int, link: LinkCost, action_seconds: float = 0.0
+) -> StagesOfUnits:
     """The units cut where `balance="time"` cuts them: the slowest stage is as fast as can be.
-
-    `splits`: whether the costs are those of split backwards.
 
     Raises:
         ArgumentError: there are fewer units than stages.
     """
-    crossing = [crossing_seconds(unit, link) for unit in units]
-    starts = best_starts(Problem([unit.seconds for unit in units], crossing), stages)
-    pieces = [
-        [unit.split if splits else unit for unit in units[start:end]] for start, end in pairwise([*starts, len(units)])
-    ]
+    starts = best_starts(problem_of(units, link), stages)
+    costs = priced(units, starts, [1.0] * stages, action_seconds)
+    return StagesOfUnits(tuple(units[start].name for start in starts[1:]), costs)
+
+
+def problem_of(units: Sequence[UnitCost], link: LinkCost, speeds: Sequence[float] = ()) -> Problem:
+    """What to balance: each unit's time, and what crosses a cut before it. `speeds`: of each stage's device."""
+    return Problem([unit.seconds for unit in units], [crossing_seconds(unit, link) for unit in units], speeds=speeds)
+
+
+def priced(
+    units: Sequence[UnitCost], starts: Sequence[int], speeds: Sequence[float], action_seconds: float
+) -> tuple[StageCost, ...]:
+    """What each stage that begins with one of these units costs: the one price list of plans, simulations, searches and
+    explanations. Arguments as for `stage_cost`, one for each stage.
+    """
+    pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]
-    return StagesOfUnits(tuple(units[start].name for start in starts[1:]), tuple(map(stage_cost, pieces, sent)))
+    return tuple(map(stage_cost, pieces, sent, speeds, [action_seconds] * len(pieces)))
 
 
 def stage_cost(

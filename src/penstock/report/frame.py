@@ -6,7 +6,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 
-from penstock.report.colours import LIGHT, css, variables
+from penstock.report.colors import LIGHT, css, variables
 
 _PAGE = """\
 <!doctype html>
@@ -44,6 +44,6 @@ def frame(title: str, body: str, *, style: str = "", script: str = "", generator
 
 @cache
 def base_style() -> str:
-    """The CSS of all pages, with the colours of light and dark backgrounds."""
+    """The CSS of all pages, with the colors of light and dark backgrounds."""
     paper = f"@media print {{ :root:root:root {{ color-scheme: light; {variables(LIGHT)} }} }}\n"
     return css() + paper + files("penstock.report").joinpath("base.css").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from penstock.report.colours import Kind
+from penstock.report.colors import Kind
 from penstock.report.said import said_of
 from penstock.schedule.action import OPS
 from penstock.schedule.timeline import Timeline, Track
@@ -64,13 +64,13 @@ def label_of(number: int, slices: int) -> str:
 
 
 def longest_label(timeline: Timeline, slices: int = 1) -> int:
-    """The most characters of a label. With room for these, actions of one length are labelled alike or not at all."""
+    """The most characters of a label. With room for these, actions of one length are labeled alike or not at all."""
     last = max((max(track.actions.microbatch, default=0) for track in timeline.tracks), default=0)
     return len(label_of(max(0, last), slices))
 
 
 def runs(track: Track, unit: float, columns: int) -> list[tuple[int, int, Kind]]:
-    """The rank's time in columns of `unit` seconds: neighbours in which it mostly does the same, as (first, end, kind).
+    """The rank's time in columns of `unit` seconds: neighbors in which it mostly does the same, as (first, end, kind).
 
     Columns in which it mostly does nothing are left out.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import require
-from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, contrast, ink, shade
+from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, contrast, ink, shade
 from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.report.svg import Panel
 from penstock.schedule.action import OPS
@@ -24,7 +24,7 @@ _HIGH = 0.86
 def plot(panel: Panel, axes: Axes | None = None, *, unit: str = "s") -> Axes:
     """Draws a timeline into axes, new ones by default, whose horizontal axis is in seconds of the timeline.
 
-    The colours suit the axes' background, light or dark.
+    The colors suit the axes' background, light or dark.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -145,8 +145,8 @@ def _labels(found: Sequence[Mark], rank: int, axes: Axes, theme: Theme, unit: fl
     for mark in found:
         size = min(8.5, (mark.end - mark.start) / unit)  # a digit is 0.64 of its size wide
         if mark.kind is not Kind.COMMUNICATION and size >= 5.5:
-            colour = ink(theme, mark.kind, mark.chunk)
-            axes.text((mark.start + mark.end) / 2, rank, mark.label, color=colour, fontsize=size, **look)
+            color = ink(theme, mark.kind, mark.chunk)
+            axes.text((mark.start + mark.end) / 2, rank, mark.label, color=color, fontsize=size, **look)
 
 
 def _pixel(axes: Axes) -> float:

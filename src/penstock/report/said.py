@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from penstock.report.colours import WORDS, Kind
+from penstock.report.colors import WORDS, Kind
 from penstock.schedule.action import Action, Op
 
 _OTHERS = {

@@ -9,7 +9,7 @@ from html import escape
 from typing import Literal
 
 from penstock.errors import ArgumentError
-from penstock.report.colours import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
+from penstock.report.colors import DARK, LIGHT, WORDS, Kind, Theme, ink, shade
 from penstock.report.marks import MOST_MARKS, Axis, Mark, has_chunks, longest_label, marks, runs
 from penstock.schedule import Schedule
 from penstock.schedule.grid import in_slots
@@ -36,7 +36,7 @@ class Panel:
 
     Attributes:
         slices: as in `Schedule.slices`.
-        lighter: what has lighter colours, if a rank has several stages.
+        lighter: what has lighter colors, if a rank has several stages.
     """
 
     title: str
@@ -61,7 +61,7 @@ def schedule_svg(
         timeline: when its actions ran, simulated or real; without it each F, B, I and W takes one slot.
         title: the line above; by default name, numbers and bubble.
         unit: what the timeline's seconds stand for, if not for seconds.
-        background: the background that the colours are for.
+        background: the background that the colors are for.
         width: in pixels, at most.
 
     Raises:
@@ -139,7 +139,7 @@ def svg(
 
 @dataclass(slots=True)
 class _Frame:
-    """What all panels have in common: where ranks' names and time lie, and which colours have been used."""
+    """What all panels have in common: where ranks' names and time lie, and which colors have been used."""
 
     left: float
     scale: float
@@ -211,7 +211,7 @@ class _Frame:
         if mark.label and size >= 8 and not strip:
             middle = f'x="{x + (wide - gap) / 2:.2f}" y="{y + high / 2 + 0.36 * size:.2f}"'
             text = f'<text {middle} font-size="{size:.3g}">{mark.label}</text>'
-        return f'<g class="{self._colour(mark)}">{title}{box}{text}</g>'
+        return f'<g class="{self._color(mark)}">{title}{box}{text}</g>'
 
     def _columns(self, timeline: Timeline, rank: int, y: float, high: float) -> Iterator[str]:
         """One path for each kind, a pixel at a time."""
@@ -227,7 +227,7 @@ class _Frame:
                 self.used.add((kind, 0, 0))
                 yield f'<path class="{kind}-0-0" d="{"".join(parts)}"/>'
 
-    def _colour(self, mark: Mark) -> str:
+    def _color(self, mark: Mark) -> str:
         entry = (mark.kind, min(mark.chunk, 2), mark.microbatch % 2)
         if mark.kind is Kind.COMMUNICATION:
             entry = (mark.kind, 0, 0)
@@ -245,7 +245,7 @@ class _Frame:
         yield f'<text class="rank" x="{_MARGIN}" y="{bottom + 17:g}">{escape(axis.unit)}</text>'
 
     def legend(self, top: float, lighter: str) -> tuple[list[str], float]:
-        """What the colours stand for, and where the picture ends."""
+        """What the colors stand for, and where the picture ends."""
         drawn, x, y = [], float(_MARGIN), top
         for css, words in self._legend(lighter):
             box = 20 if css else 0
@@ -281,7 +281,7 @@ def _bubble(timeline: Timeline) -> str:
 
 
 def _style(used: set[tuple[Kind, int, int]], background: Background) -> str:
-    """The rules for what is used. Plain colours, no variables: editors and converters of SVG know these.
+    """The rules for what is used. Plain colors, no variables: editors and converters of SVG know these.
 
     They name the background, since in a page the rules of all its pictures apply to all of them.
     """
@@ -310,6 +310,6 @@ def _rules(theme: Theme, used: set[tuple[Kind, int, int]]) -> str:
         f"@ .idle,@ .idle rect{{fill:{theme.fills[Kind.WAIT]}}}",
     ]
     for kind, chunk, parity in sorted(used):
-        colour, name = shade(theme, kind, chunk, parity), f"@ .{kind}-{chunk}-{parity}"
-        rules.append(f"{name}{{fill:{colour}}}{name} text{{fill:{ink(theme, kind, chunk)}}}")
+        color, name = shade(theme, kind, chunk, parity), f"@ .{kind}-{chunk}-{parity}"
+        rules.append(f"{name}{{fill:{color}}}{name} text{{fill:{ink(theme, kind, chunk)}}}")
     return "".join(rules)

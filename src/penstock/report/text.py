@@ -1,9 +1,15 @@
-"""A timeline as a plain-text table: where each rank's time went."""
+"""Tables of plain text: where each rank's time went, and tables for a terminal, none of whose cells is cut off."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from penstock.report.marks import scaled
 from penstock.schedule.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console, OverflowMethod
+    from rich.table import Table
 
 TURNS = "no bubble: the ranks took turns in one process; simulate these times to see how they would overlap"
 
@@ -26,3 +32,29 @@ def summary(timeline: Timeline) -> str:
     table = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     end = TURNS if timeline.in_turns else f"bubble {timeline.bubble_rate:.1%}"
     return "\n".join([*table, f"makespan {timeline.makespan_seconds / scale:.3f} {unit}, {end}"])
+
+
+def table(*columns: str, left: int = 1, overflow: OverflowMethod = "ellipsis") -> Table:
+    """A table without lines, whose first `left` columns are left-aligned and the others right-aligned."""
+    from rich.table import Table  # here and below, so that `penstock.report` does not load it
+
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    lines = max(column.count("\n") for column in columns)
+    for index, column in enumerate(columns):
+        head = "\n" * (lines - column.count("\n")) + column
+        made.add_column(head, justify="left" if index < left else "right", overflow=overflow)
+    return made
+
+
+def width_of(made: Table, console: Console) -> int:
+    """The characters of a line that a table takes if no cell is broken."""
+    return console.measure(made, options=console.options.update(max_width=10_000)).maximum
+
+
+def print_unbroken(console: Console, made: Table) -> None:
+    """Prints a table without breaking or cutting off its cells; columns move closer if there is little room."""
+    from rich.console import Console
+
+    if width_of(made, console) > console.width:
+        made.padding = (0, 1, 0, 0)
+    Console(file=console.file, highlight=False, width=max(width_of(made, console), console.width)).print(made)

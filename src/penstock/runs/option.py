@@ -43,7 +43,7 @@ class RunFolder:
             raise ArgumentError(f"RunFolder(steps={self.steps!r}): expected how many steps there will be, or None")
         if not (_whole(self.timeline_every) and self.timeline_every >= 0):
             raise ArgumentError(
-                f"RunFolder(timeline_every={self.timeline_every!r}): expected a whole number of steps, or 0 for never"
+                f"RunFolder(timeline_every={self.timeline_every!r}): expected an integer >= 1, or 0 for never"
             )
         if not isinstance(self.line, bool):
             raise ArgumentError(f"RunFolder(line={self.line!r}): expected True or False")

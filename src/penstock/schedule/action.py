@@ -1,7 +1,7 @@
 """One action of a schedule and its text: what a rank does for one microbatch on one stage.
 
 The text is PyTorch's (`torch.distributed.pipelining`), so schedules can be exchanged with it: `0F1`, `2I0`, `1SEND_F0`,
-`0UNSHARD`, `(0F7;7B3)OVERLAP_F_B`. Only messages between stages that are not neighbours need more: `0SEND_F1>3`.
+`0UNSHARD`, `(0F7;7B3)OVERLAP_F_B`. Only messages between stages that are not neighbors need more: `0SEND_F1>3`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Op(enum.Enum):
     @property
     def is_communication(self) -> bool:
         """A message between two stages; `Action.peer` names the other one."""
-        return self in _NEIGHBOUR
+        return self in _NEIGHBOR
 
 
 OPS = tuple(Op)
@@ -63,7 +63,7 @@ OPS = tuple(Op)
 
 _COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 _BACKWARD = (Op.B, Op.I, Op.W)
-_NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
+_NEIGHBOR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
 _OTHER_END = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 _TEXT = re.compile(rf"([0-9]+)({'|'.join(op.value for op in Op)})([0-9]*)(?:([<>])([0-9]+))?")
 _OVERLAP_TEXT = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -78,7 +78,7 @@ class Action:
         op: what is done.
         microbatch: which microbatch. For `REDUCE_GRAD`, the number of the group of tied stages to reduce (None: the
             replicas of the stage itself). None for `UNSHARD` and `RESHARD`.
-        peer: the stage at the other end of a message; None for everything else. Defaults to the neighbour that the
+        peer: the stage at the other end of a message; None for everything else. Defaults to the neighbor that the
             direction implies: `Action(1, Op.SEND_F, 0) == Action(1, Op.SEND_F, 0, peer=2)`.
 
     Raises:
@@ -94,12 +94,12 @@ class Action:
         if self.stage < 0:
             raise ScheduleError(f"{self.op.value} on stage {self.stage}: stages are counted from 0")
         if self.microbatch is None:
-            if self.op in _COMPUTE or self.op in _NEIGHBOUR:
+            if self.op in _COMPUTE or self.op in _NEIGHBOR:
                 raise ScheduleError(f"{self.op.value} on stage {self.stage} needs a microbatch, as in {self.stage}F0")
         elif self.microbatch < 0:
             raise ScheduleError(f"{self.op.value} of microbatch {self.microbatch}: microbatches are counted from 0")
-        if self.op in _NEIGHBOUR:
-            peer = self.stage + _NEIGHBOUR[self.op] if self.peer is None else self.peer
+        if self.op in _NEIGHBOR:
+            peer = self.stage + _NEIGHBOR[self.op] if self.peer is None else self.peer
             if peer < 0 or peer == self.stage:
                 raise ScheduleError(f"{self.op.value} on stage {self.stage} with stage {peer}: name the other stage")
             object.__setattr__(self, "peer", peer)
@@ -112,7 +112,7 @@ class Action:
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.op.value}{'' if self.microbatch is None else self.microbatch}"
-        if self.peer is None or self.peer == self.stage + _NEIGHBOUR[self.op]:
+        if self.peer is None or self.peer == self.stage + _NEIGHBOR[self.op]:
             return text
         return f"{text}{'>' if self.op.is_send else '<'}{self.peer}"
 

@@ -85,7 +85,7 @@ def to_csv(schedule: Schedule, format: Format = "compute_only") -> str:
 
     Raises:
         ScheduleError: torch's format cannot express the schedule: several pipelines, slices, messages between stages
-            that are not neighbours, reductions of tied stages, a stage that no rank computes. Or torch would run it
+            that are not neighbors, reductions of tied stages, a stage that no rank computes. Or torch would run it
             wrongly: the last stage's forwards are not in ascending order of microbatch. `str(schedule)` keeps
             everything.
         ArgumentError: the format is unknown.
@@ -231,7 +231,7 @@ def _refuse_inexpressible(schedule: Schedule) -> None:
                 continue
             reason = f"rank {rank} has {item}; {_EXPECTED}"
             if isinstance(item, Action) and item.op.is_communication:
-                reason = f"rank {rank} has {item}, and torch's messages go between neighbouring stages only"
+                reason = f"rank {rank} has {item}, and torch's messages go between neighboring stages only"
             elif isinstance(item, Action) and item.op is Op.REDUCE_GRAD:
                 reason = f"rank {rank} has {item}, and torch knows no tied stages"
             raise _inexpressible(schedule, reason)
@@ -266,7 +266,7 @@ def _with_reductions(row: Row) -> Iterator[Action | Overlap]:
         if stage in reduced:
             continue
         while index + 1 < len(items) and items[index + 1].parts[0].op.is_send:
-            index += 1  # the neighbour waits for what is sent; nothing waits for the reduction
+            index += 1  # the neighbor waits for what is sent; nothing waits for the reduction
         behind[index].append(Action(stage, Op.REDUCE_GRAD))
     for index, item in enumerate(items):
         yield item

@@ -20,7 +20,7 @@ In addition, if the rows contain messages and reductions:
 | rendezvous:  | a SEND waits, besides, until the RECV that it fills has been posted                             |
 
 A stage whose parameters and inputs are frozen has no backward in the schedule, so the gradient comes from the next
-stage that has one. With skip connections, messages go between stages that are not neighbours; F(s-1,k) still comes
+stage that has one. With skip connections, messages go between stages that are not neighbors; F(s-1,k) still comes
 before F(s,k), so every producer comes first, transitively.
 """
 
@@ -70,7 +70,7 @@ NEEDS: dict[Op, tuple[Need, ...]] = {
 """What each op waits for, besides messages. Everything that needs to know what comes before what reads it here."""
 
 
-class Neighbours:
+class Neighbors:
     """Resolves each `Where` to a stage and a slice; -1 if there is none.
 
     Attributes:
@@ -141,7 +141,7 @@ class Dependencies:
         self.kinds: defaultdict[Kind, dict[int, int]] = defaultdict(dict)
         for node, (kind, number) in enumerate(zip(self._kind_of_each(), self.actions.microbatch, strict=True)):
             self.kinds[kind].setdefault(number, node)
-        self._neighbours = Neighbours(schedule)
+        self._neighbors = Neighbors(schedule)
         self._peers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for stage, code, peer in self.kinds:
             self._peers[stage, code].append(peer)
@@ -167,7 +167,7 @@ class Dependencies:
         for kind, own in self.kinds.items():
             for need, nodes in self._needs[kind]:
                 for number in own.keys() - nodes.keys():
-                    stage, other = self._neighbours.find(need.where, kind[0], number)
+                    stage, other = self._neighbors.find(need.where, kind[0], number)
                     if other >= 0:
                         yield own[number], Action(stage, need.ops[-1], other)
             for posted, sent in self._arrivals[kind]:
@@ -200,16 +200,16 @@ class Dependencies:
 
     def _made_for(self, stage: int, code: int, peer: int) -> Iterator[tuple[Need, Nodes]]:
         """For each need in the table, the nodes that fill it, by the number of the action that waits."""
-        if stage >= len(self._neighbours.below):
+        if stage >= len(self._neighbors.below):
             return  # out of range: `check` reports it
         for need in NEEDS.get(OPS[code], ()):
-            other, _ = self._neighbours.find(need.where, stage, 0)
-            if other < 0 or (need.where in _OPPOSITE and self._neighbours.slices == 1):
+            other, _ = self._neighbors.find(need.where, stage, 0)
+            if other < 0 or (need.where in _OPPOSITE and self._neighbors.slices == 1):
                 continue
             tables = [nodes for op in need.ops if (nodes := self.nodes(other, op))] or [{}]
             nodes = tables[0] if len(tables) == 1 else dict(itertools.chain(*(t.items() for t in reversed(tables))))
             if need.where in _OPPOSITE:
-                by_waiting = ((self._neighbours.find(_OPPOSITE[need.where], stage, n)[1], nodes[n]) for n in nodes)
+                by_waiting = ((self._neighbors.find(_OPPOSITE[need.where], stage, n)[1], nodes[n]) for n in nodes)
                 nodes = {number: node for number, node in by_waiting if number >= 0}
             yield need, nodes
 

@@ -62,9 +62,9 @@ class Schedule(Drawn):
         if len(made) != placement.ranks:
             raise ArgumentError(f"{len(made)} rows for {placement.ranks} ranks; give one row of actions for each rank")
         if not isinstance(microbatches, SupportsIndex) or index(microbatches) < 1:
-            raise ArgumentError(f"microbatches={microbatches!r}: a schedule needs a whole number, at least 1")
+            raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
         if not isinstance(slices, SupportsIndex) or index(slices) < 1:
-            raise ArgumentError(f"slices={slices!r}: a microbatch is cut into a whole number, at least 1")
+            raise ArgumentError(f"slices={slices!r}: expected an integer >= 1")
         if not isinstance(name, str) or len(name.splitlines()) != 1:
             raise ArgumentError(f"name={name!r}: a schedule's name is one line of text")
         for field, value in zip(self.__slots__, (name, placement, microbatches, made, slices), strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -30,7 +30,7 @@ def climb(
     samples: int,
     steps: int,
     random: Random,
-    done: Callable[[float], bool],
+    enough: float,
 ) -> list[Candidate]:
     """The best candidates, best first, from the given patterns, `samples` random ones, and changes to the best.
 
@@ -40,13 +40,13 @@ def climb(
         samples: how many random patterns are tried as well.
         steps: how many changes are tried.
         random: decides which.
-        done: called after each change: whether an objective is good enough, or time is up.
+        enough: an objective with which it ends.
     """
     population: list[Candidate] = []
     for pattern in patterns:
         _offer(population, _candidate(problem, pattern))
     for step in range(samples + steps):
-        if population and done(min(candidate.cost for candidate in population)):
+        if population and min(candidate.cost for candidate in population) <= enough:
             break
         if step < samples or not population:
             pattern = sample(problem, random)

@@ -63,7 +63,7 @@ def exact(
 
     began = time.monotonic()
     if not isinstance(workers, int) or workers < 1:
-        raise ArgumentError(f"workers={workers!r}: expected a whole number of at least 1")
+        raise ArgumentError(f"workers={workers!r}: expected an integer >= 1")
     start = search(
         placement,
         microbatches,

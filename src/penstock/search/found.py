@@ -26,7 +26,7 @@ class Found:
         known: the best generator that fits, by name; None if none does.
         known_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
-        cut_off: whether time ran out before all steps were done, so that another run may find something else.
+        cut_off: of an exact search: whether its time ran out.
     """
 
     schedule: Schedule
@@ -37,7 +37,7 @@ class Found:
     known: str | None
     known_seconds: float
     search_seconds: float
-    cut_off: bool
+    cut_off: bool = False
 
     @property
     def gap(self) -> float:

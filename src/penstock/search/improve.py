@@ -7,7 +7,6 @@ an action on the critical path changes places with others (van Laarhoven et al.,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from random import Random
 
 from penstock.search.problem import Problem, Rows
@@ -25,7 +24,7 @@ def improve(
     random: Random,
     actions: float,
     limit: float,
-    done: Callable[[float], bool],
+    enough: float,
     heat: float,
     reach: float,
 ) -> tuple[float, Rows]:
@@ -37,7 +36,7 @@ def improve(
         random: decides which moves are tried.
         actions: how many are timed in total; the annealing cools down over them.
         limit: after how many of them it ends in any case.
-        done: called before each move: whether an objective is good enough, or time is up.
+        enough: an objective with which it ends.
         heat: how much worse a step may initially be on average, as a share of an action's time.
         reach: how many places along its row an action moves on average. Low values explore everything nearby; high ones
             find what is far away, such as a W that can fill a gap.
@@ -50,7 +49,7 @@ def improve(
     path = critical_path(problem, rows, timing, places)
     hot = heat * sum(problem.seconds) / problem.lanes
     effort = Effort()
-    while effort.actions < min(actions, limit) and not done(best.cost):
+    while effort.actions < min(actions, limit) and best.cost > enough:
         effort.actions += _MOVE_ACTIONS + problem.actions // 12
         moved = _move(problem, rows, timing, path, reach, random)
         if moved is None:

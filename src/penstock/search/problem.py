@@ -135,7 +135,7 @@ def problem(
 ) -> Problem:
     """The question, from the arguments of `search`. Raises ArgumentError like it."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches!r}: expected a whole number of at least 1")
+        raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
     by_stage = [cost for cost in costs_by_stage(placement, costs) if isinstance(cost, StageCost)]

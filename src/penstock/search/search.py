@@ -8,14 +8,14 @@
 
 It ends as soon as the lower bound is met. What is tried, and in which order, does not depend on the available time:
 steps 2 to 4 are repeated in rounds, each four times as long as the one before, up to a sufficient length, and the time
-decides only where they end. So more time is never worse.
+decides only where they end. So more time is never worse, and no clock is read.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from random import Random
@@ -36,7 +36,6 @@ from penstock.simulate.costs import StageCost
 
 _DISPATCH_SECONDS = 60e-6, 2.2e-6  # nominal, of a pattern and of each of its actions: what a time is worth must not
 _TIMED_SECONDS = 0.33e-6  # depend on the machine. And of an action that is timed
-_PATIENCE = 4  # times the seconds asked for: after so much of its processor, a far slower machine is cut off
 _PATTERN_SHARE = 0.3  # of the time: for patterns; the rest is for moves
 _REGULAR_SHARE, _REGULAR = 0.4, 192  # of the time, at most, and how many there are
 _FEW_SHARE = 0.8  # of the time: for fewer microbatches, if there are many
@@ -70,7 +69,7 @@ def search(
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
     same answer: `seconds` is turned into a number of steps that take about that long on a usual machine, and other work
-    beside it changes nothing. Only a machine that needs four times as long is cut off, and `Found.cut_off` says so.
+    beside it changes nothing; a slower machine takes longer.
 
     Args:
         placement: which rank owns which stage.
@@ -93,7 +92,7 @@ def search(
     if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
         raise ArgumentError(f"seconds={seconds!r}: expected a time above 0")
     if not isinstance(seed, int):
-        raise ArgumentError(f"seed={seed!r}: expected a whole number")
+        raise ArgumentError(f"seed={seed!r}: expected an integer")
     asked = problem(placement, microbatches, costs, links, memory_limit=memory_limit, objective=objective)
     known = known_schedules(asked, costs, links)
     best = min(known, key=_seconds, default=None)
@@ -116,7 +115,6 @@ def search(
         known=named.schedule.name if named else None,
         known_seconds=named.seconds if named else math.inf,
         search_seconds=time.monotonic() - began,
-        cut_off=budget.cut_off,
     )
 
 
@@ -134,14 +132,12 @@ class _Budget:
     """What there is time for, in nominal seconds: in total, and in a round."""
 
     def __init__(self, seconds: float, seed: int) -> None:
-        self._deadline = time.thread_time() + seconds * _PATIENCE
         self._left, self._round, self._seed = seconds, 0.0, seed
         self.random = Random(seed)
-        self.cut_off = False
 
     @property
     def is_over(self) -> bool:
-        return self._left <= 0 or self.cut_off
+        return self._left <= 0
 
     def rounds(self, problem: Problem, share: float) -> Iterator[None]:
         """Begins one round after another until time is up; `share` of each is for the problem."""
@@ -173,17 +169,6 @@ class _Budget:
         self._left -= self._round * share
         return planned, most
 
-    def until(self, target: float) -> Callable[[float], bool]:
-        """A function that tells whether to stop at an objective: it is as good as `target`, or time is up."""
-
-        def done(cost: float) -> bool:
-            if cost <= target * _MET:
-                return True
-            self.cut_off = self.cut_off or time.thread_time() > self._deadline
-            return self.cut_off
-
-        return done
-
 
 def _pattern_seconds(problem: Problem) -> float:
     one, action = _DISPATCH_SECONDS
@@ -213,7 +198,7 @@ def _best_rows(
     first = _timed(asked, known)
     answers = first[:]
     if not question.is_met(first):
-        found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, budget.until(0.0))
+        found = climb(asked, islice(regular(asked), budget.regular(asked)), 0, 0, budget.random, 0.0)
         answers += [(candidate.cost, candidate.rows) for candidate in found]
     few = asked.with_microbatches(min(asked.microbatches, _FEW_A_RANK * asked.ranks * asked.placement.pipelines))
     fewer = _Question(few, lower_bound(few))
@@ -262,7 +247,7 @@ def _found(question: _Question, known: list[_Answer], budget: _Budget, share: fl
         assert timing is not None
         patterns.append(pattern_of(asked, timing))
     samples = math.ceil(steps * _SAMPLES)
-    climbed = climb(asked, patterns, samples, steps - samples, budget.random, budget.until(question.bound))
+    climbed = climb(asked, patterns, samples, steps - samples, budget.random, question.bound * _MET)
     found = [(candidate.cost, candidate.rows) for candidate in climbed]
     return [*found, _improved(question, known + found, budget, share * (1 - _PATTERN_SHARE))]
 
@@ -278,8 +263,8 @@ def _improved(question: _Question, answers: list[_Answer], budget: _Budget, shar
         planned, most = budget.actions(share / len(_MOVES))
         _, rows = starts[run] if run < len(starts) else best
         reach = max(_LEAST_REACH, reach * asked.actions / asked.ranks)
-        done = budget.until(question.bound)
-        best = min(best, improve(asked, rows, budget.random, planned, most, done, heat, reach), key=_objective)
+        enough = question.bound * _MET
+        best = min(best, improve(asked, rows, budget.random, planned, most, enough, heat, reach), key=_objective)
     return best
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Action, Dependencies, Op, Row, Schedule
-from penstock.schedule.dependencies import NEEDS, Neighbours, Where
+from penstock.schedule.dependencies import NEEDS, Neighbors, Where
 from penstock.schedule.order import runnable_order
 
 Ints = NDArray[Any]
@@ -153,9 +153,9 @@ def _needs(schedule: Schedule, rows: Sequence[Row], first: Ints, rank_of: Ints) 
         joined.append(part.begin + np.flatnonzero(part.joined))
         _enter(tables, schedule, part)
     need, source = np.full(first[-1], -1, np.int32), np.full(len(Op) * schedule.stages, -1)
-    neighbours = Neighbours(schedule)
+    neighbors = Neighbors(schedule)
     for part in _parts(rows, first):
-        for op, nodes, stage, other, place, makers in _wanted(schedule, neighbours, part, tables):
+        for op, nodes, stage, other, place, makers in _wanted(schedule, neighbors, part, tables):
             needed = _looked_up(tables, makers, place)
             if other is stage:
                 if (needed < 0).any() or (needed >= nodes).any():
@@ -192,7 +192,7 @@ def _looked_up(tables: dict[Op, Ints], ops: tuple[Op, ...], place: Ints) -> Ints
 
 
 def _wanted(
-    schedule: Schedule, neighbours: Neighbours, part: _Part, occurring: Iterable[Op]
+    schedule: Schedule, neighbors: Neighbors, part: _Part, occurring: Iterable[Op]
 ) -> Iterator[tuple[Op, Ints, Ints, Ints, Ints, tuple[Op, ...]]]:
     """For each need of each op: the op, the nodes that have the need, their stages, the stages and the places that they
     look at, and which ops can fill it there. Nodes that look at their own stage have the very same array for both.
@@ -207,9 +207,9 @@ def _wanted(
             other, number_there = stage, number
             match need.where:
                 case Where.BELOW:
-                    other = np.array(neighbours.below)[stage]
+                    other = np.array(neighbors.below)[stage]
                 case Where.ABOVE:
-                    other = np.array(neighbours.above)[stage]
+                    other = np.array(neighbors.above)[stage]
                 case Where.EARLIER:
                     number_there = np.where(number % slices > 0, number - 1, -1)
                 case Where.LATER:

@@ -177,7 +177,6 @@ def search_for(question: Question, where: PlacementName, seconds: float) -> dict
         "best_by_name": found.known,
         "best_by_name_objective": found.known_seconds if found.known else None,
         "is_named": found.schedule.name if found.schedule.name != SEARCHED else None,
-        "cut_off": found.cut_off,
     }
 
 

@@ -104,9 +104,9 @@ class Question:
 
 
 def whole(name: str, text: str) -> int:
-    """A whole number out of an address. Raises ArgumentError."""
+    """An integer from an address. Raises ArgumentError."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise ArgumentError(f"{name}={text[:40]!r}: expected a whole number, such as 4")
+        raise ArgumentError(f"{name}={text[:40]!r}: expected an integer, such as 4")
     return int(text)
 
 

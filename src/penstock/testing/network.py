@@ -143,7 +143,7 @@ def bad_network(
             every 2s"; None: as fast as the machine can.
         own: links of single hosts, by host.
         seed: for all random draws: with the same seed, the k-th frame on a link meets the same fate.
-        background: traffic from neighbours, such as "50mbit to 1".
+        background: traffic from neighbors, such as "50mbit to 1".
         shaper: what shapes the links: "auto", "tbf" or "switch".
         scenario: a file of changes to play during each job, at its steps and times.
 

@@ -46,7 +46,7 @@ class Job:
         for name in ("sequence", "tensor_parallel", "optimizer_shards"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1")
+                raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
         if self.recompute not in ("none", "selective", "full"):
             raise ArgumentError(f"recompute={self.recompute!r}: expected 'none', 'selective' or 'full'")
         shared = {"heads": self.model.heads, "feedforward": self.model.inner}

@@ -68,7 +68,7 @@ class Machine:
         return _at(self._known(self.device.network, "between hosts"), self.network_fraction)
 
     def all_reduce_seconds(self, size: float, devices: int, *, stride: int = 1) -> float:
-        """A sum of tensors of that many bytes over neighbours, or every stride-th device.
+        """A sum of tensors of that many bytes over neighbors, or every stride-th device.
 
         Rings within hosts and, if the group has more of them, between hosts: there, a host's members together have
         their ports, of which each of the stride groups on the host uses its own.

@@ -43,7 +43,7 @@ class Transformer:
         for name in ("layers", "hidden", "heads", "vocabulary", "kv_heads", "feedforward", "positions"):
             value, most = getattr(self, name), _MOST_LAYERS if name == "layers" else _MOST_OF_ANYTHING
             if value is not None and not (isinstance(value, int) and 1 <= value <= most):
-                raise ArgumentError(f"{name}={value!r}: expected a whole number of at least 1, and at most {most:,}")
+                raise ArgumentError(f"{name}={value!r}: expected an integer from 1 to {most:,}")
         if self.style not in ("gpt", "llama"):
             raise ArgumentError(f"style={self.style!r}: expected 'gpt' or 'llama'")
         for name, whole, parts in (

@@ -62,8 +62,8 @@ def transformer(text: str) -> Transformer:
 def _named(name: str) -> Transformer:
     if name not in NAMED:
         raise ArgumentError(
-            f"transformer {name!r}: not known; {did_you_mean(name, NAMED)}known are {', '.join(NAMED)}; or give its "
-            "numbers: layers=96,hidden=12288,heads=96,vocabulary=50257"
+            f"transformer {name!r}: not known; {did_you_mean(name, NAMED)}expected one of {', '.join(NAMED)}; or pass "
+            "its numbers: layers=96,hidden=12288,heads=96,vocabulary=50257"
         )
     return NAMED[name]
 
@@ -72,4 +72,4 @@ def _number(text: str, part: str, value: str) -> int:
     try:
         return int(value.replace("_", ""))
     except ValueError:
-        raise ArgumentError(f"transformer {text!r}: {part!r}: expected a whole number") from None
+        raise ArgumentError(f"transformer {text!r}: {part!r}: expected an integer") from None

@@ -71,7 +71,7 @@ def predict_step(job: Job, machine: Machine, layout: Layout) -> Step:
     schedule = generate(
         "interleaved-1f1b" if layout.chunks > 1 else "1f1b", layout.ranks, layout.microbatches, layout.chunks
     )
-    timeline = simulate(schedule, stages, _neighbours(job, machine, layout))
+    timeline = simulate(schedule, stages, _neighbors(job, machine, layout))
     peaks = memory(schedule, stages, timeline)
     held = [sum(_held(stages[stage]) for stage in schedule.placement.stages_on(rank)) for rank in range(layout.ranks)]
     parameters = max(
@@ -112,7 +112,7 @@ def stage_costs(units: Sequence[UnitCost], layers: Sequence[int]) -> list[StageC
 
 
 def reduce_seconds(job: Job, machine: Machine, layout: Layout, parameters: float) -> float:
-    """The sum of a rank's gradients over its replicas, which are neighbours once tensor-parallel groups are taken."""
+    """The sum of a rank's gradients over its replicas, which are neighbors once tensor-parallel groups are taken."""
     size = parameters * PARAMETER_BYTES
     return machine.all_reduce_seconds(size, layout.replicas, stride=job.tensor_parallel)
 
@@ -127,7 +127,7 @@ def _held(cost: StageCost) -> float:
     return cost.parameter_bytes + cost.gradient_bytes + cost.optimizer_bytes
 
 
-def _neighbours(job: Job, machine: Machine, layout: Layout) -> LinkCost:
+def _neighbors(job: Job, machine: Machine, layout: Layout) -> LinkCost:
     """Between two ranks: replicas lie between them, so that a host has one rank only, unless there is but one host."""
     devices = job.tensor_parallel * layout.replicas * layout.ranks
     cable = machine.link if devices <= machine.devices_per_host else machine.network

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
-from penstock.balance import Profile
-from penstock.explain import Predicted
 from penstock.plan import Plan
-from penstock.plan.stage_costs import stage_cost
 from penstock.schedule import Schedule
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import Memory, StageCost, memory
 from penstock.web.page_data import curve
 
 _LABEL = "predicted"
-
-
-def stages_of(profile: Profile, predicted: Predicted) -> list[StageCost]:
-    """What each stage keeps, if the model was cut as the prediction says."""
-    ends = [*predicted.starts, len(profile.units)]
-    return [stage_cost(profile.units[start:end], 0.0) for start, end in pairwise(ends)]
 
 
 def by_stages(costs: Sequence[StageCost], schedule: Schedule, timeline: Timeline) -> list[Memory]:

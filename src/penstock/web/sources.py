@@ -6,16 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.balance import Profile
 from penstock.errors import ArgumentError
 from penstock.explain import Predicted, Run, explain, read_run, run_of
 from penstock.files import json_or_none
 from penstock.plan import Plan
 from penstock.runs import read_run as read_folder
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import StageCost
 from penstock.web.measured import in_turns, of_explanation
-from penstock.web.memory_curves import stages_of
 from penstock.web.planned import of_plan
 from penstock.web.run_folder import of_run
 from penstock.web.shown import Shown
@@ -36,7 +33,6 @@ def shown(
     prediction: Prediction = lambda _: None,
     *,
     other_prediction: bool = False,
-    profile: Profile | None = None,
 ) -> Shown:
     """What a report shows of these files or this folder.
 
@@ -45,7 +41,6 @@ def shown(
         step: which step; None: the one whose time is the median.
         prediction: of the run, to compare with.
         other_prediction: whether that is to be shown rather than what a run's folder has of its own.
-        profile: of the model, which says what stages keep, for traces that do not tell memory.
 
     Raises:
         ArgumentError: they are none of these, or have no such step.
@@ -60,19 +55,15 @@ def shown(
     if turns:
         return in_turns(turns, first.name)
     names = ", ".join(path.name or str(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
-    return _explained(paths, step, prediction, profile, names)
+    return _explained(paths, step, prediction, names)
 
 
-def _explained(
-    paths: Sequence[Path], step: int | None, prediction: Prediction, profile: Profile | None, names: str
-) -> Shown:
+def _explained(paths: Sequence[Path], step: int | None, prediction: Prediction, names: str) -> Shown:
     run = run_of(read_run(paths))
     predicted = prediction(run)
     found = explain(run, step=step, predicted=predicted)
-    costs: Sequence[StageCost] = ()
-    if profile is not None and predicted is not None and not predicted.unlikely([one.seconds for one in found.stages]):
-        costs = stages_of(profile, predicted)
-    return of_explanation(found, names, costs)
+    known = predicted is not None and not predicted.unlikely([one.seconds for one in found.stages])
+    return of_explanation(found, names, predicted.costs if predicted is not None and known else ())
 
 
 def _of_folder(path: Path, step: int | None, prediction: Prediction, *, other_prediction: bool) -> Shown:

@@ -58,7 +58,7 @@ def test_a_process_alone_drives_all_ranks() -> None:
     assert world.is_local
     assert join(4, None, "cpu") == World(4)
     for ranks in (0, -3):
-        with pytest.raises(ArgumentError, match=f"ranks={ranks}: expected a whole number of at least 1"):
+        with pytest.raises(ArgumentError, match=f"ranks={ranks}: expected an integer >= 1"):
             join(ranks, None, "cpu")
 
 

@@ -497,7 +497,7 @@ def test_what_enters_a_stage_is_all_that_is_kept_of_it() -> None:
     ("options", "words"),
     [
         ({"recompute": "sometimes"}, ["recompute='sometimes'", "'except_last'", "every n-th layer"]),
-        ({"recompute": 0}, ["recompute=0", "at least 1"]),
+        ({"recompute": 0}, ["recompute=0", "n >= 1"]),
         ({"recompute": True}, ["recompute=True", "'always'"]),
         ({"recompute": None}, ["recompute=None", "'always'"]),
         ({"recompute": ["always"]}, ["recompute has 1 entry;", "2 stages"]),

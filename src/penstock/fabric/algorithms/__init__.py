@@ -94,4 +94,4 @@ def generate(collective: str, algorithm: str, ranks: int, **options: Any) -> Ste
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:
-    return f"{did_you_mean(name.lower(), known, 0.5)}known are {', '.join(known)}"
+    return f"{did_you_mean(name.lower(), known, 0.5)}expected one of {', '.join(known)}"

@@ -64,7 +64,7 @@ def reduce_scatter_pairwise(ranks: int) -> StepList:
 
 def _checked_shares(ranks: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     if shares and (len(shares) != ranks or min(shares) < 0 or not any(shares)):
-        raise ArgumentError(f"shares={shares}: give {ranks} whole numbers, one for each rank, 0 or more and not all 0")
+        raise ArgumentError(f"shares={shares}: expected {ranks} integers >= 0, one per rank, not all 0")
     return shares or (1,) * ranks
 
 

@@ -27,7 +27,7 @@ def all_gather(ranks: int) -> StepList:
 def all_reduce_2(ranks: int) -> StepList:
     """Two rings: half of each part travels one way, half the other.
 
-    Full-duplex ports carry as much as with one ring. Links between neighbours, as on a torus, carry half as much.
+    Full-duplex ports carry as much as with one ring. Links between neighbors, as on a torus, carry half as much.
     """
     return StepList("all_reduce", "ring2", ranks, 2 * ranks, 2 * ranks, reduced(ranks, 2) + gathered(ranks, 2))
 

@@ -21,7 +21,7 @@ TRIES = 3
 
 
 def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
-    """Measures both directions between all neighbours, pair by pair.
+    """Measures both directions between all neighbors, pair by pair.
 
     Returns:
         A dict per direction; none if links are not to be measured, or the backend is not gloo.
@@ -32,7 +32,7 @@ def measured(spec: Spec, wire: Wire, members: Members) -> list[dict[str, Any]]:
     if not spec.measures_links or spec.backend != "gloo":
         return []
     links = []
-    for pair in probe.neighbours(spec.hosts):
+    for pair in probe.neighbors(spec.hosts):
         for left in reversed(range(TRIES)):
             found = probe.measure(pair, wire, ends_of(spec, pair))
             faults = [fault for ends, one in found.items() if (fault := above_shaper(spec, ends, one))]

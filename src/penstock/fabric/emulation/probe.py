@@ -1,4 +1,4 @@
-"""Measure a link between two neighbours before the trials: the round trip of a small message, and a steady stream.
+"""Measure a link between two neighbors before the trials: the round trip of a small message, and a steady stream.
 
 Latency is half of the shortest of several round trips of a small message, because any other activity only adds to it.
 The time that the message's bytes take at each end's rate is subtracted, and so is the shapers' delay, if it is known;
@@ -102,8 +102,8 @@ class Ends(NamedTuple):
         return came
 
 
-def neighbours(hosts: int) -> tuple[tuple[int, int], ...]:
-    """Returns the pairs to measure: neighbours on a ring."""
+def neighbors(hosts: int) -> tuple[tuple[int, int], ...]:
+    """Returns the pairs to measure: neighbors on a ring."""
     return tuple((rank, (rank + 1) % hosts) for rank in range(hosts if hosts > 2 else 1))
 
 

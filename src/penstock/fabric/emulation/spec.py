@@ -53,7 +53,7 @@ class Spec:
         join_seconds: how long hosts have to join.
         stall_seconds: how long to wait for another host before giving up.
         backend: one of `BACKENDS`.
-        measures_links: whether to measure pairs of neighbours before the trials.
+        measures_links: whether to measure pairs of neighbors before the trials.
         link: the hosts' link, as requested.
         network: how `Machines.described` describes the hosts' network; None if the hosts have a network of their own.
 

@@ -64,7 +64,7 @@ def network_facts(described: Told, *, told: Told | None = None, happened: Sequen
         (f"host {host}", f"held to {share:.4g} of a core, by {described['held_back_by']}")
         for host, share in sorted(described["slow"].items())
     ]
-    found += [("neighbour", text) for text in described["background"]]
+    found += [("neighbor", text) for text in described["background"]]
     found += [("", remark) for remark in described["remarks"]]
     found += [("change", text) for text in happened]
     if told is not None:
@@ -105,7 +105,7 @@ def _host(link: Told) -> str:
     ways = [f"{_frames(link[way], verb)}{_fates(link[way])}" for way, verb in (("up", "out"), ("down", "in"))]
     near = link["down"]["background_bytes"]
     if near:
-        ways.append(f"neighbours {sized(near)}")
+        ways.append(f"neighbors {sized(near)}")
     return "; ".join(ways)
 
 

@@ -118,7 +118,7 @@ def _table(results: dict[str, Any]) -> list[list[str]]:
 
 
 def _inline(drawn: str) -> Markup:
-    """Returns a picture as safe markup, in the page's colours and as wide as the page allows."""
+    """Returns a picture as safe markup, in the page's colors and as wide as the page allows."""
     for fixed, own in ((INK, "currentColor"), (MUTED, f"var(--muted, {MUTED})"), (RULE, f"var(--rule, {RULE})")):
         drawn = drawn.replace(fixed, own)
     drawn = re.sub(r'<svg([^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'<svg\1 role="img"', drawn, count=1)

@@ -16,11 +16,11 @@ from penstock.fabric.units import size_text
 from penstock.fabric.views.facts import rate_unit
 from penstock.fabric.views.numbers import cut, cut_apart
 from penstock.fabric.views.style import (
-    COLOURS,
+    COLORS,
     INK,
     MUTED,
     blank,
-    colours,
+    colors,
     legend_beside,
     look,
     seconds_axis,
@@ -83,8 +83,8 @@ def _rated(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]])
 def _named(count: int) -> list[int]:
     """Returns the groups that a legend names: all of them, or an even selection."""
     return (
-        sorted(set(np.linspace(0, count - 1, len(COLOURS)).round().astype(int).tolist()))
-        if count > len(COLOURS)
+        sorted(set(np.linspace(0, count - 1, len(COLORS)).round().astype(int).tolist()))
+        if count > len(COLORS)
         else list(range(count))
     )
 
@@ -92,7 +92,7 @@ def _named(count: int) -> list[int]:
 def _longest(times: Sequence[Floats]) -> list[int]:
     """Returns the groups whose transfers take the longest, in order of execution."""
     medians = np.array([np.median(one) for one in times])
-    return sorted(np.argsort(-medians, kind="stable")[: len(COLOURS)].tolist())
+    return sorted(np.argsort(-medians, kind="stable")[: len(COLORS)].tolist())
 
 
 def _counted(times: Sequence[Floats]) -> str:
@@ -108,11 +108,11 @@ def _cdf(names: Sequence[str], times: Sequence[Floats]) -> str:
     figure = blank(9.6, 3.5)
     left, right = figure.subplots(1, 2)
     count, samples = len(times), max(one.size for one in times)
-    colour, name, named = colours(count), cut_apart(names, MOST_LETTERS), _named(count)
+    color, name, named = colors(count), cut_apart(names, MOST_LETTERS), _named(count)
     for number, of_group in enumerate(times):
         ordered = np.sort(of_group, axis=None)
         at, size = _kept(len(ordered)), len(ordered)
-        style = {"color": colour[number], "lw": 1.6 if count <= len(COLOURS) else 1.0}
+        style = {"color": color[number], "lw": 1.6 if count <= len(COLORS) else 1.0}
         label = {"label": name[number]} if number in named else {}
         left.plot(ordered[at], (at + 1) / size, drawstyle="steps-post", **style)
         # P(T >= the i-th smallest) is the fraction of samples from it on; the line ends at the largest.
@@ -164,7 +164,7 @@ def _none() -> Any:
 def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
     """Draws one row for each of the longest groups, with one dot per transfer."""
     shown = _longest(times)
-    colour, trials = colours(len(times)), len(times[0])
+    color, trials = colors(len(times)), len(times[0])
     dots = sum(times[number].size for number in shown)
     figure = blank(9.6, 0.65 + 1.05 * len(shown))
     rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
@@ -176,7 +176,7 @@ def _trials(results: dict[str, Any], times: Sequence[Floats]) -> str:
         marked, near = far[:MOST_MARKED], np.ones(len(took), bool)
         near[marked] = False
         size, alpha = (7, 0.75) if len(took) <= 500 else (3, 0.55)
-        style: dict[str, Any] = {"color": colour[number], "linewidths": 0}
+        style: dict[str, Any] = {"color": color[number], "linewidths": 0}
         axes.scatter(trial[near], took[near], size, alpha=alpha, rasterized=dots > MOST_DOTS, **style)
         axes.scatter(trial[marked], took[marked], 17, zorder=3, edgecolors=INK, **{**style, "linewidths": 0.9})
         for stalled in results["stalled"][:MOST_MARKED]:
@@ -216,7 +216,7 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
     groups = results["groups"]
     scale, unit = rate_unit(results)
     kinds = list(dict.fromkeys(group["collective"] for group in groups))
-    for kind, colour in zip(kinds, COLOURS, strict=False):
+    for kind, color in zip(kinds, COLORS, strict=False):
         found = sorted((t["bytes"], n) for n, t in enumerate(groups) if t["collective"] == kind and t["busbw_GBps"])
         if not found:
             continue
@@ -225,12 +225,12 @@ def _busbw(results: dict[str, Any], times: Sequence[Floats]) -> str:
         factors = [groups[n]["busbw_GBps"] / (groups[n]["algbw_GBps"] or 1) for _, n in found]
         spread = np.array([np.percentile(times[n], (10, 50, 90)) for _, n in found])
         rates = np.array(sizes)[:, None] * np.array(factors)[:, None] / spread / 1e9 * scale
-        axes.fill_between(sizes, rates[:, 2], rates[:, 0], color=colour, alpha=0.18, linewidth=0)
-        axes.plot(sizes, rates[:, 1], "o-", ms=4.5, color=colour, label=f"{kind}, p50 (band: p10 to p90)")
+        axes.fill_between(sizes, rates[:, 2], rates[:, 0], color=color, alpha=0.18, linewidth=0)
+        axes.plot(sizes, rates[:, 1], "o-", ms=4.5, color=color, label=f"{kind}, p50 (band: p10 to p90)")
         ideal = [(size, _ideal(groups[n], rate)) for (size, n), rate in zip(found, rates[:, 1], strict=True)]
         known = [(size, value) for size, value in ideal if value is not None]
         if known:
-            axes.plot(*zip(*known, strict=True), ls=(0, (4, 2)), lw=1.2, color=colour, label=f"{kind}, ideal")
+            axes.plot(*zip(*known, strict=True), ls=(0, (4, 2)), lw=1.2, color=color, label=f"{kind}, ideal")
     _links(axes, results, scale, unit)
     axes.set_xscale("log", base=2)
     ticks = _apart(sorted({group["bytes"] for group in groups}))
@@ -281,8 +281,8 @@ def _timeline(run: Run) -> str:
 
     found = groups(Workload.from_dict(run.record["workload"]))
     name = cut_apart([group.name for group in found], MOST_LETTERS)
-    colour, named = colours(len(name)), _named(len(name))
-    by_place = {place: colour[number] for number, group in enumerate(found) for place in group.places}
+    color, named = colors(len(name)), _named(len(name))
+    by_place = {place: color[number] for number, group in enumerate(found) for place in group.places}
     chosen = _chosen_trials(run)
     hosts = run.start_ns.shape[2]
     lanes = min(hosts, MOST_LANES)
@@ -300,7 +300,7 @@ def _timeline(run: Run) -> str:
     rows[-1].set_xlabel(
         "time since the first rank began its first transfer" + (f" ({lanes} of {hosts} ranks)" if lanes < hosts else "")
     )
-    patches = [Patch(color=colour[number], label=name[number]) for number in named]
+    patches = [Patch(color=color[number], label=name[number]) for number in named]
     legend_beside(rows[0], patches)
     return svg(figure, "timeline")
 
@@ -318,8 +318,8 @@ def _chosen_trials(run: Run) -> list[tuple[int, str]]:
     return chosen
 
 
-def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
-    """Draws each rank's transfers pale, from start to end, and their rounds in full colour with gaps between them."""
+def _lanes(axes: Axes, run: Run, trial: int, color: dict[int, str]) -> None:
+    """Draws each rank's transfers pale, from start to end, and their rounds in full color with gaps between them."""
     took_part = run.end_ns[trial] >= 0
     zero = run.start_ns[trial][took_part].min()
     whole = (run.end_ns[trial].max() - zero) / 1e9
@@ -330,12 +330,12 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
     for number, rank in np.argwhere(took_part[:, :MOST_LANES]):
         start, end = ((times[trial, number, rank] - zero) / 1e9 for times in (run.start_ns, run.end_ns))
         parts = rounds.get((number, rank), [])
-        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=colour[number], alpha=0.3 if parts else 1,
+        axes.broken_barh([(start, end - start)], (rank - 0.36, 0.72), color=color[number], alpha=0.3 if parts else 1,
                          linewidth=0)  # fmt: skip
         bars = [((row[4] - zero) / 1e9, (row[5] - row[4]) / 1e9) for row in sorted(parts, key=lambda row: row[3])]
         bars = [(at, took - min(whole * 0.0015, took * 0.3)) for at, took in bars]
         if bars:
-            axes.broken_barh(bars, (rank - 0.36, 0.72), color=colour[number], linewidth=0)
+            axes.broken_barh(bars, (rank - 0.36, 0.72), color=color[number], linewidth=0)
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def _lanes(axes: Axes, run: Run, trial: int, colour: dict[int, str]) -> None:
 
 def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]], times: Sequence[Floats]) -> str:
     """Draws, for the longest groups, the histogram of the slowest rank's times, and the outline of all other ranks'."""
-    shown, colour = _longest(times)[-4:], colours(len(by_group))
+    shown, color = _longest(times)[-4:], colors(len(by_group))
     name = cut_apart([group["name"] for group in results["groups"]], MOST_LETTERS)
     figure = blank(9.6, 2.7)
     for axes, number in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
@@ -361,7 +361,7 @@ def _slowest(results: dict[str, Any], by_group: Sequence[Sequence[TransferTimes]
         low, high = (round(np.log(value / first) / np.log(ratio)) for value in (others.min(), others.max()))
         edges = first * ratio ** np.arange(min(low, 0) - 1, max(high, len(found["counts"])) + 2)
         shares = np.array(found["counts"]) / max(sum(found["counts"]), 1)
-        axes.stairs(shares, found["edges_s"], fill=True, color=colour[number], alpha=0.85)
+        axes.stairs(shares, found["edges_s"], fill=True, color=color[number], alpha=0.85)
         outline, _ = np.histogram(others, edges)
         axes.stairs(outline / max(len(others), 1), edges, color=INK, lw=0.9)
         axes.set_xscale("log")

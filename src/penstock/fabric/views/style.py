@@ -1,4 +1,4 @@
-"""The style of figures: colours that colour-blind readers can tell apart, few lines, and SVG whose text stays text.
+"""The style of figures: colors that color-blind readers can tell apart, few lines, and SVG whose text stays text.
 
 Figures are drawn with matplotlib but without pyplot, so the caller's own plots are not affected.
 """
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#1b2330", "#6b7482", "#dde1e7"
-"""Colours of text and lines. A page replaces them with its own, so that figures follow light and dark mode."""
+"""Colors of text and lines. A page replaces them with its own, so that figures follow light and dark mode."""
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00")
 """Okabe and Ito's palette, without black and yellow, which are hard to see on a dark or a light page."""
 
 FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -149,10 +149,10 @@ def seconds_label(value: float) -> str:
     return f"{value / 1e-9:.3g} ns" if value else "0"
 
 
-def colours(count: int) -> list[str]:
-    """Returns one colour each; if the palette is too small, colours from dark to light."""
-    if count <= len(COLOURS):
-        return list(COLOURS[:count])
+def colors(count: int) -> list[str]:
+    """Returns one color each; if the palette is too small, colors from dark to light."""
+    if count <= len(COLORS):
+        return list(COLORS[:count])
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 

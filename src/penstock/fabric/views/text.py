@@ -15,7 +15,7 @@ from penstock.fabric.compare import FEWEST, Comparison, Difference
 from penstock.fabric.samples import Run
 from penstock.fabric.views.facts import TIMES, facts, in_groups, mean, notes, rate_unit, title, warnings
 from penstock.fabric.views.numbers import NONE, cut, digits, percent, seconds
-from penstock.report.table import print_unbroken, table, width_of
+from penstock.report.text import print_unbroken, table, width_of
 
 
 def show(run: Run, results: dict[str, Any], console: Console) -> None:

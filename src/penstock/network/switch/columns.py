@@ -39,7 +39,7 @@ class Tables(NamedTuple):
     lines: Any  # (directions, LINES) int64
     meets: Any  # (hosts, hosts, 2) uint8: whether the sender's link affects a frame, and whether the receiver's does
     draws: Any  # (directions, block, 3) int64: ring buffers
-    near: Any  # (hosts, block, 2) int64: ring buffers of neighbours' frames to each host
+    near: Any  # (hosts, block, 2) int64: ring buffers of neighbors' frames to each host
     frames: Any  # (slots, bytes) uint8
     slots: Any  # (slots, 4) int64
     heap: Any  # (slots, 3) int64

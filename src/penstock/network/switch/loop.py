@@ -10,7 +10,7 @@ A frame from a to b goes through these steps, in order:
   2. a's link: loss, delay and the like, if they apply to frames from a to b (`Topology.meets`). After a stall, the
      frames that it held leave at the link's rate, and frames that arrived in the meantime follow them.
   3. the queue to b: the frame waits for those ahead of it, and for its own length at the link's rate; if more than the
-     limit is waiting, it is dropped. Neighbours' traffic, which exists only in the accounts, is in the same queue. A
+     limit is waiting, it is dropped. Neighbors' traffic, which exists only in the accounts, is in the same queue. A
      stall of b's link holds up the whole queue.
   4. b's link: loss, delay and the like, if they apply to frames from a to b.
 Frames of one direction keep their order, except those that are to be reordered, or where a link allows overtaking. Ties
@@ -228,8 +228,8 @@ def _joins(t: Tables, direction: Any, size: Any, at: Any) -> Any:
 
 
 @compiled
-def neighbours(t: Tables, host: Any, at: Any) -> None:
-    """Puts the neighbours' frames that have come by then into the queue to a host."""
+def neighbors(t: Tables, host: Any, at: Any) -> None:
+    """Puts the neighbors' frames that have come by then into the queue to a host."""
     line = t.lines[t.meets.shape[0] + host]
     while line[NEAR_USED] < line[NEAR_MADE]:
         frame = t.near[host, line[NEAR_USED] % t.near.shape[1]]
@@ -243,11 +243,11 @@ def neighbours(t: Tables, host: Any, at: Any) -> None:
 
 
 @compiled
-def all_neighbours(t: Tables) -> None:
+def all_neighbors(t: Tables) -> None:
     """Does this up to now for all hosts, including those that nothing else sends to."""
     now = now_ns(t)
     for host in range(t.meets.shape[0]):
-        neighbours(t, host, now)
+        neighbors(t, host, now)
 
 
 @compiled
@@ -260,7 +260,7 @@ def _at_port(t: Tables, slot: Any, at: Any) -> None:
     size = t.slots[slot, LENGTH]
     line[FRAMES] += 1
     line[BYTES] += size
-    neighbours(t, target, at)
+    neighbors(t, target, at)
     if t.lines[target, GONE]:
         line[N_GONE] += 1
         _drop(t, slot)

@@ -34,7 +34,7 @@ class Order(_Line):
     Attributes:
         topology: the links from now on; None to keep them.
         gone: the hosts that are cut off from now on; None for no change.
-        background: neighbours' traffic from now on, as texts (background.py); None to keep it.
+        background: neighbors' traffic from now on, as texts (background.py); None to keep it.
         tells: True to ask for the counters.
     """
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import scipy.special  # noqa: F401  (so that a link that changes to normal jitter need not wait for it)
 
-from penstock.network.background import AHEAD_NS, Neighbour, Stream, parse_background
+from penstock.network.background import AHEAD_NS, Neighbor, Stream, parse_background
 from penstock.network.switch import columns, loop
 from penstock.network.switch.columns import Tables
 from penstock.network.switch.filling import STALL, Decided, stalls, tables, told
@@ -34,13 +34,13 @@ _PR_SET_TIMERSLACK = 29
 
 
 class Background:
-    """Keeps the arrays filled with the neighbours' next frames. Starts when made, in place of the one before."""
+    """Keeps the arrays filled with the neighbors' next frames. Starts when made, in place of the one before."""
 
-    def __init__(self, t: Tables, neighbours: tuple[Neighbour, ...], seed: int) -> None:
+    def __init__(self, t: Tables, neighbors: tuple[Neighbor, ...], seed: int) -> None:
         self._t = t
         hosts = t.meets.shape[0]
         self._start_ns = time.monotonic_ns()
-        self._streams = [Stream(neighbours, seed, host) for host in range(hosts)] if neighbours else []
+        self._streams = [Stream(neighbors, seed, host) for host in range(hosts)] if neighbors else []
         t.lines[hosts:, columns.NEAR_MADE] = t.lines[hosts:, columns.NEAR_USED]
 
     def fill(self) -> None:
@@ -68,7 +68,7 @@ class Served:
         """Past stalls of links that have changed since."""
         self.tables = tables(setup.order.topology, descriptors, time.monotonic_ns())
         loop.run(self.tables, 0)  # compiles the loop, or loads it from the cache
-        loop.all_neighbours(self.tables)
+        loop.all_neighbors(self.tables)
         self._seed = setup.order.topology.seed
         self._background = Background(self.tables, (), self._seed)
         self._decided = Decided(self.tables, setup.order.topology)
@@ -87,8 +87,8 @@ class Served:
         if order.gone is not None:
             t.lines[:hosts, columns.GONE] = [host in order.gone for host in range(hosts)]
         if order.background is not None:
-            neighbours = tuple(parse_background(text, hosts) for text in order.background)
-            self._background = Background(t, neighbours, self._seed)
+            neighbors = tuple(parse_background(text, hosts) for text in order.background)
+            self._background = Background(t, neighbors, self._seed)
             self._background.fill()
         if not order.tells:
             return {}
@@ -100,7 +100,7 @@ class Served:
         """Forwards frames for a while."""
         t = self.tables
         loop.run(t, time.monotonic_ns() + int(TURN_SECONDS * 1e9))
-        loop.all_neighbours(t)
+        loop.all_neighbors(t)
         self._decided.fill()
         self._background.fill()
         t.state[columns.LOW] = 0

@@ -271,7 +271,7 @@ class Cutting:
                     "Microbatch(..., rows=...)"
                 ) from None
         if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ArgumentError(f"{what}: rows={rows!r}; expected a whole number, at least 1")
+            raise ArgumentError(f"{what}: rows={rows!r}; expected an integer >= 1")
         return piece._replace(rows=rows)
 
 

@@ -73,6 +73,6 @@ def _check_recompute(choice: Any, policies: Sequence[str]) -> None:
     is_number = isinstance(choice, int) and not isinstance(choice, bool)
     if not (choice >= 1 if is_number else choice in policies):
         raise ArgumentError(
-            f"recompute={choice!r}: expected {', '.join(map(repr, policies))}, a whole number n of at least 1 "
+            f"recompute={choice!r}: expected {', '.join(map(repr, policies))}, an integer n >= 1 "
             "(every n-th layer), a function that makes a feature for a stage, or a list or dict of these, by stage"
         )

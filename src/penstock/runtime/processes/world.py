@@ -128,7 +128,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
 
 def _check(ranks: object, mesh: object) -> None:
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
-        raise ArgumentError(f"ranks={ranks!r}: expected a whole number of at least 1")
+        raise ArgumentError(f"ranks={ranks!r}: expected an integer >= 1")
     if not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise ArgumentError(
             f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"

@@ -317,7 +317,9 @@ def generator(name: str) -> Generator:
     if found is None:
         peers = schedule_of_peer(name)
         hint = f"did you mean {peers}? " if peers else did_you_mean(name.lower(), _BY_NAME, 0.4)
-        raise ArgumentError(f"schedule={name!r} is not a known schedule; {hint}known are {', '.join(_GENERATORS)}")
+        raise ArgumentError(
+            f"schedule={name!r} is not a known schedule; {hint}expected one of {', '.join(_GENERATORS)}"
+        )
     return found
 
 
@@ -348,7 +350,7 @@ def generate(
     for argument in Numbers.__slots__:
         value = getattr(numbers, argument)
         if not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{argument}={value!r}: expected a whole number of at least 1")
+            raise ArgumentError(f"{argument}={value!r}: expected an integer >= 1")
     if (rule := entry.broken(numbers)) is not None:
         value = getattr(numbers, rule.argument)
         hint = f" ({CHUNKS})" if rule.argument == "chunks" else ""

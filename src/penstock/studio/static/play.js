@@ -161,7 +161,7 @@ function searching(changed) {
       status.textContent = "searching…";
       try {
         const found = await ask("api/search", { ...question(), schedules: "naive", placement: state.placement, seconds: state.searched });
-        status.textContent = found.cut_off ? "time limit reached" : "";
+        status.textContent = "";
         return found;
       } catch (error) {
         status.textContent = error.message;

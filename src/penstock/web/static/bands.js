@@ -4,7 +4,7 @@ const TYPES = {
   f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, u2: Uint16Array, i1: Int8Array, u1: Uint8Array,
 };
 
-/** Kinds that are told apart by colour. What is none of the first four is communication. */
+/** Kinds that are told apart by color. What is none of the first four is communication. */
 export const KINDS = ["F", "B", "I", "W", "communication"];
 const OTHER = 4;
 export const PARITIES = 2;

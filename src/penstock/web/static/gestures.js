@@ -31,8 +31,8 @@ export function listen(view, element, stop) {
     moved += Math.abs(x - last[0]) + Math.abs(y - last[1]);
     if (fingers.size === 2) {
       const now = spread(fingers);
-      const centre = [...fingers.values()].reduce((sum, [at]) => sum + at / 2, 0);
-      if (apart > 0 && now > 0) view.zoom(apart / now, centre);
+      const center = [...fingers.values()].reduce((sum, [at]) => sum + at / 2, 0);
+      if (apart > 0 && now > 0) view.zoom(apart / now, center);
       apart = now;
       view.pan(last[0] - x > 0 ? (last[0] - x) / 2 : -(x - last[0]) / 2);
     } else if (moved > STILL) {

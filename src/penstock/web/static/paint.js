@@ -1,4 +1,4 @@
-// Drawing one lane. Where actions are wide each is a box; where several share a pixel, a pixel's colour says how much of
+// Drawing one lane. Where actions are wide each is a box; where several share a pixel, a pixel's color says how much of
 // its time went to which kind. The second costs the same for a hundred actions and for a million.
 
 import { KINDS, lastAtMost } from "./bands.js";
@@ -22,16 +22,16 @@ export class Scale {
 }
 
 /** Paints the actions of a lane between `top` and `top + height`. */
-export function paintLane(canvas, band, lane, scale, top, height, colours, marks) {
-  canvas.fillStyle = colours.idle;
+export function paintLane(canvas, band, lane, scale, top, height, colors, marks) {
+  canvas.fillStyle = colors.idle;
   canvas.fillRect(scale.left, top, scale.width, height);
   if (!lane.length) return;
   const [begin, stop] = lane.seen(scale.t0, scale.t1);
-  if (stop - begin > scale.width / NARROW) paintColumns(canvas, lane, scale, top, height, colours, marks);
-  else paintBoxes(canvas, band, lane, scale, top, height, colours, marks, begin, stop);
+  if (stop - begin > scale.width / NARROW) paintColumns(canvas, lane, scale, top, height, colors, marks);
+  else paintBoxes(canvas, band, lane, scale, top, height, colors, marks, begin, stop);
 }
 
-function paintBoxes(canvas, band, lane, scale, top, height, colours, marks, begin, stop) {
+function paintBoxes(canvas, band, lane, scale, top, height, colors, marks, begin, stop) {
   canvas.font = `${Math.min(12, height - 4)}px ${marks.font}`;
   canvas.textAlign = "center";
   canvas.textBaseline = "middle";
@@ -45,7 +45,7 @@ function paintBoxes(canvas, band, lane, scale, top, height, colours, marks, begi
     if (from > right || to < scale.left) continue;
     const own = half ? height / 2 : height;
     const y = half === 2 ? top + own : top;
-    const kind = colours.kinds[lane.kind[place]];
+    const kind = colors.kinds[lane.kind[place]];
     const gap = width > 4 ? 1 : 0;
     canvas.fillStyle = kind.fills[lane.variant[place]];
     canvas.fillRect(from, y, width - gap, own - (half === 1 ? 1 : 0));
@@ -58,26 +58,26 @@ function paintBoxes(canvas, band, lane, scale, top, height, colours, marks, begi
       }
     }
     if (marks.critical && lane.critical?.[place]) {
-      canvas.fillStyle = colours.accent;
+      canvas.fillStyle = colors.accent;
       canvas.fillRect(from, y + own - bar, width - gap, bar);
     }
   }
 }
 
-function paintColumns(canvas, lane, scale, top, height, colours, marks) {
+function paintColumns(canvas, lane, scale, top, height, colors, marks) {
   const ratio = marks.ratio;
   const columns = Math.max(1, Math.round(scale.width * ratio));
   const image = marks.row(columns);
   const path = marks.critical && lane.critical ? marks.row(columns, 1) : null;
-  fillColumns(lane, scale, columns, colours, image.data, path?.data);
+  fillColumns(lane, scale, columns, colors, image.data, path?.data);
   stretch(canvas, image, marks, scale, top, height);
   const bar = Math.max(2, Math.round(height / 7));
   if (path) stretch(canvas, path, marks, scale, top + height - bar, bar);
 }
 
-/** One colour for each column of pixels: the mean of what ran in it, idle time as the background. */
-function fillColumns(lane, scale, columns, colours, pixels, path) {
-  const means = colours.kinds.map((kind) => kind.mean);
+/** One color for each column of pixels: the mean of what ran in it, idle time as the background. */
+function fillColumns(lane, scale, columns, colors, pixels, path) {
+  const means = colors.kinds.map((kind) => kind.mean);
   const before = new Float64Array(KINDS.length + 1);
   const now = new Float64Array(KINDS.length + 1);
   const each = (scale.t1 - scale.t0) / columns;
@@ -98,12 +98,12 @@ function fillColumns(lane, scale, columns, colours, pixels, path) {
       blue += share * mean[2];
     }
     const at = 4 * column;
-    pixels[at] = red + rest * colours.idleRgb[0];
-    pixels[at + 1] = green + rest * colours.idleRgb[1];
-    pixels[at + 2] = blue + rest * colours.idleRgb[2];
+    pixels[at] = red + rest * colors.idleRgb[0];
+    pixels[at + 1] = green + rest * colors.idleRgb[1];
+    pixels[at + 2] = blue + rest * colors.idleRgb[2];
     pixels[at + 3] = 255;
     if (path) {
-      const [r, g, b] = colours.accentRgb;
+      const [r, g, b] = colors.accentRgb;
       path[at] = r;
       path[at + 1] = g;
       path[at + 2] = b;
@@ -135,7 +135,7 @@ function stretch(canvas, image, marks, scale, top, height) {
 }
 
 /** Paints a rank's memory as steps, the highest of each pixel, with the limit if it is within the picture. */
-export function paintMemory(canvas, memory, scale, top, height, most, colours) {
+export function paintMemory(canvas, memory, scale, top, height, most, colors) {
   const { t, bytes } = memory;
   if (!t.length || !(most > 0)) return;
   const y = (value) => top + height - (value / most) * (height - 2);
@@ -159,14 +159,14 @@ export function paintMemory(canvas, memory, scale, top, height, most, colours) {
   canvas.lineTo(right, top + height);
   canvas.closePath();
   canvas.globalAlpha = 0.3;
-  canvas.fillStyle = colours.memory;
+  canvas.fillStyle = colors.memory;
   canvas.fill();
   canvas.globalAlpha = 1;
-  canvas.strokeStyle = colours.memory;
+  canvas.strokeStyle = colors.memory;
   canvas.lineWidth = 1;
   canvas.stroke();
   if (memory.limit !== null && memory.limit <= most) {
-    canvas.strokeStyle = colours.limit;
+    canvas.strokeStyle = colors.limit;
     canvas.setLineDash([5, 3]);
     canvas.beginPath();
     canvas.moveTo(scale.left, y(memory.limit));

@@ -2,7 +2,7 @@
 
 import { AXIS, drawArrows, drawAxis, drawHead, HEAD, memoryLabel, mostOf } from "./around.js";
 import { bandsOf, KINDS } from "./bands.js";
-import { coloursOf } from "./colours.js";
+import { colorsOf } from "./colors.js";
 import { listen } from "./gestures.js";
 import { paintLane, paintMemory, Scale } from "./paint.js";
 import { described, made, meaning, tell } from "./words.js";
@@ -85,9 +85,9 @@ export class Timeline {
     return this.t1 - this.t0 >= this.extent * 1.0099;
   }
 
-  /** Reads the colours again, after the page's theme has changed. */
+  /** Reads the colors again, after the page's theme has changed. */
   refresh() {
-    this.colours = coloursOf(this.element);
+    this.colors = colorsOf(this.element);
     this._later();
   }
 
@@ -114,14 +114,14 @@ export class Timeline {
   }
 
   /** By a factor about a place in pixels: by default about the selected action, if it is in sight, or the middle. */
-  zoom(factor, x = this._centre()) {
+  zoom(factor, x = this._center()) {
     const share = Math.min(1, Math.max(0, (x - this.left) / this.width));
     const span = Math.min(this.extent * 1.01, Math.max(this.least, (this.t1 - this.t0) * factor));
     const at = this.t0 + share * (this.t1 - this.t0);
     this.setRange(at - share * span, at + (1 - share) * span);
   }
 
-  _centre() {
+  _center() {
     if (this.selected) {
       const { lane, place } = this.bands[this.selected.band].find(this.selected.number);
       const middle = (lane.start[place] + lane.end[place]) / 2;
@@ -266,7 +266,7 @@ export class Timeline {
     addEventListener("afterprint", () => this._print(false), { signal });
   }
 
-  /** On paper all ranks are shown, in light colours. */
+  /** On paper all ranks are shown, in light colors. */
   _print(printing) {
     if (printing === this.printing) return;
     const root = document.documentElement;
@@ -275,7 +275,7 @@ export class Timeline {
     else if (this._theme) root.dataset.theme = this._theme;
     else delete root.dataset.theme;
     this.printing = printing;
-    this.colours = coloursOf(this.element);
+    this.colors = colorsOf(this.element);
     this._layout();
     this._draw();
   }
@@ -287,9 +287,9 @@ export class Timeline {
     for (const [place, op] of this.data.ops.entries()) {
       if (used.has(place)) shown.set(KINDS.includes(op) ? op : "communication", KINDS.includes(op) ? meaning(this.bands[0], op) : "");
     }
-    const sample = (colour, text) => {
+    const sample = (color, text) => {
       const swatch = made("i");
-      swatch.style.background = `var(${colour})`; // a style attribute would be refused where a page allows none
+      swatch.style.background = `var(${color})`; // a style attribute would be refused where a page allows none
       return made("span", {}, swatch, text);
     };
     this.legend.replaceChildren(
@@ -344,7 +344,7 @@ export class Timeline {
     this.canvas.height = Math.round(this.shown * ratio);
     this.canvas.style.width = `${width}px`;
     this.canvas.style.height = `${this.shown}px`;
-    this.colours ??= coloursOf(this.element);
+    this.colors ??= colorsOf(this.element);
     this._later();
   }
 
@@ -365,11 +365,11 @@ export class Timeline {
     if (this.t1 === undefined || !this.places) return;
     const began = performance.now();
     const canvas = this.canvas.getContext("2d");
-    const { colours, marks } = this;
+    const { colors, marks } = this;
     marks.critical = this.critical;
     this.top = this.printing ? 0 : this.scroller.scrollTop;
     canvas.setTransform(marks.ratio, 0, 0, marks.ratio, 0, 0);
-    canvas.fillStyle = colours.page;
+    canvas.fillStyle = colors.page;
     canvas.fillRect(0, 0, this.left + this.width + 6, this.shown);
     const scale = new Scale(this.t0, this.t1, this.left, this.width);
     for (const band of this.bands) {
@@ -386,10 +386,10 @@ export class Timeline {
     const { y, height, memory } = this.places.get(lane);
     const top = y - this.top;
     if (top + height + memory < 0 || top > this.shown) return;
-    const { colours } = this;
-    paintLane(canvas, band, lane, scale, top, height, colours, this.marks);
-    if (memory) paintMemory(canvas, lane.memory, scale, top + height + 2, memory, mostOf(band), colours);
-    canvas.fillStyle = colours.muted;
+    const { colors } = this;
+    paintLane(canvas, band, lane, scale, top, height, colors, this.marks);
+    if (memory) paintMemory(canvas, lane.memory, scale, top + height + 2, memory, mostOf(band), colors);
+    canvas.fillStyle = colors.muted;
     canvas.font = `${Math.min(12, height)}px ${this.marks.font}`;
     canvas.textAlign = "right";
     canvas.textBaseline = "middle";

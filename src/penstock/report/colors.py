@@ -1,7 +1,7 @@
-"""The colours of every picture of a schedule: in the terminal, in files, in web pages and in the documentation.
+"""The colors of every picture of a schedule: in the terminal, in files, in web pages and in the documentation.
 
-One colour for each kind of work, lighter on a rank's later chunks, darker for every other microbatch. The kinds can be
-told apart with any kind of colour-blindness, and by lightness alone; `tests/report/test_colours.py` measures it.
+One color for each kind of work, lighter on a rank's later chunks, darker for every other microbatch. The kinds can be
+told apart with any kind of color-blindness, and by lightness alone; `tests/report/test_colors.py` measures it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.schedule import Op
 
 
 class Kind(StrEnum):
-    """What a rank does, as far as colours are concerned. The value is its part of a CSS variable's name."""
+    """What a rank does, as far as colors are concerned. The value is its part of a CSS variable's name."""
 
     F = "F"
     B = "B"
@@ -45,13 +45,13 @@ WORDS: Mapping[Kind, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """The colours on one background, each as #rrggbb.
+    """The colors on one background, each as #rrggbb.
 
     Attributes:
         page, card: the background, and that of boxes on it.
         ink, muted, rule: text, less important text, thin lines.
         accent: what stands out: links, the critical path.
-        fills: the colour of each kind, for a rank's first chunk and even microbatches.
+        fills: the color of each kind, for a rank's first chunk and even microbatches.
     """
 
     page: str
@@ -63,8 +63,8 @@ class Theme:
     fills: Mapping[Kind, str]
 
 
-def _fills(*colours: str) -> Mapping[Kind, str]:
-    return MappingProxyType(dict(zip(Kind, colours, strict=True)))
+def _fills(*colors: str) -> Mapping[Kind, str]:
+    return MappingProxyType(dict(zip(Kind, colors, strict=True)))
 
 
 LIGHT = Theme(
@@ -77,16 +77,16 @@ DARK = Theme(
 )  # fmt: skip
 
 _LIGHTER = (0.0, 0.15, 0.27)
-"""How far the colour of a rank's first, second and further chunks moves towards white."""
+"""How far the color of a rank's first, second and further chunks moves towards white."""
 
 _DARKER = (1.0, 0.9)
-"""The brightness of even and odd microbatches, so that neighbours can be told apart without their names."""
+"""The brightness of even and odd microbatches, so that neighbors can be told apart without their names."""
 
 CHUNKS, PARITIES = len(_LIGHTER), len(_DARKER)
 
 
 def shade(theme: Theme, kind: Kind, chunk: int = 0, microbatch: int = 0) -> str:
-    """The colour of an action, as #rrggbb. Communication and waits have one colour each.
+    """The color of an action, as #rrggbb. Communication and waits have one color each.
 
     Args:
         theme: LIGHT or DARK.
@@ -102,14 +102,14 @@ def shade(theme: Theme, kind: Kind, chunk: int = 0, microbatch: int = 0) -> str:
     )
 
 
-def rgb(colour: str) -> tuple[int, int, int]:
+def rgb(color: str) -> tuple[int, int, int]:
     """Red, green and blue of #rrggbb, 0 to 255."""
-    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    red, green, blue = bytes.fromhex(color.removeprefix("#"))
     return red, green, blue
 
 
 def contrast(one: str, other: str) -> float:
-    """How well one colour is read on the other: WCAG's ratio, from 1 to 21."""
+    """How well one color is read on the other: WCAG's ratio, from 1 to 21."""
     low, high = sorted(map(_luminance, (one, other)))
     return (high + 0.05) / (low + 0.05)
 
@@ -117,15 +117,15 @@ def contrast(one: str, other: str) -> float:
 def ink(theme: Theme, kind: Kind, chunk: int = 0) -> str:
     """Black or white, whichever is read better on the shades of all microbatches. Arguments as for `shade`."""
     shades = [shade(theme, kind, chunk, parity) for parity in range(PARITIES)]
-    return max("#000000", "#ffffff", key=lambda colour: min(contrast(colour, under) for under in shades))
+    return max("#000000", "#ffffff", key=lambda color: min(contrast(color, under) for under in shades))
 
 
 def css() -> str:
-    """A style sheet that defines the colours as variables, for a light and a dark background.
+    """A style sheet that defines the colors as variables, for a light and a dark background.
 
     `--page`, `--card`, `--ink`, `--muted`, `--rule` and `--accent` are a page's; `--op-F` (B, I, W, communication,
-    wait) is an op's colour, `--op-F-2-1` its shade on chunk 2 (and later ones) for odd microbatches, and
-    `--ink-F-2-1` the colour of text on it. An attribute `data-theme` of `light` or `dark` overrides what the reader's
+    wait) is an op's color, `--op-F-2-1` its shade on chunk 2 (and later ones) for odd microbatches, and
+    `--ink-F-2-1` the color of text on it. An attribute `data-theme` of `light` or `dark` overrides what the reader's
     system asks for.
     """
     return (
@@ -147,11 +147,11 @@ def variables(theme: Theme) -> str:
             for parity in range(PARITIES):
                 made[f"--op-{kind}-{chunk}-{parity}"] = shade(theme, kind, chunk, parity)
                 made[f"--ink-{kind}-{chunk}-{parity}"] = ink(theme, kind, chunk)
-    return " ".join(f"{name}: {colour};" for name, colour in made.items())
+    return " ".join(f"{name}: {color};" for name, color in made.items())
 
 
-def _luminance(colour: str) -> float:
+def _luminance(color: str) -> float:
     """WCAG's relative luminance, 0 to 1."""
-    parts = (value / 255 for value in rgb(colour))
+    parts = (value / 255 for value in rgb(color))
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,4 +1,4 @@
-"""Everybody can tell apart what a picture shows: with any kind of colour-blindness, and in greyscale."""
+"""Everybody can tell apart what a picture shows: with any kind of color-blindness, and in grayscale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from penstock.report.colours import (
+from penstock.report.colors import (
     CHUNKS,
     DARK,
     LIGHT,
@@ -36,7 +36,7 @@ EYES = {
     "tritanopia": np.array(
         [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]]
     ),
-    "greyscale": np.tile([0.2126, 0.7152, 0.0722], (3, 1)),
+    "grayscale": np.tile([0.2126, 0.7152, 0.0722], (3, 1)),
 }
 # Ottosson 2020. Distances are times 100: what is just noticeable is about 2.
 TO_CONES = np.array(
@@ -51,9 +51,9 @@ THEMES = pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
-def seen(colour: str, eyes: str) -> np.ndarray:
-    """A colour in OKLab as such eyes see it."""
-    parts = np.array(rgb(colour)) / 255
+def seen(color: str, eyes: str) -> np.ndarray:
+    """A color in OKLab as such eyes see it."""
+    parts = np.array(rgb(color)) / 255
     linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     return np.asarray(100 * TO_OKLAB @ np.cbrt(TO_CONES @ np.clip(EYES[eyes] @ linear, 0, 1)))
 
@@ -70,12 +70,12 @@ def shades(theme: Theme, kind: Kind) -> list[str]:
 @pytest.mark.parametrize("eyes", EYES)
 def test_kinds_differ_for_all_eyes(theme: Theme, eyes: str) -> None:
     for one, other in combinations(Kind, 2):
-        least = 7 if eyes == "greyscale" else 11
+        least = 7 if eyes == "grayscale" else 11
         assert apart(theme.fills[one], theme.fills[other], eyes) > least, (one, other)
 
 
 @THEMES
-@pytest.mark.parametrize("eyes", [eyes for eyes in EYES if eyes != "greyscale"])
+@pytest.mark.parametrize("eyes", [eyes for eyes in EYES if eyes != "grayscale"])
 def test_no_shade_of_one_kind_looks_like_a_shade_of_another(theme: Theme, eyes: str) -> None:
     for one, other in combinations(Kind, 2):
         least = min(apart(a, b, eyes) for a in shades(theme, one) for b in shades(theme, other))
@@ -110,7 +110,7 @@ def test_each_op_has_a_kind() -> None:
     assert {Kind.of(op) for op in Op if not op.is_compute} == {Kind.COMMUNICATION}
 
 
-def test_the_style_sheet_has_every_colour_for_both_backgrounds() -> None:
+def test_the_style_sheet_has_every_color_for_both_backgrounds() -> None:
     sheet = css()
     assert sheet.startswith(":root {")
     light, media, _, forced = sheet.splitlines()

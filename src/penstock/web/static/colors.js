@@ -1,4 +1,4 @@
-// The colours of a page, read from its style sheet, which penstock.report.colours makes: scripts hold none of their own.
+// The colors of a page, read from its style sheet, which penstock.report.colors makes: scripts hold none of their own.
 
 import { CHUNKS, KINDS, PARITIES } from "./bands.js";
 
@@ -11,10 +11,10 @@ function rgb(text) {
 }
 
 /**
- * The colours now: by name; and for each kind its fills and the inks on them, by variant (two for each chunk: even and
+ * The colors now: by name; and for each kind its fills and the inks on them, by variant (two for each chunk: even and
  * odd microbatches), with the mean of the fills of the first chunk for where boxes are too narrow to be told apart.
  */
-export function coloursOf(element) {
+export function colorsOf(element) {
   const style = getComputedStyle(element);
   const read = (name) => style.getPropertyValue(`--${name}`).trim() || "#808080";
   const found = Object.fromEntries(NAMES.map((name) => [name, read(name)]));
