@@ -35,7 +35,7 @@ def lines_of_ranks(script: Path, *arguments: str) -> list[str]:
 def test_target_is_verified() -> None:
     done = CliRunner().invoke(app, ["verify", f"{EXAMPLES}/target_mlp.py:target", "--ranks", "3"])
     assert done.exit_code == 0, done.output
-    assert "6 of 6 gradients are equal to the bit" in done.stdout
+    assert "6 of 6 gradients are bitwise identical" in done.stdout
 
 
 @pytest.mark.distributed

@@ -87,4 +87,7 @@ def warn(message: str) -> None:
     level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    if str(frame.f_globals.get("__name__")).startswith("typer."):  # a command, which no line of theirs called
+        warnings.warn_explicit(message, UserWarning, "penstock", 0)
+    else:
+        warnings.warn(message, stacklevel=level)

@@ -63,7 +63,7 @@ def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_shown(said: str, out: Path) -> None:
     lines = said.splitlines()
-    assert any("of 52 gradients are equal to the bit" in line for line in lines)
+    assert any("of 52 gradients are bitwise identical" in line for line in lines)
     assert all(len(line) <= 80 for line in lines if str(out) not in line)
     assert not any(line != line.rstrip() for line in lines)
     assert "\x1b" not in said
@@ -106,7 +106,7 @@ def test_one_rank_needs_no_other_process(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["demo", "--ranks", "1", "--steps", "1", "--microbatches", "2"])
     assert done.exit_code == 0, done.output
-    assert "52 of 52 gradients are equal to the bit" in done.stdout
+    assert "52 of 52 gradients are bitwise identical" in done.stdout
     assert len((tmp_path / "runs" / "demo" / show.METRICS).read_text().splitlines()) == 1
 
 

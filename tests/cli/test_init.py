@@ -25,7 +25,7 @@ def test_a_script_trains_and_is_verified(
     assert ranks2.run(lines_of_rank, script) == [alone, []]
     losses = [float(line.split()[3]) for line in alone]
     assert losses[1] < losses[0]
-    assert "gradients are equal to the bit" in output("verify", str(script), "--ranks", "2")
+    assert "gradients are bitwise identical" in output("verify", str(script), "--ranks", "2")
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:

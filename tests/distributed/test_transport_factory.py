@@ -114,7 +114,7 @@ def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
     assert "factory_jobs.only_on made nothing (None), which lacks connect, channel," in second["nothing on rank 1"]
     assert first["nothing on rank 1"].startswith("PipelineFailure: rank 0 stops: rank 1 failed")
     assert "made nothing (None)" in first["nothing on rank 1"]
-    assert all("equal to the bit" in said["then"] for said in (first, second))
+    assert all("bitwise identical" in said["then"] for said in (first, second))
 
 
 @pytest.mark.parametrize("kind", [OSError, ArgumentError])

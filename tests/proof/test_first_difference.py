@@ -41,7 +41,7 @@ def proof(**options: Any) -> Report:
 
 def begins(report: Report, *words: str) -> None:
     assert report.first is not None, report.summary()
-    assert report.summary().startswith("it begins in step ")
+    assert report.summary().startswith("first difference: step ")
     for word in words:
         assert word in report.first.text, report.first.text
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.partition import partitioner
 from penstock.proof import verify as verification
 from penstock.proof.twins import twins
 from penstock.proof.verify import Verification
@@ -125,3 +126,19 @@ def test_a_right_model_raises_no_alarm(name: str, autocast: bool, monkeypatch: p
             report = one.report(schedule)
             assert report.ok, report.summary()
     assert len(references) == 1
+
+
+def test_schedules_with_as_many_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages, measured = [], partitioner.measured
+
+    def noting(recording: Any, model: nn.Module, cuts: Sequence[str], *given: Any) -> Any:
+        stages.append(len(cuts) + 1)
+        return measured(recording, model, cuts, *given)
+
+    monkeypatch.setattr(partitioner, "measured", noting)
+    x, y = torch.randn(2, 8, WIDTH)
+    options = {"ranks": 2, "microbatches": 4}
+    one = Verification(*twins(Layers(), F.mse_loss), Microbatch((x,), {}, y), options, whole_batch=False)
+    for schedule in ("1f1b", "zb-v", "gpipe", "1f1b-v"):
+        assert one.report(schedule).ok
+    assert stages == [2, 4]

@@ -240,7 +240,9 @@ def test_buffers_are_those_that_the_first_replica_leaves(monkeypatch: pytest.Mon
         alone(part.clone())
     monkeypatch.setattr(references, "_pieces", lambda pipe, batch: [pieces[:2], pieces[2:]])
     with pipeline(copy.deepcopy(model), (x,), loss=squares, ranks=1, microbatches=4, schedule="naive") as pipe:
-        found = references.reference(Made(model, squares), pipe, [Microbatch((x,))] * 2, "mean", {})
+        found = references.reference(
+            Made(model, squares), pipe, references.Rule(pipe), [Microbatch((x,))] * 2, "mean", {}
+        )
     for name, other in alone.named_buffers():
         assert torch.equal(found.steps[0].values["buffer", name], other), name  # type: ignore[arg-type]
 

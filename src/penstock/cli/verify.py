@@ -192,7 +192,9 @@ def prove(case: Case, schedules: Sequence[str], tell: Callable[[dict[str, Any]],
         options: dict[str, Any] = {**case.arguments(), "ranks": case.ranks, "microbatches": case.microbatches}
         options |= {"mesh": mesh, "transport": _choice(case.transport), **given.cutting}
         verification = Verification(*twins(make, None), part, options, case.reduction, case.exact, case.whole_batch)
-        for schedule in schedules:
+        for number, schedule in enumerate(schedules, 1):
+            if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":
+                print(f"verifying {schedule} ({number} of {len(schedules)})", file=sys.stderr, flush=True)
             try:
                 found.append(verification.report(schedule).to_dict())
                 tell(found[-1])

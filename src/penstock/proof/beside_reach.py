@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import CellType, FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,6 @@ from penstock.partition.state.reach import Holder, Reach
 
 LARGEST_TENSOR = 2**20
 """Larger ones, in bytes, are taken for data."""
-
-
-class Place(Protocol):
-    """Something that holds state: a `Holder`, or one of those below."""
-
-    @property
-    def before(self) -> Any:
-        """What it held when this was made."""
-
-    def is_changed(self) -> bool: ...
-    def copied(self) -> Any: ...
-    def put(self, entries: Any) -> None: ...
 
 
 def places_beside(held: Sequence[Any], own: Iterable[Tensor]) -> list[Place]:
@@ -98,6 +86,10 @@ class _Values:
     def put(self, entries: Tensor) -> None:
         self._tensor.data.copy_(entries)
         self._version = self._tensor._version if entries is self.before else -1
+
+
+Place = Holder | _Cell | _Class | _Values
+"""Something that holds state. `before`: what it held when this was made."""
 
 
 def _cells(values: Iterable[Any]) -> dict[int, CellType]:

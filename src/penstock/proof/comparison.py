@@ -19,12 +19,12 @@ TIED_TOLERANCE, TIED_EPSILONS = 1e-6, 4
 entry; or, for each entry, over the sum of its terms' sizes. In half precision, so many of its epsilons."""
 
 DOUBLE = dict.fromkeys((torch.float64, torch.complex128), (1e-7, 1e-7))
-UNDEMANDED = DOUBLE | {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
+TOLERANCES = DOUBLE | {torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
 """If bits are not demanded: the relative and absolute tolerance of an entry; (1.3e-6, 1e-5) in float32. These are
 `torch.testing.assert_close`'s. But any gradient smaller than its absolute one would pass, so here that is at most this
 fraction (or `TIED_EPSILONS` of its epsilons) of the largest entry."""
 
-NOISE_TIMES = 3
+NOISE_FACTOR = 3
 """If stages are compiled under autocast, they round elsewhere, but no worse than eager code: the noise of one device's
 own gradients, of which theirs may be twice as far from full precision. It depends on nothing that the pipeline did."""
 
@@ -93,7 +93,7 @@ class Difference:
         """In words."""
         where = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
         by = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
-        return f"it begins in {where} on stage {self.stage}: {self.what} differs {by}"
+        return f"first difference: {where} on stage {self.stage}: {self.what} differs {by}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Report:
         gradients = [row for row in self.rows if row.kind == "gradient"]
         equal = sum(row.verdict == "equal" for row in gradients)
         close = [row for row in self.rows if row.verdict == "close"]
-        text = f"{equal} of {len(gradients)} gradients are equal to the bit"
+        text = f"{equal} of {len(gradients)} gradients are bitwise identical"
         if close:
             sizes = [(row.max_difference, row.max_terms or row.max_reference) for row in close]
             worst = max((difference / size for difference, size in sizes if size), default=0.0)
@@ -265,10 +265,10 @@ def compare(
     mine, other = _dense(mine), _dense(other)
     if mine.shape != other.shape or mine.dtype != other.dtype:
         return row("different", math.inf, math.inf)
-    numbers, one, two = other.is_floating_point() or other.is_complex(), _wide(mine), _wide(other)
-    largest = _largest(other)
+    numbers, largest = other.is_floating_point() or other.is_complex(), _largest(other)
     if _same(mine, other):
-        return row("equal" if not numbers or _proves(kind, two) else "undefined", 0.0, largest)
+        return row("equal" if not numbers or _proves(kind, other) else "undefined", 0.0, largest)
+    one, two = _wide(mine), _wide(other)
     finite = one.isfinite() & two.isfinite()
     if not _same(one[~finite], two[~finite]):  # no tolerance covers them
         return row("different", math.inf, largest)
@@ -283,9 +283,9 @@ def compare(
         return close(reordered, max_terms=_largest(of_terms))
     if numbers and not exact:
         dtype = computed_in or other.dtype
-        relative, absolute = UNDEMANDED.get(dtype, (1.3e-6, 1e-5))
+        relative, absolute = TOLERANCES.get(dtype, (1.3e-6, 1e-5))
         in_all = min(absolute, max(absolute, TIED_EPSILONS * torch.finfo(dtype).eps) * largest)
-        allowed = in_all + NOISE_TIMES * noise + relative * _finite(two).abs()
+        allowed = in_all + NOISE_FACTOR * noise + relative * _finite(two).abs()
         if rounded is not None and rounded.shape == other.shape:
             allowed += torch.finfo(other.dtype).eps * _finite(rounded)
         if (differences <= allowed).all():
@@ -293,7 +293,7 @@ def compare(
     return row("different", difference, largest)
 
 
-def noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
+def measure_noise(low: Mapping[Key, Tensor | None], full: Mapping[Key, Tensor | None]) -> dict[Key, float]:
     """The largest difference of each floating-point value from the same in full precision; finite entries only."""
     pairs = ((key, mine, full.get(key)) for key, mine in low.items())
     return {
@@ -318,6 +318,7 @@ def _proves(kind: str, values: Tensor) -> bool:
     until they are set."""
     if kind == "buffer" or not values.numel():
         return True
+    values = values if values.itemsize > 1 else _wide(values)  # torch lacks `isfinite` of some
     return not bool(values.isnan().all()) if kind == "output" else bool(values.isfinite().any())
 
 
@@ -347,4 +348,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _largest(tensor: Tensor) -> float:
+    plain = tensor.dtype in (torch.float32, torch.float64) and tensor.numel()
+    if plain and math.isfinite(largest := float(tensor.abs().max())):  # without a copy in double precision
+        return largest
     return float(_finite(_wide(tensor)).abs().max()) if tensor.numel() else 0.0

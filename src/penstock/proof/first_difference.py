@@ -37,7 +37,7 @@ def first_difference(
         mine, other: of the pipeline and of the unsplit model.
         gradients: the pipeline's, of parameters.
         rows: what was compared in the end.
-        factors: see `shape_of`.
+        factors: see `describe_difference`.
     """
     position = {name: index for index, name in reversed([*enumerate(mine.order)])}
 
@@ -53,7 +53,7 @@ def first_difference(
             continue
         row = compare("gradient" if place.what == BACKWARD else "output", place.module, (), value, expected, exact)
         if not row.ok and row.verdict != "undefined":
-            shape = shape_of(value, expected, factors, _others(place, mine, other))
+            shape = describe_difference(value, expected, factors, _confusable_values(place, mine, other))
             at = place.microbatch, mine.stages[place]
             return Difference(mine.step, place.text, *at, row.max_difference, row.max_reference, shape)
     wrong = [row for row in rows if row.kind == "gradient" and not row.ok and row.stages and row.name in gradients]
@@ -64,7 +64,7 @@ def first_difference(
         uses = other.uses.get(row.name, {}) if len(row.stages) == len(other.uses.get(row.name, {})) else {}
         terms |= {f"the term of stage {s}": uses[i] for i, s in enumerate(sorted(row.stages, reverse=True)) if uses}
         expected = torch.stack([*other.terms[row.name].values()]).sum(0)
-        shape = shape_of(gradients[row.name], expected, factors, terms=terms)
+        shape = describe_difference(gradients[row.name], expected, factors, terms=terms)
         what = f"the gradient of {row.name!r}, which is computed from the right values,"
         return Difference(mine.step, what, None, max(row.stages), row.max_difference, row.max_reference, shape)
     return None
@@ -75,7 +75,7 @@ def _in_reference(place: Place) -> Place:
     return place._replace(what=FORWARD[1]) if place.what == FORWARD[2] else place
 
 
-def _others(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
+def _confusable_values(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
     """What a value may have been taken for: the same of another microbatch, or what another module takes or leaves."""
     k, place, found = place.microbatch, _in_reference(place), dict[str, Tensor]()
     for known, value in other.values.items():
@@ -92,7 +92,7 @@ def _others(place: Place, mine: Trail, other: Trail) -> dict[str, Tensor]:
 # -- what differences look like ---------------------------------------------------------------------------------------
 
 
-def factors(microbatches: int, replicas: int, rows: int, target: Any) -> dict[float, str]:
+def usual_factors(microbatches: int, replicas: int, rows: int, target: Any) -> dict[float, str]:
     """Numbers by which a value is often off, and what these are."""
     counts = {"microbatches": microbatches, "replicas": replicas, "rows": rows}
     for labels in leaf_tensors(target):
@@ -122,7 +122,7 @@ def candidates(
         yield f"it is {factor:.6g} times what it should be", expected * factor
 
 
-def shape_of(
+def describe_difference(
     value: Tensor | None, expected: Tensor, factors: Mapping[float, str], others: Named = NONE, terms: Named = NONE
 ) -> str:
     """What a difference looks like; empty if that is unknown.

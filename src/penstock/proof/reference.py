@@ -18,7 +18,7 @@ from penstock.partition.values.objects import input_path
 from penstock.pipe.build import build
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
-from penstock.proof.comparison import Key, WholeBatch, noise
+from penstock.proof.comparison import Key, WholeBatch, measure_noise
 from penstock.proof.draws import OwnDraws
 from penstock.proof.states import RECORDING, States
 from penstock.proof.term_sizes import TermSizes
@@ -101,6 +101,7 @@ class Rule:
 def reference(
     made: Made,
     pipe: Pipeline,
+    rule: Rule,
     batches: Sequence[Microbatch],
     reduction: Reduction,
     options: Mapping[str, Any],
@@ -111,7 +112,7 @@ def reference(
     `trail` notes what modules compute in one of them."""
     # Hooks and draws of compiled code are others. Plain code may use `torch.cond`, which compiles to train.
     with States(made) as states, torch.compiler.set_stance("force_eager" if compiles(pipe) else "default"):
-        unsplit = _Unsplit(made, pipe, states, batches[0], reduction, options)
+        unsplit = _Unsplit(made, pipe, rule, states, batches[0], reduction, options)
         states.enter(OWNER)
         with unsplit.alone:
             *before, last = batches
@@ -131,7 +132,7 @@ def compiles(pipe: Pipeline) -> bool:
 class _Unsplit:
     """The unsplit model, run by a pipeline of one rank."""
 
-    def __init__(self, made: Made, pipe: Pipeline, states: States, batch: Microbatch, *how: Any) -> None:
+    def __init__(self, made: Made, pipe: Pipeline, rule: Rule, states: States, batch: Microbatch, *how: Any) -> None:
         self._pipe, self._states, (self._reduction, self._options) = pipe, states, how
         self._loss = saying_what_is_missing(checked_loss(made.loss))
         self._parts = _pieces(pipe, batch)
@@ -147,7 +148,7 @@ class _Unsplit:
         self.alone = build(made.model, ((), {}), World(1), generate("naive", 1, len(self._all)), given)
         self._draws = bool(self.alone.session.drawing_modules) or self.alone.session.draws_in_glue
         self.trained = trained(self.alone.session.all_parameters(), self.alone)
-        rule, coarse = Rule(pipe), (torch.bfloat16, torch.float16)
+        coarse = (torch.bfloat16, torch.float16)
         matrices = [n for n, p in self.trained.items() if p.requires_grad and p.dim() == 2 and rule.in_place]
         rounding = {name for name in matrices if gradient_dtype(self.trained[name]) in coarse}
         measured = {n: t for n, t in self.trained.items() if n in rule.reordered or n in rounding}
@@ -210,7 +211,7 @@ class _Unsplit:
             full = run()
         self._set_buffers(before)
         found = run()
-        return replace(found, lowered=torch.get_autocast_dtype(device), noise=noise(found.values, full.values))
+        return replace(found, lowered=torch.get_autocast_dtype(device), noise=measure_noise(found.values, full.values))
 
     def _run(self, *, training: bool, trail: Trail | None = None) -> dict[Key, Tensor | None]:
         """Outputs and loss of one batch; afterwards buffers are as the first replica leaves them."""

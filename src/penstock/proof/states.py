@@ -8,7 +8,7 @@ buffers stay where they are: what stages use of them is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from penstock.partition.run.loan import Snapshot
@@ -64,20 +64,16 @@ class States:
 
     def by_rank(self) -> MakeFeature:
         """A feature that enters the state of each stage's rank before it computes."""
-
-        def make(stage: StageContext) -> Feature:
-            return _Apart(lambda: self.enter(stage.binding.schedule.placement.rank_of[stage.index]))
-
-        return make
+        return lambda stage: _Apart(self, stage)
 
 
 class _Apart(Feature):
-    def __init__(self, enter: Callable[[], None]) -> None:
-        self._enter = enter
+    def __init__(self, states: States, stage: StageContext) -> None:
+        self._states, self._rank = states, stage.binding.schedule.placement.rank_of[stage.index]
 
     def around(self, action: Action) -> Context:
         """Enters before the computation, and leaves the state in place until another rank computes."""
-        self._enter()
+        self._states.enter(self._rank)
         return NOTHING
 
 

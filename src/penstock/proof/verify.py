@@ -26,7 +26,7 @@ from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
 from penstock.pipe.result import StepResult
 from penstock.proof.comparison import Comparison, Difference, Report, compare, merged
-from penstock.proof.first_difference import ROUNDING, factors, first_difference
+from penstock.proof.first_difference import ROUNDING, first_difference, usual_factors
 from penstock.proof.reference import IN_EVALUATION, Expected, Reference, Rule, compiles, inputs_of, reference, trained
 from penstock.proof.states import States
 from penstock.proof.trail import Trail, units_of
@@ -36,6 +36,7 @@ from penstock.runtime.gradients.distribution import copy_into, whole
 from penstock.runtime.loss.loss import Loss, Reduction, check_grad_enabled
 from penstock.runtime.step.example import is_whole
 from penstock.schedule import MICROBATCHES, Schedule
+from penstock.schedule.lowering import order_of
 from penstock.second_names import OF_PIPELINE, also, nearest
 from penstock.stages import ties
 from penstock.trees import leaf_tensors, map_tensors
@@ -108,7 +109,7 @@ def verify(
 @dataclass(slots=True)
 class Verification:
     """Two models, and what both take, under one schedule after the other. What the unsplit model does is computed once
-    for those with as many microbatches that add gradients up alike."""
+    for those with as many microbatches that add gradients up alike; units are measured once for as many stages."""
 
     mine: Made
     other: Made
@@ -121,6 +122,7 @@ class Verification:
     references: dict[Hashable, Reference] = field(default_factory=dict)
     taken: dict[int, list[Microbatch]] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
+    cuts: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def report(self, schedule: str | Schedule) -> Report:
         """Verifies one. If anything differs, the same steps are taken again to find where that begins."""
@@ -156,11 +158,15 @@ class Verification:
             mine.training = other.training  # in case that a step left it otherwise
         self.initial = self.initial or values_of(self.other.model)
         m, own = options.get("microbatches") or MICROBATCHES, tuple(options.get("features", ()))
+        depth = _measured_depth(options)
+        options |= {"cuts": self.cuts[depth]} if depth in self.cuts else {}
         given = self.taken.get(m) or self.taken.setdefault(m, list(_batches(self.first, self.batches, cutting, m)))
         with States(self.mine) as states:
             options["features"] = (*own, states.by_rank(), *([trails[0].by_stage()] if trails else ()))
             with pipeline(self.mine.model, args, kwargs, **options, verify=False) as pipe:
-                rank, key = pipe.world.rank, (pipe.schedule.microbatches, Rule(pipe).key)
+                rule, rank = Rule(pipe), pipe.world.rank
+                key = pipe.schedule.microbatches, rule.key
+                self.cuts |= {depth: pipe.cuts} if depth else {}
                 states.home = pipe.schedule.placement.rank_of[-1] if rank is None else rank
                 for trail in trails or ():
                     trail.order = list(units_of([stage.module for stage in pipe.session.partition.stages]))
@@ -168,14 +174,20 @@ class Verification:
                 expected = None if trails else self.references.get(key)
                 if expected is None:
                     how = trails[1] if trails else None, self.whole_batch and not trails
-                    expected = reference(self.other, pipe, given, self.reduction, options, *how)
+                    expected = reference(self.other, pipe, rule, given, self.reduction, options, *how)
                 if not trails:
                     self.references[key] = expected
-                report, steps = self._compared(pipe, given, expected, states, trails)
+                report, steps = self._compared(pipe, rule, given, expected, states, trails)
                 return report, steps if pipe.world.is_local and not compiles(pipe) else []
 
     def _compared(
-        self, pipe: Pipeline, batches: Sequence[Microbatch], expected: Reference, states: States, trails: Trails | None
+        self,
+        pipe: Pipeline,
+        rule: Rule,
+        batches: Sequence[Microbatch],
+        expected: Reference,
+        states: States,
+        trails: Trails | None,
     ) -> tuple[Report, list[list[Comparison]]]:
         divided = len(pipe.world.column) > len(pipe.world.replicas)  # layers, which adds in another order
         exact = expected.exact and not compiles(pipe) and not divided if self.exact is None else self.exact
@@ -190,16 +202,18 @@ class Verification:
             with trails[0].following(pipe.model, {}) if trails and follows else nullcontext():
                 result = pipe.step(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
             states.enter(states.home)
-            found = _rows(pipe, result, batch, expected.steps[step - 1], exact)
+            found = _rows(pipe, rule, result, batch, expected.steps[step - 1], exact)
             if trails and follows:
                 gradients = {name: tensor.grad for name, tensor in trained(pipe.named_parameters(), pipe).items()}
-                counts = factors(pipe.schedule.microbatches, pipe.world.data_parallel, pipe.session.rows, batch.target)
+                counts = usual_factors(
+                    pipe.schedule.microbatches, pipe.world.data_parallel, pipe.session.rows, batch.target
+                )
                 first = first_difference(*trails, gradients, found, counts, exact)
             losses.append(float(result.loss))
             if step == len(batches) - 1 and expected.evaluated is not None:
                 try:
                     of = pipe.evaluate(*batch.args, target=batch.target, outputs=True, **batch.kwargs)
-                    found += _rows(pipe, of, batch, expected.evaluated, exact, label=IN_EVALUATION)
+                    found += _rows(pipe, rule, of, batch, expected.evaluated, exact, label=IN_EVALUATION)
                 except PartitionError as error:
                     notes.append(f"evaluation was not compared: {error}")
             steps.append([row if row.ok else replace(row, step=step) for row in found])
@@ -211,6 +225,15 @@ class Verification:
         elif trails is None:
             verified.passed.add(pipe.session.fingerprint())
         return report, steps
+
+
+def _measured_depth(options: Mapping[str, Any]) -> int:
+    """The number of stages, if cuts are found by measuring; else 0."""
+    decided = (options.get(name) for name in ("cuts", "memory_limit", "link", "plan"))
+    ranks, given = options.get("ranks"), options.get("balance", "time") != "time"
+    if ranks is None or given or any(value is not None for value in decided):
+        return 0
+    return order_of(options["schedule"], ranks, options.get("microbatches"), options.get("chunks")).placement.depth
 
 
 def _forget_gradients(pipe: Pipeline, batch: Microbatch) -> None:
@@ -240,11 +263,10 @@ def _batches(first: Microbatch, more: Batches | None, cutting: Cutting, microbat
 
 
 def _rows(
-    pipe: Pipeline, result: StepResult, batch: Microbatch, expected: Expected, exact: bool, label: str = ""
+    pipe: Pipeline, rule: Rule, result: StepResult, batch: Microbatch, expected: Expected, exact: bool, label: str = ""
 ) -> list[Comparison]:
     """What all processes hold after a step or an evaluation, compared; in the model's order. What none holds is
     missing."""
-    rule = Rule(pipe)
     rows: list[Comparison] = []
 
     def judge(kind: str, name: str, stages: tuple[int, ...], mine: Tensor | None, dtype: torch.dtype | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -138,23 +139,29 @@ class Cutting:
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
-        """A batch with its rows in another order: each microbatch has those of another, as far as that is known."""
+        """A batch with its rows in another order: each microbatch has those of another; a single one, its own."""
         inputs = (batch.args, dict(batch.kwargs))
         leaves = flatten((*inputs, batch.target)).leaves
         if self.split is not None or any(isinstance(leaf, Microbatches) or is_block_mask(leaf) for leaf in leaves):
             return batch
         rows = batches.rows_of(inputs, "batch", self.inputs)
+        by = -(-rows // max(microbatches, 2))
 
         def moved(tree: Any, dims: Dims) -> Any:
-            flat = flatten(tree)
+            flat = flatten(tree, is_leaf=lambda value, path: batches.is_column(value, path, rows, path, dims))
 
             def one(leaf: Any, path: str) -> Any:
-                plain = isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
-                dim = dims.at(path, leaf, path) if plain else None
+                if batches.is_column(leaf, path, rows, path, dims):
+                    order = [*leaf][-by:] + [*leaf][:-by]
+                    return tuple(order) if isinstance(leaf, tuple) else order
+                if not isinstance(leaf, torch.Tensor):
+                    is_cut = batches.length(leaf, path, dims) == rows
+                    return sys.modules["numpy"].roll(leaf, by, dims.of(path)) if is_cut else leaf
+                dim = dims.at(path, leaf, path) if leaf.layout == torch.strided else None
                 if dim is None or leaf.shape[dim] != rows:
                     return leaf
                 with outside_autocast(leaf.device.type):  # which casts what `roll` joins
-                    return leaf.detach().roll(-(-rows // microbatches), dim).requires_grad_(leaf.requires_grad)
+                    return leaf.detach().roll(by, dim).requires_grad_(leaf.requires_grad)
 
             return unflatten([one(*pair) for pair in zip(flat.leaves, flat.paths, strict=True)], flat.structure)
 

@@ -110,7 +110,7 @@ def rows_of(tree: Any, what: str, dims: Dims = FIRST, raw: Flat | None = None, s
     pairs = [*zip(flat.leaves, flat.paths, strict=True)]
     if len(names) == 1 and not _refuse_unsure(pairs, len(found), what, dims):
         return 3
-    lengths = {_length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
+    lengths = {length(leaf, path, dims) for leaf, path in pairs if not names or holds_tensors(leaf)} - {None}
     if len(lengths) == 1:
         return lengths.pop() or 0
     if not names:
@@ -182,7 +182,7 @@ def _rows(flat: Flat, what: str, dims: Dims, prefix: str = "") -> Iterator[tuple
                 yield leaf.shape[dim], f"{what}{path} {list(leaf.shape)}" + (f" along dimension {dim}" if dim else "")
 
 
-def _length(leaf: Any, path: str, dims: Dims) -> int | None:
+def length(leaf: Any, path: str, dims: Dims) -> int | None:
     """The rows of a tensor or array, the number of entries of a list; None for anything else."""
     if type(leaf) in LISTS:
         return len(leaf)
@@ -295,7 +295,7 @@ def _split_leaf(
         pieces = [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         return _given(Microbatches(pieces), sizes, where, device, dims)
     if not isinstance(leaf, Tensor):
-        if _length(leaf, path, dims) != ends[-1]:
+        if length(leaf, path, dims) != ends[-1]:
             return [leaf] * len(sizes)
         return list(sys.modules["numpy"].split(leaf, ends[:-1], dims.of(path)))
     dim = dims.at(path, leaf, where)
