@@ -7,6 +7,7 @@ switch  everything, as fast as a processor can forward frames
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import time
@@ -108,9 +109,9 @@ def _fitted(topology: Topology, hosts: int) -> Shaper:
     share = carried / needed
     uniform = len({link.bytes_per_second for link in topology.links}) == 1 and topology.link.down is None
     less = (
-        f"a rate of at most {share * topology.link.bytes_per_second * 8 / 1e6:,.0f}mbit"
+        f"a rate of at most {math.floor(share * topology.link.bytes_per_second * 8 / 1e6):,}mbit"
         if uniform
-        else f"at most {share:.0%} of it"
+        else f"at most {math.floor(share * 100)}% of it"
     )
     raise ArgumentError(
         f"{hosts} hosts with {topology.link} can send {needed:,.0f} frames of {best.mtu} bytes a second, "

@@ -68,7 +68,8 @@ class Holder:
         if len(now) != len(before) + (self.attributes and WARNED in now and WARNED not in before):
             return True
         if isinstance(now, dict):
-            return not (all(map(operator.is_, now.values(), before.values())) and [*now] == [*before])
+            same = all(map(operator.is_, now.values(), before.values())) and all(map(operator.eq, now, before))
+            return not same
         if isinstance(now, set):
             return {id(item) for item in now} != {id(item) for item in before}
         return not all(map(operator.is_, now, before))
