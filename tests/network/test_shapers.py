@@ -90,7 +90,7 @@ def test_what_a_shaper_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("text", "hosts", "said"),
     [
-        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: give a rate of at most 1,202mbit, "
+        ("10gbit delay 1ms", 4, "832,039 frames of 9000 bytes .* about 100,000 here: give a rate of at most 1,201mbit, "
                                 "fewer hosts$"),
         ("1gbit delay 1ms mtu 1500", 2, "247,688 frames of 1500 .* give a rate of at most 807mbit, or mtu 9000$"),
         ("10gbit delay 1ms mtu 1500", 2, "give a rate of at most 807mbit$"),
