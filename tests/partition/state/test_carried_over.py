@@ -280,6 +280,36 @@ def test_state_that_two_blocks_share_is_refused() -> None:
         inspect(model, (torch.randn(4, WIDTH),), stages=2)
 
 
+class Crops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(WIDTH, 2 * WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)[:, 1 : WIDTH + 1]
+
+
+class Packs(nn.Module):
+    """It branches on values, so that it has to run as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        return self.layer(x) if x.isfinite().all() else x
+
+
+def test_a_second_look_at_a_block_gives_it_inputs_with_the_same_strides() -> None:
+    """Packing a cropped value is an operator, packing a packed one is none."""
+    torch.manual_seed(0)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    model = nn.Sequential(Crops(), Packs(), Crops(), Packs())
+    verify(model, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()
+
+
 collector: ContextVar[list[Tensor | None] | None] = ContextVar("collector", default=None)
 
 
@@ -304,7 +334,7 @@ class SelectsByHooks(Chain):
             seen.append(output if len(seen) == 3 else None)
 
 
-def test_hidden_states_that_hooks_collect_in_a_context_variable_are_kept_equal() -> None:
+def test_a_second_look_leaves_nothing_in_context_variables() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
     verify(SelectsByHooks, (x,), target=y, loss_fn=F.mse_loss, ranks=2, microbatches=3, exact=True).check()

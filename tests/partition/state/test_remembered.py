@@ -36,22 +36,15 @@ class Block(nn.Module):
         return self.act(self, torch.tanh(self.linear(x)))
 
 
-def model(
-    act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, kind: type[Block] = Block, **shared: Any
-) -> Any:
+def model(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **shared: Any) -> Any:
     torch.manual_seed(0)
     given = SimpleNamespace(**shared)
-    return nn.Sequential(*(kind(act, state, given) for _ in range(4)))
+    return nn.Sequential(*(Block(act, state, given) for _ in range(4)))
 
 
-def prove(
-    act: Callable[[Any, Tensor], Tensor] = lambda self, h: h,
-    state: Any = lambda: None,
-    kind: type[Block] = Block,
-    **options: Any,
-) -> None:
+def prove(act: Callable[[Any, Tensor], Tensor], state: Any = lambda: None, **options: Any) -> None:
     given = {"ranks": 2, "microbatches": 4, "schedule": "gpipe", "whole_batch": False, **options}
-    verify(lambda: model(act, state, kind), (X,), target=TARGET, loss_fn=F.mse_loss, exact=True, **given).check()
+    verify(lambda: model(act, state), (X,), target=TARGET, loss_fn=F.mse_loss, exact=True, **given).check()
 
 
 class Counting(Block):
@@ -60,12 +53,10 @@ class Counting(Block):
         return torch.tanh(self.linear(x)) * self.state
 
 
-class Remembers(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.linear(x))
-        y = h if self.state is None else h + self.state
-        self.state = h.detach().mean(0)
-        return y
+def remembers(self: Any, h: Any) -> Any:
+    y = h if self.state is None else h + self.state
+    self.state = h.detach().mean(0)
+    return y
 
 
 def remembers_number(self: Any, h: Any) -> Any:
@@ -79,25 +70,22 @@ def takes_history(self: Any, h: Any) -> Any:
     return h + torch.stack(list(self.state)).mean(0)
 
 
-def test_what_a_unit_carries_over_is_kept_by_one_copy_alone() -> None:
-    def run(**options: Any) -> None:
-        prove(kind=Remembers, **options)
+CARRIED = [
+    (takes_history, lambda: deque(maxlen=3), "0.state'"),
+    (takes_history, list, "0.state'"),
+    (remembers, lambda: None, "0.state'"),
+]
 
-    run()
-    run(schedule="1f1b", ranks=4)
-    with pytest.raises(PartitionError, match=r"'0.state'.* carries something over .*2 copies"):
-        run(schedule="dualpipe")
+
+@pytest.mark.parametrize(("act", "state", "name"), CARRIED)
+def test_what_a_unit_carries_over_is_kept_by_one_copy_alone(act: Any, state: Any, name: str) -> None:
+    prove(act, state)
+    prove(act, state, schedule="1f1b", ranks=4)
+    with pytest.raises(PartitionError, match=rf"{name}.* carries something over .*2 copies"):
+        prove(act, state, schedule="dualpipe")
     for recompute in ("always", 1):
-        with pytest.raises(PartitionError, match=r"recompute: .*'0.state'.* carries something over .*'never'"):
-            run(recompute=recompute)
-
-
-@pytest.mark.parametrize("state", [lambda: deque(maxlen=3), list])
-def test_a_history_in_a_container_is_left_to_the_proof(state: Any) -> None:
-    prove(takes_history, state)
-    for options in ({"schedule": "dualpipe"}, {"recompute": "always"}):
-        with pytest.raises(AssertionError):
-            prove(takes_history, state, **options)
+        with pytest.raises(PartitionError, match=rf"recompute: .*{name}.* carries something over .*'never'"):
+            prove(act, state, recompute=recompute)
 
 
 def test_a_counter_that_a_unit_reads_is_carried_over() -> None:
@@ -114,11 +102,11 @@ def test_calls_of_a_unit_that_finds_what_it_left_stay_together() -> None:
         Partitioner(made, 2, ["1"], streams=None)((X,))  # type: ignore[arg-type]
 
 
-def test_without_the_look_two_copies_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_second_run_two_copies_would_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
     monkeypatch.setattr(side_channels.SideChannels, "_look_for_state", lambda *args: None)
     with pytest.raises(AssertionError):
-        prove(kind=Remembers, schedule="dualpipe")
+        prove(remembers, schedule="dualpipe")
 
 
 class Draws(nn.Module):

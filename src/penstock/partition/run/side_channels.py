@@ -10,20 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.compat import storage_of
 from penstock.errors import PartitionError
 from penstock.partition import source
+from penstock.partition.run.second_run import again
 from penstock.partition.state.assumptions import words_of_class
 from penstock.partition.state.carried_over import carried
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
 from penstock.partition.units.units import Regroup, Unit
-from penstock.partition.values.objects import holds_tensors, tensors_in
+from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
+from penstock.trees import flatten, map_tensors
 from penstock.words import shortened
+
+Run = Callable[[Any, Any], Any]
 
 
 class SideChannels:
@@ -90,7 +95,7 @@ class SideChannels:
         if not on_fakes:
             _refuse_numbers(unit, own)
         if written and unit.name not in self.remembered:
-            self._look_for_state(unit, changes)
+            self._look_for_state(unit, changes, args, kwargs, run)
         return result
 
     def _reads(self, unit: Unit, place: Holder, key: Any, value: Any) -> bool:
@@ -108,23 +113,56 @@ class SideChannels:
         """What the forward has changed outside of units: the place, the key, and the new value."""
         return (each for each in self._changes() if (id(each[0]), each[1]) not in self._setters)
 
-    def _look_for_state(self, unit: Unit, changes: Sequence[tuple[Holder, Any, Any]]) -> None:
-        """Notes what a unit that has just run leaves for its own next call: counters, and the state of a recurrent
-        layer, in what its code reads before it sets it."""
-        counters = carried({type(module) for module in unit.module.modules()})
-        found = [(p, key, value) for p, key, value in changes if key in counters]
-        state = [tensor for *_, value in found for tensor in tensors_in(value) if self._is_state(tensor, unit)]
-        if state or any(type(value) in (int, float) for *_, value in found):
-            names = shortened([place.name(key) for place, key, _ in found])
-            sizes = frozenset(size for tensor in state if tensor.dim() > 1 for size in tensor.shape[:2])
-            self.remembered[unit.name] = Remembered(names, unit.name, sizes)
+    def _look_for_state(
+        self, unit: Unit, changes: Sequence[tuple[Holder, Any, Any]], args: Any, kwargs: Any, run: Run
+    ) -> None:
+        """Notes what a unit that has just run leaves for its own next call: counters, and tensors that it then takes.
 
-    def _is_state(self, tensor: Tensor, unit: Unit) -> bool:
-        """Whether a unit has made a tensor of its inputs, for more than a loss: no backward reaches earlier calls."""
-        made = self._observer.provenance
-        maker = made.maker(tensor)
-        is_own = maker is not None and maker.unit == unit.name
-        return is_own and not tensor.requires_grad and not made.is_steady(made.root(tensor))
+        Only a second run tells what it takes; it runs only if there is a tensor that it has made of its inputs.
+        """
+        counters = carried({type(module) for module in unit.module.modules()})
+        counts = any(type(value) in (int, float) and key in counters for _, key, value in changes)
+        made, kept = self._observer.provenance, set[int]()
+        objects = [leaf for leaf in flatten((args, kwargs)).leaves if not isinstance(leaf, Tensor)]
+        left = [t for *_, value in changes for t in tensors_in(value) if not made.is_steady(made.root(t))]
+        mine = {made.root(t) for t in left if (m := made.maker(t)) is not None and m.unit == unit.name}
+        if mine and not any(map(hides_tensors, objects)):
+            made.forget_contents()
+            again(run, args, kwargs, self._reach, self._observer)
+            kept = mine & made.looked_at  # what it overwrites first (scratch memory) is no state
+        if counts or kept:
+            names = shortened([place.name(key) for place, key, _ in changes])
+            follows = self._follows(args, kwargs, run, kept) if kept else frozenset[int]()
+            self.remembered[unit.name] = Remembered(names, unit.name, follows)
+
+    def _follows(self, args: Any, kwargs: Any, run: Run, kept: Collection[int]) -> frozenset[int]:
+        """The sizes, of tensors that a unit has just left and reads when it is called again, that grow if its arguments
+        do along dimension 0 or 1."""
+        root = self._observer.provenance.root
+
+        def left() -> dict[Any, tuple[int, torch.Size]]:
+            every = (((p, key, n), t) for p, key, value in self._changes() for n, t in enumerate(tensors_in(value)))
+            return {entry: (root(t), t.shape) for entry, t in every}
+
+        def grown(dim: int) -> dict[Any, tuple[int, torch.Size]]:
+            def running(args: Any, kwargs: Any) -> None:
+                size = next(tensors_in((args, kwargs))).shape[dim]
+
+                def longer(t: Tensor) -> Tensor:
+                    same = t.dim() > dim and t.shape[dim] == size
+                    return torch.cat((t, t.narrow(dim, 0, 1)), dim) if same else t
+
+                run(*map_tensors(longer, (args, kwargs)))
+                shapes.update(left())
+
+            shapes: dict[Any, tuple[int, torch.Size]] = {}
+            again(running, args, kwargs, self._reach, self._observer, from_start=True)
+            return shapes
+
+        now = {entry: shape for entry, (memory, shape) in left().items() if memory in kept}
+        every = [(entry, shape) for dim in (0, 1) for entry, (_, shape) in grown(dim).items()]
+        pairs = [(now[entry], other) for entry, other in every if entry in now]
+        return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
 
     def check_units(self, known: Collection[int]) -> None:
         """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.compat import WeakStorage, storage_of, unset_fake_temporarily
+from penstock.compat import WeakStorage, size_of, storage_of, unset_fake_temporarily
 from penstock.partition.source import is_ours
 
 
@@ -83,6 +83,7 @@ class Provenance:
         numbers: the numbers of everything made, so that none is used twice.
         foreign: what was read besides arguments, once for each call and memory.
         own: the memory of the real parameters and buffers, for which those in `held` stand in.
+        looked_at: the memory whose contents were taken before anything overwrote them.
     """
 
     held: Mapping[int, str] = field(default_factory=dict)
@@ -96,6 +97,8 @@ class Provenance:
     _fixed: set[int] = field(default_factory=set)
     _steady: set[int] = field(default_factory=set)
     _before: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    looked_at: set[int] = field(default_factory=set)
+    _overwritten: set[int] = field(default_factory=set)
     _call: Call | None = None
 
     @property
@@ -172,6 +175,15 @@ class Provenance:
                 self.foreign[call.number, root] = Foreign(call, root, tuple(tensor.shape), name, made, *where)
         return roots
 
+    def looks_at(self, tensors: Iterable[Tensor], overwritten: Iterable[Tensor]) -> None:
+        """Notes whose contents an operator takes that nothing has overwritten as a whole since `forget_contents`."""
+        self._overwritten |= self.roots(t for t in overwritten if t.numel() * t.itemsize == size_of(t))
+        self.looked_at |= self.roots(tensors) - self._overwritten
+
+    def forget_contents(self) -> None:
+        """Begins to note anew whose contents are taken."""
+        self.looked_at, self._overwritten = set(), set()
+
     def writing(self, tensor: Tensor) -> None:
         """Call this before an operator updates a tensor in place: keeps what an older one than the forward held."""
         root = self.root(tensor)
@@ -245,9 +257,18 @@ def is_seeded(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())  # flex_attention's has none
 
 
+OVERWRITES = ("copy_", "zero_", "fill_")
+"""Operators that write all of their first argument, and take nothing of what was there."""
+
+
 @cache
 def _takes_shapes(operator: Any) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and operator._opname in SHAPES
+
+
+def is_view(operator: Any) -> bool:
+    """Whether an operator returns another view of its argument, and takes nothing of its contents."""
+    return _returns_alias(operator) and not operator._schema.is_mutable
 
 
 @cache

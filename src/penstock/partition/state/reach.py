@@ -14,6 +14,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -238,6 +239,19 @@ class Reach:
                 if not key.startswith("__") and not isinstance(item, FunctionType):
                     self._visit(item, f"{module}.{key}", min(depth, 2))
             self._outside = before
+
+
+def in_context() -> list[Holder]:
+    """The containers that context variables hold now, such as the lists in which hooks collect what blocks return."""
+    found: dict[int, Holder] = {}
+    pending = [(variable.name, value) for variable, value in copy_context().items()]
+    while pending:
+        text, value = pending.pop()
+        if is_container(value) and len(value) <= LARGEST and id(value) not in found:
+            found[id(value)] = Holder(text, value, value.copy())
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(f"{text}[{key!r}]", item) for key, item in items]
+    return list(found.values())
 
 
 def _enclosing(text: str) -> Iterator[str]:

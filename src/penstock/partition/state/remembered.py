@@ -22,12 +22,12 @@ class Remembered:
     Attributes:
         text: where a user finds it.
         unit: the unit's name.
-        sizes: the first two sizes of each of its tensors that has as many dimensions.
+        follows: sizes of kept tensors that follow the number of samples, or of steps, that the unit is given.
     """
 
     text: str
     unit: str
-    sizes: frozenset[int] = frozenset()
+    follows: frozenset[int] = frozenset()
 
     def refusal(self, stages: Collection[int]) -> PartitionError:
         """The error for a unit that is called on several stages."""
@@ -70,7 +70,7 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
         sizes: how many samples each microbatch has.
     """
     for each in remembered if len(sizes) > 1 else ():
-        if not each.sizes.isdisjoint(sizes):
+        if not each.follows.isdisjoint(sizes):
             raise PartitionError(
                 f"{each.text} holds tensors with a row for each of a microbatch's samples, with which the next "
                 "microbatch, of other samples, would begin. Pass such state in and out: take it as an input, which is "

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.compat import storage_of
 from penstock.marks import cut
-from penstock.partition.state.provenance import Provenance, is_seeded, tensors_of
+from penstock.partition.state.provenance import OVERWRITES, Provenance, is_seeded, is_view, tensors_of
 from penstock.partition.watch.saved import Saved
 from penstock.partition.watch.seeds import Seeds
 from penstock.partition.watch.work import Operation, work_of
@@ -69,6 +69,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # most calls only ask for a device
             return func(*args, **kwargs)
         writing: list[Tensor] = []
+        overwrites = False
         is_plain = isinstance(func, torch._ops.OpOverload)
         if is_plain and (is_seeded(func) or written_arguments(func)):
             names = argument_names(func)
@@ -78,6 +79,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if self._seeds is not None and (generator := given.get("generator")) is not None:
                     self._seeds.check_generator(generator, *self.provenance.place)
                 self._drew.append(next((m for m in reversed(self.stack) if self._is_registered(m)), None))
+            overwrites = func._opname in OVERWRITES or "out" in written_arguments(func)
             for name in written_arguments(func):
                 value = given.get(name)
                 for tensor in value if isinstance(value, (list, tuple)) else [value]:
@@ -86,6 +88,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         writing.append(tensor)
         given_tensors = tensors_of((*args, *kwargs.values()))
         taken = self.provenance.read(given_tensors)
+        if not (is_plain and is_view(func)):
+            self.provenance.looks_at(given_tensors, [t for t in writing if overwrites])
         for tensor in writing:
             self.provenance.writing(tensor)
         sets = is_plain and func._opname == "set_"

@@ -55,6 +55,19 @@ class Saved:
         self._recent.append(_Packed(tensor, storage_of(tensor), size_of(tensor)))
         return self._recent[-1]
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A context in which what is saved is forgotten again."""
+        recent, visited = self._recent, set(self._visited)
+        is_blind = self._is_blind
+        self._recent = []
+        try:
+            yield
+        finally:
+            _release(self._recent)
+            self._recent, self._visited = recent, visited
+            self._is_blind = is_blind
+
     def release(self) -> None:
         """Call this at the end: a node that saves its own result, and that result, keep each other alive."""
         _release(self._recent)
