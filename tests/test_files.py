@@ -188,7 +188,8 @@ def read_samples(file: Path) -> None:
 COLUMNS = "op,microbatch,start_us,duration_us,pp_rank\n" + "".join(
     f"{s.action.op.value},{s.action.microbatch},{s.start_seconds},1,{s.rank}\n" for s in TIMELINE
 )
-DEVICE = '[mine]\ntflops = {float32 = 10.0}\nmemory_gb = 16\nbandwidth_gbps = 500\nlink = {name = "x", gbps = 50.0}\n'
+DEVICE = "[mine]\ntflops = {float32 = 10.0}\nmemory_gb = 16\nbandwidth_gbps = 500\n"
+DEVICE += 'link = {name = "x", gbps = 50.0, devices = 8, latency_us = 5}\n'
 EVENT = '[[event]]\nat = "2s"\nhost = 1\nlink = "10mbit"\nfor = "3s"\n'
 TEXTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "schedule": ("s.csv", str(to_csv(SCHEDULE)), lambda file: check(read_csv(file))),
@@ -224,6 +225,19 @@ def test_a_trace_with_numbers_beyond_reason_is_refused_in_one_line(name: str, va
     events = [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0, "tid": 0, name: value}]
     with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
         explain(run_of(read_run([write(tmp_path / "t.json", json.dumps(events))])))
+
+
+def test_rows_with_times_beyond_reason_are_refused_in_one_line(tmp_path: Path) -> None:
+    row = {"op": "F", "microbatch": 0, "start_us": 10**400, "duration_us": 1, "pp_rank": 0}
+    with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
+        read_run([write(tmp_path / "t.json", json.dumps([row]))])
+
+
+@pytest.mark.parametrize("devices", ['"four"', "inf"])
+def test_a_link_to_no_number_of_devices_is_refused(devices: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "d.toml", DEVICE.replace("devices = 8", f"devices = {devices}"))
+    with pytest.raises(ArgumentError, match="wrong type or size"):
+        device(file)
 
 
 def test_small_files_cause_no_large_work(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_without_nccl_it_is_chosen_by_itself_and_said(own_pair: Ranks, choice: s
         assert seen.transport == inside
         assert seen.losses == expected
         assert seen.first_line.endswith(", staged transport")
-        assert "through the host's memory, since torch.distributed was initialised without NCCL" in seen.notes
+        assert "through the host's memory, since torch.distributed was initialized without NCCL" in seen.notes
 
 
 def test_on_the_host_it_says_that_it_stages_nothing(own_pair: Ranks) -> None:

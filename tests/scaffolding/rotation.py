@@ -73,7 +73,6 @@ CPU_SECONDS = {
     "tests/schedule/test_generators.py": 10,
     "tests/test_traps.py": 10,
     "tests/distributed/test_weights.py": 5,
-    "tests/fabric/test_fabric_report.py": 5,
     "tests/fabric/test_fabric_statistics.py": 5,
     "tests/partition/state/test_left_behind.py": 5,
     "tests/partition/watch/test_work.py": 5,

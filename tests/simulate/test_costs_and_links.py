@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow import seconds
+from slow import seconds, tick
 
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
@@ -25,7 +25,7 @@ from penstock.schedule import (
 from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import LinkCost, StageCost
-from scaffolding.some_schedules import small_ones
+from scaffolding.some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
 from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)
@@ -70,6 +70,27 @@ def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.Dat
     )
     lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
     assert simulate(lowered, costs, links) == timeline
+
+
+@settings(max_examples=200)
+@given(schedules, st.data(), st.booleans())
+def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject, contended: bool) -> None:
+    schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
+    overlapped = st.one_of(st.none(), from_one)
+    costs = [replace(cost, overlapped_seconds=data.draw(overlapped)) for cost in draw_costs(data, schedule, from_one)]
+    links = draw_links(data, schedule)
+    ticked = tick(schedule, costs, links, contended)
+    if ticked is None:
+        with pytest.raises(ScheduleError, match="deadlock"):
+            simulate(schedule, costs, links, contended=contended)
+        return
+    timeline = simulate(schedule, costs, links, contended=contended)
+    times = {span.action: (span.start_seconds, span.end_seconds) for span in timeline}
+    items = [item.parts for row in schedule.rows for item in row.items()]
+    assert {parts: (times[parts[0]][0], times[parts[-1]][1]) for parts in items} == {
+        parts: ticked[parts[0]] for parts in items
+    }
+    assert all(times[one][1] == times[two][0] for one, *others in items for two in others)
 
 
 def starts(schedule: Schedule, rank: int, cost: StageCost, links: Links, contended: bool = False) -> list[float]:

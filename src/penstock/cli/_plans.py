@@ -49,9 +49,15 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     elif best.choice.ranks == 1:
         every: list[Plan | Lost] = sorted((*found.best, *found.lost), key=lambda one: one.step_seconds)
         piped = next((one for one in every if one.choice.ranks > 1 and not one.lacking_bytes), None)
-        beside = "none with one fits" if piped is None else f"the best with one is {_named(piped.choice)}"
-        least = "at least " if isinstance(piped, Lost) and piped.bubble is None else ""
-        console.print(f"It has no pipeline; {beside}{'' if piped is None else f', {least}{_slower(piped, best)}'}.")
+        if piped is None:
+            beside = "none with one fits"
+        elif piped.step_seconds <= best.step_seconds:
+            beside = f"{_named(piped.choice)}, which has one, takes as long"
+        elif isinstance(piped, Lost) and piped.bubble is None:
+            beside = f"any plan with one is at least {_slower(piped, best)}"
+        else:
+            beside = f"the best with one is {_named(piped.choice)}, {_slower(piped, best)}"
+        console.print(f"It has no pipeline; {beside}.")
     elif best.bubble >= _MOSTLY:
         console.print(
             f"Its ranks are idle {best.bubble:.0%} of the time: the batch is small for {best.choice.devices} devices, "

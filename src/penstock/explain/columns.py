@@ -69,7 +69,7 @@ def read_rows(
             _check_columns(row, file)
         try:
             events.append(_row(row, own))
-        except (AttributeError, KeyError, StopIteration, ValueError, TypeError, ScheduleError) as error:
+        except (AttributeError, KeyError, StopIteration, ValueError, TypeError, OverflowError, ScheduleError) as error:
             reason = line_of(str(error), MAX_QUOTED)
             raise ArgumentError(f"{file}, {place} {number}: {quoted(row)} is not an event: {reason}") from None
     sent = (one.action.stage for one in events if one.action is not None and one.action.op is Op.SEND_F)

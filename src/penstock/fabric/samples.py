@@ -86,6 +86,7 @@ class Run:
         given = read_json(folder / RUN)
         found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
+        record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
         try:
             topology_of(record["network"])
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one

@@ -25,7 +25,7 @@ def size_of(text: str) -> int:
         )
     size = float(match[1]) * factor
     if size < 1 or size != int(size):
-        raise ArgumentError(f"{text!r} is {size:g} bytes: expected an integer >= 1")
+        raise ArgumentError(f"{text!r} is {size:g} bytes: expected an integer number of bytes >= 1")
     return int(size)
 
 

@@ -118,9 +118,9 @@ class Workload:
             if transfer.name in names:
                 raise ArgumentError(f"two transfers are called {transfer.name!r}: give each its own name")
             names.add(transfer.name)
-            times = (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank)
-            if not 0 <= min(times) <= max(times) <= MAX_SECONDS:
-                raise ArgumentError(f"{transfer.name}: a compute time is below 0 or above {MAX_SECONDS:g} s")
+            for seconds in (self.compute_seconds, transfer.compute_seconds, *transfer.compute_by_rank):
+                if not 0 <= seconds <= MAX_SECONDS:
+                    raise ArgumentError(f"{transfer.name}: compute time {seconds:g} s: expected 0 to {MAX_SECONDS:g} s")
             if transfer.compute_by_rank and len(transfer.compute_by_rank) != len(transfer.ranks):
                 raise ArgumentError(
                     f"{transfer.name}: compute_by_rank has {len(transfer.compute_by_rank)} times for "

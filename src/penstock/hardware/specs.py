@@ -160,8 +160,12 @@ def _device(key: str, table: Any, where: str) -> Device:
             tuple(table.get("reports", ())),
             str(table.get("type", "cuda")),
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        missing = f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type ({error})"
+    except ArgumentError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        missing = (
+            f"{error} is missing" if isinstance(error, KeyError) else f"a value has the wrong type or size ({error})"
+        )
         raise ArgumentError(f"{where}: {missing}; see penstock/hardware/devices.toml") from error
 
 

@@ -158,7 +158,8 @@ class CpuUsage:
             if total > 0:
                 # Differences of large numbers have rounding errors, and could exceed 1 on a busy machine.
                 busy = min((self.machine.busy_seconds - before.machine.busy_seconds) / total, 1.0)
-                steal = min((self.machine.steal_seconds - before.machine.steal_seconds) / total, 1.0)
+                steal = (self.machine.steal_seconds - before.machine.steal_seconds) / total
+                steal = min(max(steal, 0.0), 1.0)  # some virtual machines count it backwards
         return {
             "cpu_seconds": self.cpu_seconds - before.cpu_seconds,
             "wall_seconds": self.wall_seconds - before.wall_seconds,

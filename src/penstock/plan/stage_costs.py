@@ -79,7 +79,13 @@ def priced(
     units: Sequence[UnitCost], starts: Sequence[int], speeds: Sequence[float], action_seconds: float
 ) -> tuple[StageCost, ...]:
     """What each stage that begins with one of these units costs: the one price list of plans, simulations, searches and
-    explanations. Arguments as for `stage_cost`, one for each stage.
+    explanations.
+
+    Args:
+        units: of the whole model.
+        starts: the first unit of each stage.
+        speeds: one per stage.
+        action_seconds: what the runtime adds to an action of any stage.
     """
     pieces = [units[start:end] for start, end in pairwise([*starts, len(units)])]
     sent = [*(units[start].boundary_bytes for start in starts[1:]), 0]

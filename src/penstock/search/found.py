@@ -26,7 +26,7 @@ class Found:
         known: the best generator that fits, by name; None if none does.
         known_seconds: its objective; infinite if there is none.
         search_seconds: how long the search took.
-        cut_off: of an exact search: whether its time ran out.
+        cut_off: of an exact search: whether the solver ended without a proof of the optimum.
     """
 
     schedule: Schedule

@@ -65,7 +65,7 @@ def search(
     seconds: float = 5.0,
     seed: int = 0,
 ) -> Found:
-    """The best schedule that can be found within a memory limit and a time.
+    """The best schedule that can be found within a memory limit and an amount of work.
 
     Backwards are split into I and W, and microbatches ascend on every pass of every stage. The same arguments give the
     same answer: `seconds` is turned into a number of steps that take about that long on a usual machine, and other work

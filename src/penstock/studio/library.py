@@ -120,7 +120,7 @@ class Library:
         try:
             return read()
         except OSError as error:
-            raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror}") from error
+            raise ArgumentError(f"{name[:80]!r} cannot be read: {error.strerror or error}") from error
         except PenstockError as error:
             raise ArgumentError(str(error).replace(f"{self._real_root}{os.sep}", "")) from error
 

@@ -139,7 +139,8 @@ class Cutting:
         return CutBatch(pieces, sizes, (sizes, tuple(map(batches.kind_of, pieces))))
 
     def rotated(self, batch: Microbatch, microbatches: int) -> Microbatch:
-        """A batch with its rows in another order: each microbatch has those of another; a single one, its own."""
+        """A batch with its rows in another order: each microbatch has those of another; a single one has its own, in
+        another order."""
         inputs = (batch.args, dict(batch.kwargs))
         leaves = flatten((*inputs, batch.target)).leaves
         if self.split is not None or any(isinstance(leaf, Microbatches) or is_block_mask(leaf) for leaf in leaves):

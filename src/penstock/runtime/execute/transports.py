@@ -82,7 +82,7 @@ def staged_note(choice: TransportChoice, device: torch.device) -> str:
     why = "since transport='staged' was given"
     if choice != "staged":
         why = (
-            f"since torch.distributed was initialised without NCCL for {device.type!r}; with "
+            f"since torch.distributed was initialized without NCCL for {device.type!r}; with "
             "init_process_group('cpu:gloo,cuda:nccl'), GPUs exchange them directly"
         )
     what = "sums travel" if callable(choice) else "values and sums travel"

@@ -61,7 +61,7 @@ class CheckpointedNorms(Feature):
 
     def __init__(self, modules: Sequence[nn.Module], around: Sequence[nn.Module]) -> None:
         self._all = [(module, around.count(module)) for module in modules]
-        self._norms: list[_Norm] = []  # those that are checkpointed, or may be
+        self._norms = [_Norm(*each) for each in self._all]  # those that are checkpointed, or may be
 
     def begin_step(self, start: Start) -> None:
         """Drops anything left by the last step: the model's checkpoints may have been switched on or off since."""
