@@ -52,7 +52,7 @@ def nothing_is_made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 SIZES = ("--sizes", "4000")
 TRAINING = Path(__file__).parents[2] / "benchmarks/fabric/mlp_training.py"
 WRONG = {
-    "--sizes 0": "'0' is 0 bytes: expected an integer >= 1",
+    "--sizes 0": "'0' is 0 bytes: expected an integer number of bytes >= 1",
     "--sizes 2600,6": "a multiple of the element size, 4 bytes",
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
     "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
