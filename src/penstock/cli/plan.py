@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
 Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left, and the optimizer takes no time."""
+backward, beside what is left. A step ends with the optimizer's, as long as the profile measured AdamW's."""
 """Printed below the options."""
 
 
@@ -47,6 +47,11 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
+    replicas: Annotated[int | None, typer.Option(min=1, help="Data-parallel replicas; by default any number.")] = None,
+    pipeline: Annotated[int | None, typer.Option(min=1, help="Ranks of each pipeline; by default any number.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of each replica; by default any number.")
+    ] = None,
     search: Annotated[
         float,
         typer.Option(
@@ -71,7 +76,7 @@ def plan(
     is only numbers yet, give --transformer.
     """
     from penstock.balance import Profile
-    from penstock.plan import Sizes, make_plans
+    from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
@@ -82,18 +87,20 @@ def plan(
         paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
         known, sizes = paper.cluster(), paper.sizes()
     else:
+        numbers.check_unused()
         cluster.specified.read()  # raises before anything is measured
         profiles = _profiles(target, profile or [], cluster)
         sizes, measured = Sizes.of(profiles), next(filter(None, map(slowest_link, profiles)), None)
         action = next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
-        known = cluster.specified.read(measured or usual_link(profiles[0].device), action)
+        update = max(one.optimizer_byte_seconds or 0.0 for one in profiles)
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), action, update)
         if cluster.specified.link is None and measured is None and known.devices > 1:
             unsaid = (
                 f"Nobody measured links: {assumed(known.link)}, sums likewise. Give --link, or a profile made with "
                 "--links."
             )
-    names = _names(schedule)
-    found = make_plans(sizes, known, global_batch, names, search_seconds=search)
+    wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)
+    found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
@@ -111,7 +118,7 @@ def plan(
         if found.best:
             show(found, console, known)
         elif found.nearest is not None:
-            told = remedies(sizes, known, global_batch, names, found.nearest)
+            told = remedies(sizes, known, global_batch, wanted, found.nearest)
             show_lack(found, known, [*told], console, group)
         if unsaid:
             console.print(f"\n{unsaid}")

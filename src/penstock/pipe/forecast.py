@@ -122,7 +122,7 @@ def predicted(session: Session, plan: Plan | None) -> Predicted | None:
     timeline = simulate(order, [*costs] * order.placement.pipelines, link or LinkCost(0.0))
     seconds = tuple(one.forward_seconds + one.backward_seconds for one in costs)
     if plan is not None:
-        return Predicted("the plan", plan.step_seconds, seconds, timeline)
+        return Predicted("the plan", plan.pipeline_seconds + plan.reduce_seconds, seconds, timeline)
     source = "the times measured to cut the model" if session.options.choice.profile is None else "the profile"
     return Predicted(source, timeline.makespan_seconds, seconds, timeline)
 

@@ -54,6 +54,7 @@ class Plan:
         stage_seconds: F + I + W of each stage, for one microbatch, on its device.
         pipeline_seconds: from the first forward to the last backward.
         reduce_seconds: how much longer the sums of gradients take, which begin as stages end.
+        optimizer_seconds: the optimizer's step after that, on the rank where it takes the longest.
         idle: the share of all ranks' time that is lost, by cause.
         memory_bytes: the most that each rank needs.
         limit_bytes: what each has; infinite: no limit.
@@ -81,6 +82,7 @@ class Plan:
     offload: tuple[int, ...] = ()
     devices: tuple[int, ...] = ()
     order: str = ""
+    optimizer_seconds: float = 0.0
     made_for: MadeFor | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +95,8 @@ class Plan:
         _check_numbers("stage_seconds", self.stage_seconds, choice.stages)
         _check_numbers("memory_bytes", self.memory_bytes, choice.ranks)
         _check_numbers("limit_bytes", self.limit_bytes, choice.ranks)
-        _check_numbers("pipeline_seconds, reduce_seconds", (self.pipeline_seconds, self.reduce_seconds), 2)
+        seconds = self.pipeline_seconds, self.reduce_seconds, self.optimizer_seconds
+        _check_numbers("pipeline_seconds, reduce_seconds, optimizer_seconds", seconds, 3)
         if self.devices and sorted(self.devices) != [*range(choice.devices)]:
             given = shortened([*map(str, self.devices)])
             raise ArgumentError(f"devices={given}: expected each of 0 to {choice.devices - 1} once")
@@ -119,8 +122,8 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """One step of training, without the optimizer."""
-        return self.pipeline_seconds + self.reduce_seconds
+        """One step of training, with the optimizer's."""
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
 
     @property
     def rows_per_second(self) -> float:
