@@ -131,7 +131,8 @@ class Paper:
         said: tuple[str, ...] = (
             f"An estimate {origin}.",
             f"{job.model.parameters:,} parameters. dp and pp count groups of {counted(job.tensor_parallel, 'device')}. "
-            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak.",
+            f"The first: {flops / 1e12:.0f} TFLOP/s a device, {share:.0%} of its peak, of the model's own operations: "
+            "6 per parameter of a matrix and token and those of attention, none computed again.",
         )
         if job.optimizer_shards > choice.replicas:
             said += (
