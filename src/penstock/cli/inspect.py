@@ -78,7 +78,7 @@ def show(found: Inspection, console: Console) -> None:
         console.print()
         console.print(_crossings(found))
     if found.memory:
-        console.print()
+        console.print("\nmemory of each rank under the schedule")
         console.print(_memory(found))
     if lines := _remarks(found):
         console.print()
@@ -123,8 +123,8 @@ def _crossings(found: Inspection) -> Table:
 
 
 def _memory(found: Inspection) -> Table:
-    kinds = ("parameters", "gradients", "activations", "working", "batch", "peak")
-    made = table("memory of rank", *kinds, overflow="fold")
+    kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
+    made = table("rank", *kinds, overflow="fold")
     for rank, each in enumerate(found.memory):
         made.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
     return made
