@@ -46,21 +46,19 @@ def test_rows_and_length_are_the_targets(tmp_path: Path) -> None:
 
 
 def test_what_needs_shapes_alone_makes_no_weights(tmp_path: Path) -> None:
-    """A tenth of Llama 3 70B: 36 GB of weights."""
-    wide = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64}
+    """Of the model's 71 GB of weights."""
+    wide = {"hidden_size": 16384, "intermediate_size": 57344, "num_hidden_layers": 4, "num_attention_heads": 64}
     target = written(tmp_path, LLAMA | wide | {"num_key_value_heads": 8, "vocab_size": 128256})
-    found = json.loads(output("inspect", f"{target}:4x2048", "-n", "4", "--balance", "flops", "--json"))
-    assert found["parameters"] == 8_946_589_696
-    planned = json.loads(
-        output("plan", f"{target}:4x2048", "--device", "h100", "--devices", "8", "--global-batch", "32", "--json")
-    )
-    assert planned["plans"]
+    found = json.loads(output("inspect", f"{target}:4x2048", "-n", "2", "--balance", "flops", "--json"))
+    assert found["parameters"] > 17e9
+    assert "an estimate" in output("profile", f"{target}:4x2048", "--device", "h100")
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (LLAMA | {"architectures": ["LlamaForNothing"]}, "has no architecture 'LlamaForNothing'"),
+        (LLAMA | {"architectures": ["pipeline"]}, "has no architecture 'pipeline'"),
         (LLAMA | {"architectures": ["LlamaModel"]}, "no batch is known for LlamaModel; expected a language model"),
         (None, "there is no file"),
         ({"model_type": "nobody's"}, "nobody's"),

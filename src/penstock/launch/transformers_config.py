@@ -43,24 +43,24 @@ def case(text: str, *, weights: bool = True) -> tuple[Any, ...]:
         raise ArgumentError(f"TARGET {text!r}: there is no file {str(path)!r} in {Path.cwd()}; expected {_FORM}")
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     name = next(iter(config.architectures or ()), None)
-    kind = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
-    if kind is None:
+    kind: Any = transformers.AutoModelForCausalLM if name is None else getattr(transformers, name, None)
+    if name is not None and not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ArgumentError(f"TARGET {text!r}: transformers {transformers.__version__} has no architecture {name!r}")
     with torch.device("cpu" if weights else "meta"):
         model = kind.from_config(config) if name is None else kind(config)
     rows = int(found["rows"]) if found else _ROWS
-    length = int(found["length"]) if found and found["length"] else _LENGTH
+    length = int(found["length"]) if found and found["length"] else None
     return model, ((), _batch(text, model, rows, length)), None, None
 
 
-def _batch(text: str, model: Any, rows: int, length: int) -> dict[str, Any]:
+def _batch(text: str, model: Any, rows: int, length: int | None) -> dict[str, Any]:
     """What the model's forward takes, labels included. Raises ArgumentError: only the model's authors know."""
     config, kind = model.config, type(model).__name__
     classes = torch.randint(max(getattr(config, "num_labels", 2), 1), (rows,))
     if model.main_input_name == "input_ids":
         text_config = config.get_text_config()
-        most = getattr(text_config, "max_position_embeddings", None) or length
-        tokens = torch.randint(text_config.vocab_size, (rows, min(length, most)))
+        usual = min(_LENGTH, getattr(text_config, "max_position_embeddings", None) or _LENGTH)
+        tokens = torch.randint(text_config.vocab_size, (rows, length or usual))
         if kind.endswith(_OF_TOKENS):
             return {"input_ids": tokens, "labels": tokens}
         if kind.endswith("ForSequenceClassification"):
