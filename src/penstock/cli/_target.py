@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 TargetName = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
+    typer.Argument(
+        metavar="TARGET",
+        help="module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    ),
 ]
 Cuts = Annotated[str | None, typer.Option(help="The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[
@@ -158,12 +161,13 @@ class SplitOptions:
 
 
 @contextlib.contextmanager
-def loaded(name: str, what: str) -> Iterator[Target]:
+def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
     """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
 
     Args:
         name: TARGET's name.
         what: whose code the block runs, for error messages: "the model", say.
+        weights: False if only shapes are needed: a model named by its configuration is built on the meta device.
 
     Raises:
         PenstockError: TARGET is wrong, or the block raised it.
@@ -172,6 +176,6 @@ def loaded(name: str, what: str) -> Iterator[Target]:
     from penstock.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
-        given = load(name)
+        given = load(name, weights=weights)
         with user_code(f"{what} of {name}"):
             yield given

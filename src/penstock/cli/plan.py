@@ -37,7 +37,10 @@ def plan(
     numbers: TransformerOptions,
     global_batch: Annotated[int, typer.Option(help="Rows of one step, over all replicas.")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="module:function, file.py:function or hf:config.json, to be measured here."
+        ),
     ] = None,
     profile: Annotated[
         list[Path] | None,
@@ -178,7 +181,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     assert target is not None
     from penstock.plan.sizes import rows_of
 
-    with loaded(target, "the model") as given:
+    with loaded(target, "the model", weights=cluster.kind is None) as given:
         from penstock.pipe.profiling import profile as measured
 
         cutting = given.dividing | {"target": given.target}
@@ -194,7 +197,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
 
 def _check(target: str, found: Sequence[Profile], files: Sequence[Path]) -> None:
     """Refuses profiles of another model than TARGET."""
-    with loaded(target, "the model") as given:
+    with loaded(target, "the model", weights=False) as given:
         from penstock.pipe.profiling import check_profile
 
         for profile, file in zip(found, files, strict=True):
