@@ -63,7 +63,9 @@ def _profile(folder: Path) -> str:
         )
         for unit, s in zip(found.units, SECONDS, strict=True)
     )  # fmt: skip
-    replace(found, units=units, action_seconds=None, optimizer_byte_seconds=None).save(folder / "profile.json")
+    replace(found, units=units, action_seconds=None, optimizer_byte_seconds=None, threads=1).save(
+        folder / "profile.json"
+    )
     return str(folder / "profile.json")
 
 

@@ -87,13 +87,15 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _stages(found: Inspection) -> Table:
-    heads = ("work", "parameters", "share", "size", "gradients", "activations")
+    known = any(stage.seconds is not None for stage in found.stages)
+    heads = ("work", *(("ms",) if known else ()), "parameters", "share", "size", "gradients", "activations")
     made = table("stage", "begins at", *heads, left=2, overflow="fold")
     for stage in found.stages:
         made.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
             f"{stage.work_share:.1%}",
+            *((f"{1e3 * (stage.seconds or 0.0):.3g}",) if known else ()),
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             sized(stage.parameter_bytes),

@@ -15,7 +15,7 @@ from rich.text import Text
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._plans import show, show_lack
 from penstock.cli._spread import OUTPUT_PANEL, Json, spread
-from penstock.cli._target import loaded
+from penstock.cli._target import compute_as_ranks, loaded
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.words import counted
@@ -74,7 +74,8 @@ def plan(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
-    of it as microbatches. To plan for another device, profile there, and give
+    of it as microbatches, and on a CPU with as many threads as each of so many
+    ranks gets. To plan for another device, profile there, and give
     the files, or name it (--device h100) for an estimate. For a transformer that
     is only numbers yet, give --transformer.
     """
@@ -187,6 +188,8 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         cutting = given.dividing | {"target": given.target}
         if cluster.kind is not None:
             cutting |= {"device": cluster.kind, "calibrate": cluster.calibrate or ()}
+        else:
+            compute_as_ranks(cluster.per_host or cluster.read().devices)
         example = given.model, given.args, given.kwargs
         whole = measured(*example, microbatches=1, budget_seconds=1.0, **cutting)
         pieces = min(8, rows_of(whole))

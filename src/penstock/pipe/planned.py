@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.balance import first_difference
@@ -85,6 +86,12 @@ class Followed:
         choice = self.plan.choice
         if self.plan.made_for is not None:
             _check_model(self.plan.made_for, model, device_type)
+            planned, here = self.plan.made_for.threads, torch.get_num_threads()
+            if planned not in (0, here):
+                warn(
+                    f"the plan's times are of {counted(planned, 'thread')} per rank, and this one has {here}: steps "
+                    f"will not take what it predicts; profile with --threads {here}, and plan again"
+                )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
             if choice.replicas > 1:

@@ -30,17 +30,20 @@ class MadeFor:
         parameters: the shape of each parameter of the model, by name.
         device: the type of device ("cpu", "cuda").
         dtype: of the parameters.
+        threads: with how many the times were measured, on a CPU; 0: not known, or no matter.
     """
 
     __pydantic_config__ = STRICT
     parameters: Mapping[str, tuple[int, ...]]
     device: str
     dtype: str
+    threads: int = 0
 
     @classmethod
     def of(cls, profile: Profile) -> MadeFor:
         """What a profile is a profile of."""
-        return cls(profile.parameters, profile.device, profile.dtype)
+        threads = profile.threads if (profile.device, profile.source) == ("cpu", "measured") else 0
+        return cls(profile.parameters, profile.device, profile.dtype, threads)
 
 
 @dataclass(frozen=True, slots=True)
