@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._outcome import Outcome, format_of
+from penstock.cli._outcome import format_of
+from penstock.costs import Outcome
 from penstock.schedule import Placement, Schedule, add_communication, generate, generators, names, write_csv
 from penstock.schedule.generators import Numbers
 from penstock.simulate import idle, memory
@@ -519,15 +520,15 @@ def test_whole_numbers_have_no_decimals(values: list[int]) -> None:
 def test_peaks_do_not_depend_on_the_unit_of_memory(entry: Any, half_ranks: int, half_microbatches: int) -> None:
     numbers = Numbers(2 * half_ranks, 2 * half_microbatches, entry.chunks, entry.slices)
     schedule = entry.make(numbers)
-    counted = Outcome.of(schedule, CostOptions().read()).figures.peak_activations
-    weighed = Outcome.of(schedule, CostOptions(memory_activation=7.0).read()).figures.peak_activations
+    counted = Outcome.simulated(schedule, CostOptions().read()).peak_activations
+    weighed = Outcome.simulated(schedule, CostOptions(memory_activation=7.0).read()).peak_activations
     assert weighed == pytest.approx(counted)
     assert max(counted) <= numbers.microbatches
 
 
 def test_activation_of_a_stage_without_backward_is_held_during_f_only() -> None:
     schedule = Schedule("forward", Placement.loop(2), 3, [generate("gpipe", 2, 3).rows[rank][:3] for rank in range(2)])
-    assert Outcome.of(schedule, CostOptions().read()).figures.peak_activations == [1, 1]
+    assert Outcome.simulated(schedule, CostOptions().read()).peak_activations == [1, 1]
 
 
 VERBS = [

@@ -10,11 +10,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli._cost_files import read_costs, read_links
-from penstock.cli._costs import WORK, Costs, MeasuredLinks, links_in
-from penstock.cli._measured_costs import profile_of, units_of
-from penstock.cli._spread import options_on
-from penstock.cli._target import link_of
+from penstock.cli._options import options_on
+from penstock.cli._target import link_of, profile_target, profiles_of
+from penstock.costs import WORK, Costs, MeasuredLinks, links_in, read_costs, read_links, units_of
 from penstock.errors import ArgumentError
 from penstock.simulate import Links
 from penstock.simulate.costs import LinkCost, StageCost, refuse_extreme
@@ -67,8 +65,7 @@ class CostOptions:
         float | None, _option("What F keeps for the backward, in any unit; otherwise an activation counts as 1.")
     ] = None
     memory_weight_grad: Annotated[
-        float | None,
-        _option("What stays from I until W if the backward is split; default all of it."),
+        float | None, _option("What stays from I until W if the backward is split; default all of it.")
     ] = None
     memory_unsharded: Annotated[
         float | None, _option("What a stage's whole parameters take while they are gathered; see --unshard-window.")
@@ -164,7 +161,9 @@ class CostOptions:
             )
         from penstock.plan.stage_costs import assumed, usual_link
 
-        found = profile_of(self.target, self.profile, microbatches, self.rows)
+        asked = {"microbatches": microbatches} if self.rows is None else {"microbatch_sizes": [self.rows]}
+        files = [] if self.profile is None else [self.profile]
+        (found,) = profiles_of(self.target, files, lambda given: [profile_target(given, **asked)])
         units = units_of(found, self.rows, self._measured_where)
         links: Links = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         if not given and self._no_links:

@@ -10,10 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from penstock.cli._as_typed import in_options
-from penstock.cli._spread import CUT, USUAL
+from penstock.cli._options import CUT, USUAL, options_on
 from penstock.errors import ArgumentError, ScheduleError
 from penstock.files import read_text
 from penstock.schedule import (
@@ -33,7 +31,7 @@ from penstock.words import counted
 ALL = "all"
 """Instead of a name: every schedule that the numbers allow."""
 
-_PANEL = "Which schedule"
+_option = options_on("Which schedule")
 _OWN_TEXT = ", stages on ranks "
 
 
@@ -41,41 +39,23 @@ _OWN_TEXT = ", stages on ranks "
 class OrderOptions:
     """Which schedule to use."""
 
-    schedule: Annotated[
-        str | None, typer.Option(help="Its name; `penstock schedules` lists them.", rich_help_panel=_PANEL)
-    ] = None
-    ranks: Annotated[
-        str | None,
-        typer.Option("--ranks", "-n", metavar="INTEGER", help="How many ranks.", rich_help_panel=_PANEL),
-    ] = None
-    microbatches: Annotated[
-        str | None, typer.Option(metavar="INTEGER", help=f"{CUT}; {USUAL}.", rich_help_panel=_PANEL)
-    ] = None
-    chunks: Annotated[
-        int | None,
-        typer.Option(help="Stages per rank; default: the schedule's usual number.", rich_help_panel=_PANEL),
-    ] = None
+    schedule: Annotated[str | None, _option("Its name; `penstock schedules` lists them.")] = None
+    ranks: Annotated[str | None, _option("How many ranks.", "--ranks", "-n", metavar="INTEGER")] = None
+    microbatches: Annotated[str | None, _option(f"{CUT}; {USUAL}.", metavar="INTEGER")] = None
+    chunks: Annotated[int | None, _option("Stages per rank; default: the schedule's usual number.")] = None
     slices: Annotated[
-        int | None,
-        typer.Option(
-            help="Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.",
-            rich_help_panel=_PANEL,
-        ),
+        int | None, _option("Pieces of each microbatch along the sequence, for seq1f1b; each costs its share.")
     ] = None
     unshard_window: Annotated[
         int | None,
-        typer.Option(
-            help="Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD.",
-            rich_help_panel=_PANEL,
-        ),
+        _option("Stages are sharded (FSDP2), this many of a rank's are gathered at once: adds UNSHARD and RESHARD."),
     ] = None
     csv: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
+        _option(
+            "Your own schedule instead of a name, with its own ranks and microbatches: torch's CSV (one line "
             "per rank, one cell per action, 0F1), or the text that `penstock show --text` prints.",
-            rich_help_panel=_PANEL,
+            metavar="FILE",
         ),
     ] = None
 

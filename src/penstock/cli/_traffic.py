@@ -6,9 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
-
-from penstock.cli._spread import CUT, USUAL_OF_BATCH, options_on
+from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
 from penstock.errors import ArgumentError
 from penstock.fabric.presets import preset, trials_of
@@ -208,12 +206,11 @@ def _uneven(made: Workload, text: str, hosts: int) -> Workload:
 class CountOptions:
     """How many trials to run."""
 
-    trials: Annotated[
-        int | None,
-        typer.Option(help=f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368."),
-    ] = None
-    batches: Annotated[int | None, typer.Option(help="With --epochs, instead of --trials: batches an epoch.")] = None
-    epochs: Annotated[int | None, typer.Option(help="With --batches: trials = batches x epochs.")] = None
+    trials: Annotated[int | None, option(f"How often everything is sent; default {DEFAULT_TRIALS}. p99 needs 368.")] = (
+        None
+    )
+    batches: Annotated[int | None, option("With --epochs, instead of --trials: batches an epoch.")] = None
+    epochs: Annotated[int | None, option("With --batches: trials = batches x epochs.")] = None
 
     def count(self) -> int:
         """The number of trials. Raises ArgumentError: the options contradict each other."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli._spread import options_on
+from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 from penstock.words import counted
 

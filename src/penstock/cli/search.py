@@ -9,16 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
 from rich.console import Console
 
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
-from penstock.cli._costs import Costs
+from penstock.cli._options import CUT, Json, options_on, output_option, spread
 from penstock.cli._order import weigh_search
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
-from penstock.cli._outcome import Outcome, format_of, show
-from penstock.cli._spread import CUT, OUTPUT_PANEL, Json, options_on, spread
+from penstock.cli._outcome import format_of, show
+from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
@@ -42,12 +41,10 @@ class Question:
     ] = "loop"
     chunks: Annotated[int | None, _option("Stages per rank; default 1 in a loop and 2 on a V.")] = None
     memory_limit: Annotated[
-        float | None,
-        _option("The most activations that a rank may hold; 1 is one microbatch on all its stages."),
+        float | None, _option("The most activations that a rank may hold; 1 is one microbatch on all its stages.")
     ] = None
     objective: Annotated[
-        Literal["span", "makespan"],
-        _option("Objective: span (the longest rank, first F to last action) or makespan."),
+        Literal["span", "makespan"], _option("Objective: span (the longest rank, first F to last action) or makespan.")
     ] = "span"
     seconds: Annotated[
         float, _option("How long to search on a usual machine; slower ones take longer and find the same.")
@@ -74,10 +71,7 @@ def search(
     question: Question,
     costs: CostOptions,
     csv: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write the schedule, as torch and --csv read it.", rich_help_panel=OUTPUT_PANEL
-        ),
+        Path | None, output_option("Write the schedule, as torch and --csv read it.", metavar="FILE")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +86,7 @@ def search(
         raise ArgumentError(f"--csv {csv}: this file cannot be written; give one in a writable folder")
     found = answer(question, known)
     elsewhere = shorter(found, known, question.memory_limit)
-    outcome = Outcome(found.schedule, known, found.timeline)
+    outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
     if as_json:
         figures = {
             "objective": found.objective,

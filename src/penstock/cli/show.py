@@ -9,16 +9,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from penstock.cli._cost_options import EPILOG as EPILOG
 from penstock.cli._cost_options import CostOptions
+from penstock.cli._options import Json, output_option, spread
 from penstock.cli._order import OrderOptions
-from penstock.cli._outcome import Outcome, format_of
+from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
-from penstock.cli._spread import OUTPUT_PANEL, Json, spread
+from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError
 from penstock.files import replacing
 from penstock.report.plot import write_png
@@ -81,50 +81,21 @@ def show(
     order: OrderOptions,
     costs: CostOptions,
     width: Annotated[
-        int | None,
-        typer.Option(
-            help="Characters per line; default the terminal's. Of a file: pixels, 960 by default.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        int | None, output_option("Characters per line; default the terminal's. Of a file: pixels, 960 by default.")
     ] = None,
     zoom: Annotated[
-        int | None,
-        typer.Option(
-            help="With costs: this many times as many columns, continued on lines below.", rich_help_panel=OUTPUT_PANEL
-        ),
+        int | None, output_option("With costs: this many times as many columns, continued on lines below.")
     ] = None,
-    text: Annotated[
-        bool,
-        typer.Option("--text", help="Print each rank's actions, as --csv reads them.", rich_help_panel=OUTPUT_PANEL),
-    ] = False,
-    comms: Annotated[
-        bool,
-        typer.Option("--comms", help="Like --text, with messages.", rich_help_panel=OUTPUT_PANEL),
-    ] = False,
+    text: Annotated[bool, output_option("Print each rank's actions, as --csv reads them.", "--text")] = False,
+    comms: Annotated[bool, output_option("Like --text, with messages.", "--comms")] = False,
     svg: Annotated[
-        Path | None,
-        typer.Option(
-            "--svg",
-            metavar="FILE",
-            help="Draw into a file: for pages, with names on hover.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Path | None, output_option("Draw into a file: for pages, with names on hover.", "--svg", metavar="FILE")
     ] = None,
     png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            metavar="FILE",
-            help="The same for slides and chats; needs matplotlib.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Path | None, output_option("The same for slides and chats; needs matplotlib.", "--png", metavar="FILE")
     ] = None,
     background: Annotated[
-        Background | None,
-        typer.Option(
-            help="Of a file. By default an SVG follows the reader's system, a PNG is light.",
-            rich_help_panel=OUTPUT_PANEL,
-        ),
+        Background | None, output_option("Of a file. By default an SVG follows the reader's system, a PNG is light.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -145,7 +116,7 @@ def show(
                 "--zoom and --json"
             )
         if several is None:
-            several = _Several([schedule], [Outcome.of(schedule, costs.read(order.count))] if has_costs else [])
+            several = _Several([schedule], [Outcome.simulated(schedule, costs.read(order.count))] if has_costs else [])
         Files(svg, png, background, width).write(several.schedules, several.outcomes)
         for name, reason in several.left_out.items():
             print(f"left out: {name} {reason}")
@@ -153,7 +124,7 @@ def show(
     if background is not None:
         raise ArgumentError("--background: only files have one; give --svg or --png")
     if as_json:
-        print(json.dumps(describe(Outcome.of(schedule, costs.read(order.count)), written)))
+        print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count)), written)))
         return
     if text or comms:
         option = "--comms" if comms else "--text"
@@ -171,7 +142,7 @@ def show(
         _print_several(several, width, zoom, console)
         return
     if has_costs:
-        outcome = Outcome.of(schedule, costs.read(order.count))
+        outcome = Outcome.simulated(schedule, costs.read(order.count))
         picture, note = proportional(schedule, outcome.timeline, width, zoom or 1, palette), _note(schedule, outcome)
     else:
         picture, note = slots(schedule, width, palette), ""
@@ -193,17 +164,9 @@ class _Several:
 
 def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Several:
     schedules, refused = order.all()
-    left_out, outcomes = dict(refused), []
     if not has_costs:
-        return _Several(schedules, (), left_out)
-    known = costs.read(order.count)
-    for schedule in schedules:
-        try:
-            outcomes.append(Outcome.of(schedule, known.for_model_of(schedule)))
-        except ArgumentError as error:
-            left_out[schedule.name] = str(error)
-    if not outcomes:
-        raise ArgumentError(next(iter(left_out.values())))
+        return _Several(schedules, (), refused)
+    outcomes, left_out = with_one_model(costs.read(order.count), schedules, refused)
     return _Several([one.schedule for one in outcomes], outcomes, left_out)
 
 

@@ -205,9 +205,7 @@ def check_profile(
     """
     module = as_module(model)
     mine = identity(module)
-    device = next(
-        (tensor.device for tensor in (*tensors_in((args, kwargs)), *module.parameters())), torch.device("cpu")
-    )
+    device = _device_of((args, kwargs), module)
     found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 

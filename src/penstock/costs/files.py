@@ -1,4 +1,4 @@
-"""Reads cost files: costs of stages and links (--costs), and the links of a measured network (--links)."""
+"""Reads files: costs of stages and links, and the links of a measured network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cli._costs import ANY_PAIR, Costs, MeasuredLinks
+from penstock.costs.costs import Costs
+from penstock.costs.links import ANY_PAIR, MeasuredLinks
 from penstock.errors import ArgumentError
 from penstock.files import STRICT, quoted, read_json, validate
 from penstock.simulate.costs import LinkCost, OfStage, StageCost, check_bandwidth, check_cost
