@@ -196,7 +196,7 @@ def test_name_of_a_file_is_not_taken_for_markup(tmp_path: Path) -> None:
         (["--schedule", "gpipe,none", *NUMBERS], "none"),
         (["--schedule", "1f1b", *NUMBERS, "--width", "10"], "--width 10: give at least 16"),
         (["--schedule", "1f1b", *NUMBERS, "--zoom", "2"], "--zoom 2: without costs each action takes one slot"),
-        (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: give at least 1"),
+        (["--schedule", "1f1b", *NUMBERS, "--comm", "1", "--zoom", "0"], "--zoom 0: expected an integer >= 1"),
         (["--schedule", "1f1b", *NUMBERS, "--text", "--forward", "3"], "--text: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--comms", "--width", "90"], "--comms: the text has no times and no width"),
         (["--schedule", "1f1b", *NUMBERS, "--svg", "x", "--json"], "--svg: a file shows the whole picture; leave out"),

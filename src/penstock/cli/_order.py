@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from penstock.cli._as_typed import in_options
 from penstock.cli._options import CUT, USUAL, options_on
-from penstock.errors import ArgumentError, ScheduleError
+from penstock.errors import ArgumentError, ScheduleError, check_counts
 from penstock.files import read_text
 from penstock.schedule import (
     MICROBATCHES,
@@ -156,17 +156,11 @@ class OrderOptions:
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
             raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
-        found = {"ranks": _whole("--ranks", self.ranks), "microbatches": MICROBATCHES}
-        if self.microbatches is not None:
-            found["microbatches"] = _whole("--microbatches", self.microbatches)
-        for option in ("chunks", "slices", "unshard_window"):
-            if (value := getattr(self, option)) is not None:
-                found[option] = value
-        for option, value in found.items():
-            if value < 1:
-                name = option.replace("_", "-")
-                raise ArgumentError(f"--{name} {value}: expected an integer >= 1")
-        return found["ranks"], found["microbatches"]
+        ranks = _whole("--ranks", self.ranks)
+        count = MICROBATCHES if self.microbatches is None else _whole("--microbatches", self.microbatches)
+        others: dict[str, Any] = {"chunks": self.chunks, "slices": self.slices, "unshard_window": self.unshard_window}
+        check_counts(required=False, ranks=ranks, microbatches=count, **others)
+        return ranks, count
 
     def numbers_of(self, entry: Generator) -> Numbers:
         """The numbers for which to generate a schedule: from the options, or its own defaults. Raises ArgumentError: a

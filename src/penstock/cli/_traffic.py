@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from penstock.cli._options import CUT, USUAL_OF_BATCH, option, options_on
 from penstock.cli._target import GRADIENT_DTYPE, GradientDtypeName, dtype_named, loaded, names
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.presets import preset, trials_of
 from penstock.fabric.samples import Run
 from penstock.fabric.steps import Collective
@@ -137,8 +137,7 @@ class TrafficOptions:
         ranks = self._ranks(hosts)
         compute = self._compute()
         traffic = self.traffic or ("gradients" if ranks == 1 else "pipeline")
-        if self.microbatches is not None and self.microbatches < 1:
-            raise ArgumentError(f"--microbatches {self.microbatches}: give 1 or more")
+        check_counts(required=False, microbatches=self.microbatches)
         with loaded(target, "the model") as given:
             batch, cutting = (given.args, dict(given.kwargs)), Cutting.of(**{"batch_dims": None, **given.cutting})
             microbatches = self.microbatches or (cutting.usual(*batch) if ranks > 1 or traffic == "pipeline" else 1)
@@ -168,8 +167,7 @@ class TrafficOptions:
     def _ranks(self, hosts: int) -> int:
         """The number of ranks in a pipeline."""
         ranks = 1 if self.ranks is None else self.ranks
-        if ranks < 1:
-            raise ArgumentError(f"--ranks {ranks}: give 1 or more")
+        check_counts(ranks=ranks)
         if hosts % ranks:
             raise ArgumentError(f"--hosts {hosts} is not a multiple of --ranks {ranks}: replicas are whole pipelines")
         for name in ("cuts", "opens", "schedule"):

@@ -18,7 +18,7 @@ from penstock.cli._order import weigh_search
 from penstock.cli._other_placements import ShorterSchedule, place, shorter
 from penstock.cli._outcome import format_of, show
 from penstock.costs import Costs, Outcome
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Placement, write_csv
 from penstock.simulate.costs import StageCost
 from penstock.simulate.figures import units_of_memory, with_activations
@@ -53,10 +53,7 @@ class Question:
 
     def where(self) -> Placement:
         """The placement. Raises ArgumentError if an option is wrong, or if there is too much to search."""
-        for option in ("ranks", "microbatches", "chunks"):
-            value = getattr(self, option)
-            if value is not None and value < 1:
-                raise ArgumentError(f"--{option} {value}: expected an integer >= 1")
+        check_counts(required=False, ranks=self.ranks, microbatches=self.microbatches, chunks=self.chunks)
         chunks = 2 if self.placement == "v" else self.chunks or 1
         if self.chunks not in (None, chunks):
             raise ArgumentError(

@@ -19,7 +19,7 @@ from penstock.cli._order import OrderOptions
 from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.costs import Outcome, with_one_model
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.files import replacing
 from penstock.report.plot import write_png
 from penstock.report.svg import WIDTH, panel_of, svg, unit_of
@@ -207,8 +207,7 @@ def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool)
         raise ArgumentError(f"--width {width}: give at least {least}")
     if zoom is not None and not has_costs:
         raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; give costs")
-    if zoom is not None and zoom < 1:
-        raise ArgumentError(f"--zoom {zoom}: give at least 1")
+    check_counts(required=False, zoom=zoom)
 
 
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:

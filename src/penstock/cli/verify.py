@@ -25,6 +25,7 @@ from penstock.errors import (
     PenstockError,
     PipelineFailure,
     VerificationError,
+    check_counts,
 )
 from penstock.files import finite
 from penstock.launch.processes import launch
@@ -144,12 +145,10 @@ def _check_numbers(case: Case, entry: Generator) -> None:
 
 def _is_local(transport: str | None, replicas: int) -> bool:
     """Whether one process drives all ranks. Raises ArgumentError if it cannot."""
+    check_counts(replicas=replicas)
     local = transport == "local" or (transport is None and replicas == 1)
-    if replicas < 1 or (local and replicas > 1):
-        raise ArgumentError(
-            f"--replicas {replicas}: "
-            + ("expected at least 1" if replicas < 1 else "a process for each rank; leave --transport local out")
-        )
+    if local and replicas > 1:
+        raise ArgumentError(f"--replicas {replicas}: a process for each rank; leave --transport local out")
     return local
 
 

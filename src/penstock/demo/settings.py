@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import MICROBATCHES, Schedule, generate
 
 LAYERS = 4
@@ -51,8 +51,7 @@ class Settings:
                 f"--microbatches {self.microbatches}: a batch of the demo has {ROWS} rows, at least one for each "
                 f"microbatch; give 1 to {ROWS}"
             )
-        if self.steps < 1:
-            raise ArgumentError(f"--steps {self.steps}: give at least 1")
+        check_counts(steps=self.steps)
         if self.out.exists() and not self.out.is_dir():
             raise ArgumentError(f"--out {self.out}: this is a file; give a folder")
         return generate(self.schedule, self.ranks, self.microbatches)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.balance import Profile
 from penstock.compat import autocast_kinds, autocast_state
-from penstock.errors import ArgumentError, PartitionError
+from penstock.errors import ArgumentError, PartitionError, check_counts
 from penstock.marks import computing
 from penstock.partition.cut.balance import candidates, cut_positions
 from penstock.partition.cut.choice import Balance, Choice
@@ -85,8 +85,7 @@ class Partitioner:
         room: Room = NO_LIMIT,
         sees_saved: bool = False,
     ) -> None:
-        if stages < 1:
-            raise ArgumentError(f"stages={stages}: expected at least 1")
+        check_counts(stages=stages)
         self._choice = Choice.of(balance)
         if cuts is not None and len(cuts) != stages - 1:
             raise ArgumentError(

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError, PartitionError, warn
+from penstock.errors import ArgumentError, PartitionError, check_counts, warn
 from penstock.launch.processes import VERIFY
 from penstock.partition import Balance, Partitioner, RandomSource, Room, TooFewLayersError
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_numbers, check_plain, checked_inputs, device_of_run
+from penstock.pipe.arguments import check_plain, checked_inputs, device_of_run
 from penstock.pipe.described import record
 from penstock.pipe.options import Options
 from penstock.pipe.pipeline import Pipeline
@@ -212,7 +212,7 @@ def pipeline(
         offload=offload,
     )
     schedule, chunks, microbatches, cuts, recompute, offload = followed.decided
-    check_numbers(microbatches=microbatches, chunks=chunks)
+    check_counts(required=False, microbatches=microbatches, chunks=chunks)
     model = as_module(model)
     check_plain(model)
     example = checked_inputs(args, kwargs)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ArgumentError, PenstockError
+from penstock.errors import ArgumentError, PenstockError, check_counts
 from penstock.gradients import checked_dtype, gradient_bytes
 from penstock.partition import Balance, Partition
 from penstock.partition.units.chain import as_module
 from penstock.partition.values.memory import meta_bytes
-from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.described import modules_of
 from penstock.pipe.forecast import RankMemory, memory_of_ranks
@@ -233,7 +233,7 @@ def _order(
     cutting: Cutting,
 ) -> Schedule:
     """The schedule of the run, for the number of ranks that have this many stages."""
-    check_numbers(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_counts(required=False, stages=stages, microbatches=microbatches, chunks=chunks)
     if isinstance(schedule, Schedule):
         if schedule.placement.depth != stages:
             raise ArgumentError(

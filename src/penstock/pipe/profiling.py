@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile, estimated, fitted, read_profile
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.costs import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
@@ -89,7 +89,7 @@ def profile(
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
         raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
-    check_numbers(microbatches=microbatches)
+    check_counts(required=False, microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)
     if kind is None and calibrate:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.schedule import Op, Placement, Row, Schedule
 from penstock.simulate import NO_COST, Links
 from penstock.simulate.costs import StageCost, cost_between, costs_by_stage
@@ -134,8 +134,7 @@ def problem(
     objective: Objective = "makespan",
 ) -> Problem:
     """The question, from the arguments of `search`. Raises ArgumentError like it."""
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ArgumentError(f"microbatches={microbatches!r}: expected an integer >= 1")
+    check_counts(microbatches=microbatches)
     if objective not in get_args(Objective):
         raise ArgumentError(f"objective={objective!r}: expected one of {', '.join(get_args(Objective))}")
     by_stage = [cost for cost in costs_by_stage(placement, costs) if isinstance(cost, StageCost)]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.fabric.algorithms import ENGINE, algorithms, generate
 from penstock.fabric.samples import SPEC
 from penstock.fabric.workload import Workload
@@ -88,17 +88,12 @@ class Spec:
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
                 f"give --hosts {self.workload.hosts}"
             )
-        if self.trials < 1:
-            raise ArgumentError(f"trials={self.trials}: at least one is needed")
-        if self.iterations < 1:
-            raise ArgumentError(f"iterations={self.iterations}: at least one is needed")
+        check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
                 f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
                 "computes: give --sizes or a sweep, or --compute none"
             )
-        if self.warmup is not None and self.warmup < 1:
-            raise ArgumentError(f"warmup={self.warmup}: at least one is needed, as results are checked in the warm-up")
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
                 raise ArgumentError(f"{name} is {getattr(self, name)}: expected a time above 0")

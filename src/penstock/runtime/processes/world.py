@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.runtime.processes import rendezvous
 from penstock.words import counted
 
@@ -127,8 +127,7 @@ def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Se
 
 
 def _check(ranks: object, mesh: object) -> None:
-    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
-        raise ArgumentError(f"ranks={ranks!r}: expected an integer >= 1")
+    check_counts(required=False, ranks=ranks)
     if not (mesh is None or isinstance(mesh, DeviceMesh)):
         raise ArgumentError(
             f"mesh={mesh!r}: expected a DeviceMesh, as torch.distributed.device_mesh.init_device_mesh makes, or None"
