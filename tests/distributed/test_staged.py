@@ -58,11 +58,11 @@ def test_replicas(own_four: Ranks, name: str) -> None:
         assert one.ok, one.summary
 
 
-@pytest.mark.parametrize("neighbours", [True, False])
-def test_conformance(own_pair: Ranks, neighbours: bool) -> None:
-    inner = "SharedMemoryTransport" if neighbours else "DistributedTransport"
+@pytest.mark.parametrize("neighbors", [True, False])
+def test_conformance(own_pair: Ranks, neighbors: bool) -> None:
+    inner = "SharedMemoryTransport" if neighbors else "DistributedTransport"
     assert (
-        own_pair.run(jobs.conform, neighbours)
+        own_pair.run(jobs.conform, neighbors)
         == [(inner, [script.__name__ for script in scripts_for(collectives=True)])] * 2
     )
 

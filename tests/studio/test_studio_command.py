@@ -42,8 +42,8 @@ def test_it_answers_and_ctrl_c_ends_it_quietly(tmp_path: Path) -> None:
         assert link.startswith("http://127.0.0.1:")
         address, _, token = link.partition("#token=")
         assert len(token) >= 32
-        assert httpx.get(f"{address}api/catalogue").status_code == 401
-        told = httpx.get(f"{address}api/catalogue", headers={"authorization": f"Bearer {token}"})
+        assert httpx.get(f"{address}api/catalog").status_code == 401
+        told = httpx.get(f"{address}api/catalog", headers={"authorization": f"Bearer {token}"})
         assert told.json()["usual"]["ranks"] == 4
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)

@@ -24,7 +24,7 @@ SEARCHED = "search"
 """The name of a schedule that was searched for."""
 
 
-def catalogue() -> dict[str, Any]:
+def catalog() -> dict[str, Any]:
     """Every schedule that has a name, and the bounds of questions."""
     known = [
         {

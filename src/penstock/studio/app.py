@@ -65,7 +65,7 @@ class Studio:
             Route("/", self.page),
             Route(ENTER, self.enter),
             Route("/static/{folder}/{name}", self.static),
-            Route("/api/catalogue", _answering(lambda given: answers.catalogue())),
+            Route("/api/catalog", _answering(lambda given: answers.catalog())),
             Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
             Route("/api/walk", _answering(lambda given: answers.walk(Question.of(given)), self._playing)),
             Route("/api/search", _answering(self._search, self._searching)),

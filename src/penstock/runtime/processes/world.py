@@ -99,7 +99,7 @@ class World:
 
 
 def join(ranks: int | None, mesh: DeviceMesh | None, device_type: str, order: Sequence[int] = ()) -> World:
-    """Finds the pipeline's processes. Initialises `torch.distributed` if torchrun started us and no one else has yet.
+    """Finds the pipeline's processes. Initializes `torch.distributed` if torchrun started us and no one else has yet.
 
     Args:
         order: without a mesh, which process is each rank, if there are as many; empty: in order.
