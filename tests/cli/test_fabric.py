@@ -57,66 +57,66 @@ WRONG = {
     "--sizes 4,,8": "size 2 of 3 in '4,,8': '' is not a size",
     "probe": "penstock fabric has no command 'probe': it has show, compare, predict, clean; with no command, ",
     "sho": "did you mean 'show'?",
-    "--sizes \uff14\uff10\uff10": "is not a size: give bytes",
+    "--sizes \uff14\uff10\uff10": "is not a size: pass bytes",
     "--sizes 999TiB": "GiB of memory on 4 hosts, but this machine has",
     "--hosts 1000": "--hosts 1000: one machine can make at most 200",
-    "--sizes 4parsec": "'4parsec' is not a size: give bytes, or a number with KiB",
+    "--sizes 4parsec": "'4parsec' is not a size: pass bytes, or a number with KiB",
     "--sizes 4 --algorithm rong": "'rong' is not an algorithm for all_reduce: did you mean 'ring'?",
     "--sizes 4 --collective gather --algorithm ring": "'ring' is not an algorithm for gather: ",
-    "--preset mpl": "there is no preset 'mpl': give one of mlp",
+    "--preset mpl": "there is no preset 'mpl': pass one of mlp",
     "--sizes 4 --hosts 1": "--hosts 1: a network has at least 2",
     "--sizes 4 --iterations 0": "--iterations 0: expected an integer >= 1",
     "--preset mlp --op max": "--op belongs to --sizes or --from and --to, and --preset was given: leave it out",
-    "--sizes 4 --op mean": "there is no op 'mean': give one of sum, prod, min, max, avg",
+    "--sizes 4 --op mean": "there is no op 'mean': pass one of sum, prod, min, max, avg",
     "--sizes 4 --op avg --dtype int8": "int8 cannot hold an average",
     "--sizes 4 --op avg --algorithm engine": "gloo cannot average",
     "--sizes 4 --op max --collective all_gather": "op is 'max', but no transfer reduces",
-    "--sizes 4 --dtype float8": "there is no dtype 'float8': give one of int8",
+    "--sizes 4 --dtype float8": "there is no dtype 'float8': pass one of int8",
     "--sizes 6 --dtype double": "a multiple of the element size, 8 bytes",
     "--sizes 4 --uneven 1,2,3,4": "--uneven belongs to --collective all_to_all",
     "--sizes 4 --collective all_to_all --uneven 1,2": "--uneven 1,2: expected 4 integers, one per host",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,\u0664": "expected 4 integers, one per host",
-    "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "give one of pairwise, direct, engine",
+    "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "pass one of pairwise, direct, engine",
     "--sizes 4 --trials 0": "--trials 0: expected an integer >= 1",
     "--sizes 4 --warmup 0": "--warmup 0: expected an integer >= 1",
-    "--sizes 4 --backend glue": "there is no backend 'glue': give one of gloo, nccl",
+    "--sizes 4 --backend glue": "there is no backend 'glue': pass one of gloo, nccl",
     "--sizes 4 --stall-timeout 0": "--stall-timeout 0: expected a time above 0",
-    "--trials 5": "it is not clear what to send, because nothing was given: give one of --preset, --model",
-    "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: give one of",
+    "--trials 5": "it is not clear what to send, because nothing was given: pass one of --preset, --model",
+    "--sizes 4 --preset mlp": "it is not clear what to send, because --preset and --sizes were given: pass one of",
     "--sizes 4 --algorithm rings": "expected one of ring, ring2, halving-doubling, recursive-doubling, tree; engine is",
     "--preset mlp --hosts 0": "--hosts 0: a network has at least 2",
     "--sizes 4 --factor 0": "--factor belongs to --from and --to, and --sizes was given: leave it out",
     "--sizes 4 --ranks 0": "--ranks belongs to --model",
     "--sizes 4 --microbatches 0": "--microbatches belongs to --model",
     "--preset mlp --sharded": "--sharded belongs to --model",
-    "--from 4 --to 64 --factor 0": "--factor 0: give a factor above 1",
-    "--from 6 --to 64": "a sweep from 6 bytes: give a multiple of the element size, 4 bytes",
+    "--from 4 --to 64 --factor 0": "--factor 0: pass a factor above 1",
+    "--from 6 --to 64": "a sweep from 6 bytes: pass a multiple of the element size, 4 bytes",
     "--model m:f --ranks 0": "--ranks 0: expected an integer >= 1",
     "--model m:f --microbatches 0": "--microbatches 0: expected an integer >= 1",
     "--model m:f --cuts a": "--cuts applies to a pipeline's stages, but --ranks is 1",
     "--model m:f --schedule gpipe": "--schedule applies to a pipeline's stages, but --ranks is 1",
     "--preset mlp --factor 3": "--factor belongs to --from and --to, and --preset was given: leave it out",
     "--sizes 4 --cuts a": "--cuts belongs to --model, and --sizes was given",
-    "--sizes 4 --trials 3 --epochs 2": "give --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3": "give --trials, or both --batches and --epochs",
+    "--sizes 4 --trials 3 --epochs 2": "pass --trials, or both --batches and --epochs",
+    "--sizes 4 --batches 3": "pass --trials, or both --batches and --epochs",
     "--sizes 4 --batches 3 --epochs 0": "--batches 3, --epochs 0",
-    "--from 4 --to 64 --factor 1": "--factor 1: give a factor above 1",
+    "--from 4 --to 64 --factor 1": "--factor 1: pass a factor above 1",
     "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--from 8KiB": "a sweep needs both --from and --to",
-    "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
+    "--like nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
-    "--model m:f --compute fast": "--compute fast: give none, measure or a number of seconds",
+    "--model m:f --compute fast": "--compute fast: pass none, measure or a number of seconds",
     "--sizes 4 --out taken": "--out taken already holds a run",
     "--sizes 4 --out samples": "--out samples already holds a run",
     "show begun": "the run in begun ended before its hosts had joined, so it has no samples",
     "compare begun taken": "the run in begun ended before its hosts had joined",
     "--like begun": "the run in begun ended before its hosts had joined",
     "--sizes 4 --out taken/run.json": "--out taken/run.json: ",
-    "--hosts 3 show taken": "--hosts comes before show: give show's own options after it",
-    "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Give a folder",
-    "show empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder that a run was written to",
+    "--hosts 3 show taken": "--hosts comes before show: pass show's own options after it",
+    "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
+    "show empty": "empty holds no run of penstock fabric: it has no run.json. Pass a folder that a run was written to",
     "show taken": "taken holds no run of penstock fabric: run.json: workload is missing",
-    "predict empty": "empty holds no run of penstock fabric: it has no run.json. Give a folder",
+    "predict empty": "empty holds no run of penstock fabric: it has no run.json. Pass a folder",
     "compare nowhere empty": "nowhere holds no run of penstock fabric",
 }
 
@@ -268,7 +268,7 @@ def test_a_rate_without_its_unit_that_was_hardly_meant(text: str) -> None:
     done = penstock("fabric", *SIZES, "--link", f"{text} delay 5ms")
     assert (done.exit_code, done.stdout) == (2, "")
     assert (
-        f"'{text}' is {text} bits per second, as for tc: did you mean {text}mbit? If not, give {text}bit" in done.stderr
+        f"'{text}' is {text} bits per second, as for tc: did you mean {text}mbit? If not, pass {text}bit" in done.stderr
     )
 
 
@@ -465,7 +465,7 @@ def test_chakra_traces_are_written_a_rank_a_file(runs: Runs) -> None:
 def test_a_run_is_never_written_over(runs: Runs) -> None:
     before = (runs.training / SAMPLES).stat().st_mtime_ns
     said = refusal("fabric", *SIZES, "--out", str(runs.training))
-    assert said.endswith("already holds a run: give another folder, or remove that one")
+    assert said.endswith("already holds a run: pass another folder, or remove that one")
     assert (runs.training / SAMPLES).stat().st_mtime_ns == before
 
 

@@ -96,7 +96,7 @@ def test_on_the_host_it_says_that_it_stages_nothing(own_pair: Ranks) -> None:
     ("options", "says"),
     [
         ([{}, {}], "ranks [0, 1] would compute on the same accelerator"),
-        ([{}, {}], "or give transport='staged', which takes the way through the host's memory"),
+        ([{}, {}], "or pass transport='staged', which takes the way through the host's memory"),
         ([{"transport": "staged"}, {}], "ranks [0, 1] would compute on the same accelerator"),
         ([{"transport": "staged", "pg_options": {}}] * 2, "leave it out where ranks compute on the CPU, or the trans"),
     ],

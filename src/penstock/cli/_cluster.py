@@ -162,9 +162,9 @@ def _by_kind(option: str, text: str | None, kinds: Collection[str]) -> dict[str,
     expected = ",".join(f"{name or 'kind'}=..." for name in kinds)
     if unknown := sorted(given.keys() - {*kinds}):
         have = ", ".join(map(repr, kinds)) if any(kinds) else "one kind without a name"
-        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; give {expected}")
+        raise ArgumentError(f"{option} {text!r}: there is no {unknown[0]!r}, --devices has {have}; pass {expected}")
     if missing := [kind for kind in kinds if kind not in given]:
-        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; give {expected}")
+        raise ArgumentError(f"{option} {text!r} says nothing of {missing[0]!r}; pass {expected}")
     return given
 
 
@@ -196,5 +196,5 @@ def cautions(profiles: Sequence[Profile]) -> list[str]:
 def _text(cable: Cable | None, device: Device, between: str, option: str) -> str:
     """A link as its option takes it."""
     if cable is None:
-        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; give {option}")
+        raise ArgumentError(f"--device {device.key}: what {between} send each other is not known; pass {option}")
     return f"{cable.bytes_per_second * 8e-9:.6g}gbit delay {cable.latency_seconds * 1e6:.6g}us"

@@ -112,18 +112,18 @@ class CostOptions:
         given = {name: value for name, value in given.items() if value is not None}
         if self.links is not None and (twice := [name for name in ("comm", "bandwidth") if name in given]):
             raise ArgumentError(
-                f"--links {self.links}: the file already sets what {_name(twice[0])} would; give only one of the two"
+                f"--links {self.links}: the file already sets what {_name(twice[0])} would; pass only one of the two"
             )
         if self.link is not None:
             also = [] if self.links is None else ["links"]
             if also := [*also, *(name for name in ("comm", "bandwidth") if name in given)]:
-                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; give only one of the two")
+                raise ArgumentError(f"--link {self.link!r} and {_name(also[0])} say the same; pass only one of the two")
         if self.rows is not None and not self._measured_where:
-            raise ArgumentError(f"--rows {self.rows} is for measured costs: give --profile or a TARGET too")
+            raise ArgumentError(f"--rows {self.rows} is for measured costs: pass --profile or a TARGET too")
         if self.costs is not None:
             if self._measured_where:
                 raise ArgumentError(
-                    f"--costs {self.costs}: {self._measured_where} has costs too; give only one of them"
+                    f"--costs {self.costs}: {self._measured_where} has costs too; pass only one of them"
                 )
             if given:
                 raise ArgumentError(
@@ -139,7 +139,7 @@ class CostOptions:
         elif self.link is not None:
             costs = costs.with_links(MeasuredLinks({}, link_of(self.link), f"--link {self.link!r}"))
         if self.contended and not costs.has_bandwidth:
-            raise ArgumentError("--contended: without a bandwidth, no message holds up another; give a bandwidth")
+            raise ArgumentError("--contended: without a bandwidth, no message holds up another; pass a bandwidth")
         return replace(costs, contended=self.contended)
 
     @property
@@ -156,7 +156,7 @@ class CostOptions:
         _check(given)
         if stated := [name for name in given if name not in ("comm", "bandwidth")]:
             raise ArgumentError(
-                f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; give only "
+                f"{_name(stated[0])} {given[stated[0]]:g}: {self._measured_where} says it for every stage; pass only "
                 "one of the two"
             )
         from penstock.plan.stage_costs import assumed, usual_link
@@ -177,12 +177,12 @@ class CostOptions:
         _check(given)
         for name, other in (("output_bytes", "bandwidth"), ("bandwidth", "output_bytes")):
             if name in given and other not in given and self._no_links:
-                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; give both")
+                raise ArgumentError(f"{_name(name)} has no effect without {_name(other)}; pass both")
         activation = given.get("memory_activation", 0.0)
         weight_gradient = given.get("memory_weight_grad", activation)
         if weight_gradient and "memory_activation" not in given:
             raise ArgumentError(
-                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: give what F keeps, too"
+                f"--memory-weight-grad {weight_gradient:g} of --memory-activation not given: pass what F keeps, too"
             )
         said = [name for name in WORK if name in given]
         usual = given[said[0]] if said else 1.0

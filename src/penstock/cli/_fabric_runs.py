@@ -119,7 +119,7 @@ def show_run(
     """Show a run again. If it was killed, show what it had sampled until then."""
     if average is not None and not nccl:
         raise ArgumentError(
-            "--average is for --nccl: Penstock's own tables have the slowest rank; give both, or neither"
+            "--average is for --nccl: Penstock's own tables have the slowest rank; pass both, or neither"
         )
     report(Output(folder, as_json, chakra, nccl, average or "avg"))
 

@@ -75,7 +75,7 @@ class NetworkOptions:
             without = [option for option in self.given() if option not in ("--link", "--slow")]
             if without:
                 raise ArgumentError(
-                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; give --link "
+                    f"{without[0]} needs --link: without it hosts are joined as fast as the machine can; pass --link "
                     "1gbit, for example"
                 )
             return Network(hosts, slow=slow)

@@ -70,7 +70,7 @@ class OrderOptions:
             given = [name for name in ("schedule", *_NUMBERS) if getattr(self, name) is not None]
             if given:
                 raise ArgumentError(
-                    f"--csv {self.csv}: the file already sets what --{given[0]} would; give only one of the two"
+                    f"--csv {self.csv}: the file already sets what --{given[0]} would; pass only one of the two"
                 )
             schedule = self._windowed(read(self.csv))
             announce(sum(map(len, schedule.rows)))
@@ -149,13 +149,13 @@ class OrderOptions:
     def _name(self) -> str:
         if self.schedule is None:
             raise ArgumentError(
-                "no schedule given: give --schedule with a name (`penstock schedules` lists them), or --csv with a file"
+                "no schedule given: pass --schedule with a name (`penstock schedules` lists them), or --csv with a file"
             )
         return self.schedule
 
     def _numbers(self) -> tuple[int, int]:
         if self.ranks is None:
-            raise ArgumentError(f"--schedule {self.schedule} needs --ranks: give how many")
+            raise ArgumentError(f"--schedule {self.schedule} needs --ranks: pass how many")
         ranks = _whole("--ranks", self.ranks)
         count = MICROBATCHES if self.microbatches is None else _whole("--microbatches", self.microbatches)
         others: dict[str, Any] = {"chunks": self.chunks, "slices": self.slices, "unshard_window": self.unshard_window}
@@ -228,7 +228,7 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
         given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
-            f"{MOST:,} can be timed; give fewer ranks, microbatches, chunks or slices"
+            f"{MOST:,} can be timed; pass fewer ranks, microbatches, chunks or slices"
         )
     for _, numbers in asked:
         _refuse_stages(numbers.ranks, numbers.chunks)
@@ -241,7 +241,7 @@ def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> 
     if found > MOST_TO_SEARCH:
         raise ArgumentError(
             f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, but at most "
-            f"{MOST_TO_SEARCH:,} can be searched; give fewer ranks, microbatches or chunks"
+            f"{MOST_TO_SEARCH:,} can be searched; pass fewer ranks, microbatches or chunks"
         )
     _refuse_stages(ranks, chunks)
     if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:

@@ -62,7 +62,7 @@ def _count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentError(f"--hosts: {text!r} is not a number of hosts; give numbers, 4,8,64") from None
+        raise ArgumentError(f"--hosts: {text!r} is not a number of hosts; pass numbers, 4,8,64") from None
 
 
 def _sizes(found: dict[str, Any], collective: str) -> list[int]:

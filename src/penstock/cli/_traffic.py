@@ -84,7 +84,7 @@ class TrafficOptions:
         given = [name for name, value in ways.items() if value is not None]
         if len(given) != 1:
             said = f"{' and '.join(given)} were given" if given else "nothing was given"
-            raise ArgumentError(f"it is not clear what to send, because {said}: give one of {', '.join(ways)}")
+            raise ArgumentError(f"it is not clear what to send, because {said}: pass one of {', '.join(ways)}")
         self._refuse_others(given[0])
         if self.preset_name is not None:
             return preset(self.preset_name)
@@ -173,7 +173,7 @@ class TrafficOptions:
         for name in ("cuts", "opens", "schedule"):
             if ranks == 1 and getattr(self, name) is not None:
                 raise ArgumentError(
-                    f"--{name} applies to a pipeline's stages, but --ranks is 1: give more ranks, or leave it out"
+                    f"--{name} applies to a pipeline's stages, but --ranks is 1: pass more ranks, or leave it out"
                 )
         return ranks
 
@@ -185,14 +185,14 @@ class TrafficOptions:
         try:
             return float(compute)
         except ValueError:
-            raise ArgumentError(f"--compute {compute}: give none, measure or a number of seconds") from None
+            raise ArgumentError(f"--compute {compute}: pass none, measure or a number of seconds") from None
 
 
 def _uneven(made: Workload, text: str, hosts: int) -> Workload:
     """Makes the workload's all-to-alls give some hosts more than others."""
     shares = tuple(int(share) if share.isascii() and share.isdigit() else -1 for share in text.split(","))
     if any(transfer.collective != "all_to_all" for transfer in made.transfers):
-        raise ArgumentError("--uneven belongs to --collective all_to_all: give that as well, or leave it out")
+        raise ArgumentError("--uneven belongs to --collective all_to_all: pass that as well, or leave it out")
     if len(shares) != hosts or min(shares) < 0 or not any(shares):
         raise ArgumentError(
             f"--uneven {text}: expected {hosts} integers, one per host, not all 0; use, for example, 4,2,1,1"
@@ -215,5 +215,5 @@ class CountOptions:
         if self.batches is None and self.epochs is None:
             return DEFAULT_TRIALS if self.trials is None else self.trials
         if self.trials is not None or self.batches is None or self.epochs is None:
-            raise ArgumentError("give --trials, or both --batches and --epochs")
+            raise ArgumentError("pass --trials, or both --batches and --epochs")
         return trials_of(self.batches, self.epochs)

@@ -199,7 +199,7 @@ def _check(spec: Spec, hosts_here: int) -> None:
     if needed > there:
         raise ArgumentError(
             f"the transfers take {needed / 1024**3:,.1f} GiB of memory on {hosts_here} hosts, but this machine has "
-            f"{there / 1024**3:,.1f}: give smaller sizes, or fewer hosts"
+            f"{there / 1024**3:,.1f}: pass smaller sizes, or fewer hosts"
         )
 
 
@@ -241,7 +241,7 @@ def _folder(out: Path | None, *, make: bool) -> Path:
             number += 1
         out = RUNS / f"fabric-{number}"
     if make and ((out / RUN).exists() or (out / SAMPLES).exists()):
-        raise ArgumentError(f"--out {out} already holds a run: give another folder, or remove that one")
+        raise ArgumentError(f"--out {out} already holds a run: pass another folder, or remove that one")
     try:
         if make:
             out.mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ def _refuse_options(ctx: typer.Context) -> None:
         source = ctx.get_parameter_source(each.name or "")
         if source is not None and source.name == "COMMANDLINE":  # the home of click's enum varies with typer's version
             verb = ctx.invoked_subcommand
-            raise ArgumentError(f"{each.opts[0]} comes before {verb}: give {verb}'s own options after it")
+            raise ArgumentError(f"{each.opts[0]} comes before {verb}: pass {verb}'s own options after it")
 
 
 def _started_hosts() -> int:

@@ -64,9 +64,9 @@ def plan(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
-    of it as microbatches. To plan for another device, profile there, and give
+    of it as microbatches. To plan for another device, profile there, and pass
     the files, or name it (--device h100) for an estimate. For a transformer that
-    is only numbers yet, give --transformer.
+    is only numbers yet, pass --transformer.
     """
     from penstock.balance import Profile
     from penstock.plan import Sizes, make_plans
@@ -76,7 +76,7 @@ def plan(
     paper, profiles, unsaid = None, list[Profile](), ""
     if numbers.transformer is not None:
         if target is not None or profile:
-            raise ArgumentError("--transformer takes the place of TARGET and --profile: give one of the three")
+            raise ArgumentError("--transformer takes the place of TARGET and --profile: pass one of the three")
         paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
         known, sizes = paper.cluster(), paper.sizes()
     else:
@@ -87,7 +87,7 @@ def plan(
         known = cluster.specified.read(measured or usual_link(profiles[0].device), action)
         if cluster.specified.link is None and measured is None and known.devices > 1:
             unsaid = (
-                f"Nobody measured links: {assumed(known.link)}, sums likewise. Give --link, or a profile made with "
+                f"Nobody measured links: {assumed(known.link)}, sums likewise. Pass --link, or a profile made with "
                 "--links."
             )
     names = _names(schedule)
@@ -156,7 +156,7 @@ def _beyond(sizes: Sizes, rows: int) -> str:
 def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions) -> list[Profile]:
     """Those in the files, or measured, or estimated for the device that was named."""
     if target is None and not files:
-        raise ArgumentError("give a TARGET to measure, or --profile with what was measured")
+        raise ArgumentError("pass a TARGET to measure, or --profile with what was measured")
     from penstock.plan.sizes import rows_of
 
     kind = cluster.kind

@@ -88,7 +88,7 @@ def _ranks(given: int | None, plan: Path | None) -> int:
     """How many processes to start, with the plan in their environment. Raises ArgumentError unless something says."""
     if plan is None:
         if given is None:
-            raise ArgumentError("how many processes? Give --ranks 4, for example, or the --plan that says it")
+            raise ArgumentError("how many processes? Pass --ranks 4, for example, or the --plan that says it")
         return given
     from penstock.plan.plan import VARIABLE, read_plan
 

@@ -80,7 +80,7 @@ def search(
     """
     known = costs.read(question.microbatches)
     if csv is not None and (csv.is_dir() or not os.access(csv.parent, os.W_OK)):  # before a long search, not after
-        raise ArgumentError(f"--csv {csv}: this file cannot be written; give one in a writable folder")
+        raise ArgumentError(f"--csv {csv}: this file cannot be written; pass one in a writable folder")
     found = answer(question, known)
     elsewhere = shorter(found, known, question.memory_limit)
     outcome = Outcome(found.schedule, known.of(found.schedule), found.timeline, costs=known)
@@ -113,13 +113,13 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and math.isnan(limit):
         raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
     if limit is not None and not limit >= 1:
-        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; give at least 1")
+        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; pass at least 1")
     where = question.where()
     of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks", splits=True)
     one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]
     if len(one_each) < len(of_stages):
         raise ArgumentError(
-            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; give their mean"
+            f"{costs.source}: a stage has costs by microbatch, but the search takes one for each stage; pass their mean"
         )
     if any(cost.unsharded_bytes for cost in one_each):
         raise ArgumentError("--memory-unsharded: the search places no gathers of sharded stages; leave it out")

@@ -122,7 +122,7 @@ def show(
             print(f"left out: {name} {reason}")
         return
     if background is not None:
-        raise ArgumentError("--background: only files have one; give --svg or --png")
+        raise ArgumentError("--background: only files have one; pass --svg or --png")
     if as_json:
         print(json.dumps(describe(Outcome.simulated(schedule, costs.read(order.count)), written)))
         return
@@ -130,7 +130,7 @@ def show(
         option = "--comms" if comms else "--text"
         if has_costs or width is not None or zoom is not None:
             raise ArgumentError(
-                f"{option}: the text has no times and no width; leave those options out, or give --json"
+                f"{option}: the text has no times and no width; leave those options out, or pass --json"
             )
         print(written)
         return
@@ -172,7 +172,7 @@ def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Se
 
 def _print_several(several: _Several, width: int, zoom: int | None, console: Console) -> None:
     if zoom is not None:
-        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; give one, or a larger --width")
+        raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; pass one, or a larger --width")
     palette, schedules = Palette.of(console), several.schedules
     timelines = [one.timeline for one in several.outcomes] or [in_slots(schedule) for schedule in schedules]
     pictures = on_one_axis(schedules, timelines, width, palette)
@@ -184,7 +184,7 @@ def _print_several(several: _Several, width: int, zoom: int | None, console: Con
         longest = max(several.outcomes, key=lambda one: one.timeline.makespan_seconds)
         console.print(_note(longest.schedule, longest), style="dim")
     else:
-        console.print("Every action takes one slot, whatever it does: give costs to compare times.", style="dim")
+        console.print("Every action takes one slot, whatever it does: pass costs to compare times.", style="dim")
     for name, reason in several.left_out.items():
         console.print(f"left out: {name} {reason}", style="dim", markup=False)
 
@@ -204,9 +204,9 @@ def _note(schedule: Schedule, outcome: Outcome) -> str:
 def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool) -> None:
     least = len(f"rank {schedule.ranks - 1}") + 10
     if width < least:
-        raise ArgumentError(f"--width {width}: give at least {least}")
+        raise ArgumentError(f"--width {width}: pass at least {least}")
     if zoom is not None and not has_costs:
-        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; give costs")
+        raise ArgumentError(f"--zoom {zoom}: without costs each action takes one slot, and all are shown; pass costs")
     check_counts(required=False, zoom=zoom)
 
 

@@ -52,7 +52,7 @@ def simulate(
     """
     known = costs.read(order.count)
     if perfetto is not None and (order.is_many or order.sweeps):
-        several = "give --schedule one name" if order.is_many else "give one number of ranks and microbatches"
+        several = "pass --schedule one name" if order.is_many else "pass one number of ranks and microbatches"
         raise ArgumentError(f"--perfetto: a trace shows one schedule; {several}")
     if order.csv is None and order.sweeps:
         swept = Sweep.of(order, known)

@@ -85,7 +85,7 @@ class Costs:
     def with_links(self, links: MeasuredLinks) -> Costs:
         """These costs on a measured network. Raises ArgumentError if they have links already, or no message sizes."""
         if self.links != NO_COST:
-            raise ArgumentError(f"{self.source} and {links.source} both have links: give only one of the two")
+            raise ArgumentError(f"{self.source} and {links.source} both have links: pass only one of the two")
         costs = replace(self, links=links)
         costs.check_sizes(links.source)
         return costs
@@ -97,7 +97,7 @@ class Costs:
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
         if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in each_of(stage)):
             how = "--output-bytes, or output_bytes in the file of --costs"
-            raise ArgumentError(f"{source}: the time of a message depends on its size; give {how}")
+            raise ArgumentError(f"{source}: the time of a message depends on its size; pass {how}")
 
     @property
     def _each_link(self) -> list[LinkCost]:
@@ -134,7 +134,7 @@ class Costs:
         stages: list[OfStage] = [given] * depth if isinstance(given, StageCost) else list(given)
         if len(stages) != depth:
             has = counted(len(stages), "stage")
-            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: give that many")
+            raise ArgumentError(f"{self.source} has {has}, but {name} needs {depth}: pass that many")
         self._check_ranks(placement.ranks, name)
         return stages * placement.pipelines
 
@@ -202,7 +202,7 @@ def _joined(stages: Sequence[OfStage]) -> OfStage:
         return _sum([cost for stage in stages for cost in each_of(stage)])
     lengths = sorted({len(stage) for stage in stages if not isinstance(stage, StageCost)})
     if len(lengths) > 1:
-        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; give as many")
+        raise ArgumentError(f"--costs: stages have lists for {lengths[0]} and {lengths[1]} microbatches; pass as many")
     return tuple(_sum([(each_of(stage) * lengths[0])[k] for stage in stages]) for k in range(lengths[0]))
 
 

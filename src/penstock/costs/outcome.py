@@ -27,7 +27,7 @@ class Outcome(Figures):
         by_stage = costs.of(schedule)
         if any(cost.unsharded_bytes for stage in by_stage for cost in each_of(stage)) and not _gathers(schedule):
             raise ArgumentError(
-                f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; give "
+                f"schedule {schedule.name!r} has no UNSHARD, so nothing says when whole parameters take memory; pass "
                 "--unshard-window, which adds them"
             )
         return cls(schedule, by_stage, *timed(schedule, by_stage, costs.links, contended=costs.contended), costs=costs)

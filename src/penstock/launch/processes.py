@@ -311,4 +311,4 @@ def check(command: Sequence[str], ranks: int, threads: int | None) -> None:
             f"{target[0]!r} is a folder without a __main__.py: name the script in it, or -m and a module"
         )
     elif not Path(target[0]).exists():
-        raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: give its path, or -m and a module")
+        raise ArgumentError(f"no script {target[0]!r} in {os.getcwd()}: pass its path, or -m and a module")

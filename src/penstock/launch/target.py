@@ -23,7 +23,7 @@ from torch import nn
 from penstock.errors import ArgumentError, PenstockError
 from penstock.words import a, in_a_line, line_of
 
-_FORM = "give module:function or file.py:function"
+_FORM = "pass module:function or file.py:function"
 _MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
 _USUAL = "make"

@@ -391,7 +391,7 @@ def _not_as_before(error: PartitionError, cuts: Sequence[str]) -> PartitionError
     why = str(error).removeprefix("cuts: ").partition(". ")[0]
     return PartitionError(
         f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {why}. Stages "
-        "keep their modules: give cuts= at modules that run for every batch, or make a new pipeline for batches like "
+        "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
         "this one"
     )
 

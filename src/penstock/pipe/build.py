@@ -266,7 +266,7 @@ def build(
     if options.devices is None and current.type == "cpu" and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         warn(
-            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: give "
+            f"this pipeline computes on the CPU, where the model and the example are, although there is {kind}: pass "
             f"devices={str(kind)!r}, or devices='cpu' if that is meant"
         )
     seed = torch.initial_seed() if options.seed is None else options.seed
@@ -362,11 +362,11 @@ def _check_alike(engine: Engine, sizes: tuple[int, ...], options: Options) -> No
     with engine.control.agreed():
         if len(set(dtypes)) > 1:
             raise ArgumentError(
-                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must give the same"
+                f"gradient_dtype is {dtypes} on the processes 0..{len(dtypes) - 1}; every process must pass the same"
             )
         if len({recorded for *_, recorded in given}) > 1:
             raise ArgumentError(
-                "run= is given on some processes only, or with another timeline_every; every process must give the same"
+                "run= is given on some processes only, or with another timeline_every; every process must pass the same"
             )
         if len(set(rows)) > 1:
             raise ArgumentError(

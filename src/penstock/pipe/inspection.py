@@ -238,14 +238,14 @@ def _order(
         if schedule.placement.depth != stages:
             raise ArgumentError(
                 f"stages={stages}, but schedule {schedule.name!r} has {schedule.placement.depth}; "
-                f"give stages={schedule.placement.depth}"
+                f"pass stages={schedule.placement.depth}"
             )
         return order_of(schedule, schedule.ranks, microbatches, chunks)
     each = generator(schedule).chunks if chunks is None else chunks
     ranks, left = divmod(stages, max(each, 1))
     if left:
         raise ArgumentError(
-            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; give a multiple of {each}, or other "
+            f"stages={stages}: schedule {schedule!r} puts {each} on each rank; pass a multiple of {each}, or other "
             "chunks"
         )
     return order_of(schedule, ranks, microbatches or cutting.usual(*example), chunks)

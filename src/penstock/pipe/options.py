@@ -161,7 +161,7 @@ class Options:
     def _check_together(self) -> None:
         if self.memory_limit is not None and self.cuts is not None:
             raise ArgumentError(
-                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; give "
+                f"memory_limit={self.memory_limit}: it is for cuts that are found, but cuts= says where they are; pass "
                 "one of them"
             )
         by_time = self.cuts is None and (self.choice.measures or self.choice.profile is not None)
@@ -172,7 +172,7 @@ class Options:
         if self.unshard_window is not None and self.parallelize is None:
             raise ArgumentError(
                 f"unshard_window={self.unshard_window}: it is for stages that parallelize= applies fully_shard to; "
-                "give parallelize= too, or leave it out"
+                "pass parallelize= too, or leave it out"
             )
 
 

@@ -104,7 +104,7 @@ def _with_gathers(rank: int, row: Row, stages: Set[int], window: int | None) -> 
     if short is not None:
         raise ArgumentError(
             f"unshard_window={window}: rank {rank} has {items[short.place]}, which needs {len(short.stages)} stages at "
-            f"once; give at least {len(short.stages)}"
+            f"once; pass at least {len(short.stages)}"
         )
     before, behind = defaultdict(list), defaultdict(list)
     gathers, releases = _turns([step.stages for step in steps], room, ahead=room < held)

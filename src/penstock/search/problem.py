@@ -140,7 +140,7 @@ def problem(
     by_stage = [cost for cost in costs_by_stage(placement, costs) if isinstance(cost, StageCost)]
     if len(by_stage) < placement.stages:
         raise ArgumentError(
-            "a stage's costs differ by microbatch, but the search takes one for each stage; give their mean"
+            "a stage's costs differ by microbatch, but the search takes one for each stage; pass their mean"
         )
     need, lag, feeds = _messages(placement, by_stage, links)
     kept = tuple(float(cost.weight_gradient_bytes) for cost in by_stage)
@@ -196,7 +196,7 @@ def _limits(
         raise ArgumentError(f"memory_limit={memory_limit!r}: expected a number, or one for each rank")
     limits = [float(limit) for limit in given]
     if len(limits) != placement.ranks:
-        raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; give one, or one for each rank")
+        raise ArgumentError(f"{len(limits)} memory limits for {placement.ranks} ranks; pass one, or one for each rank")
     for rank, limit in enumerate(limits):
         if math.isnan(limit):
             raise ArgumentError(f"the memory limit of rank {rank} is not a number; leave it out where there is none")

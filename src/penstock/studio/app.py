@@ -193,7 +193,7 @@ def _given(request: Request) -> dict[str, str]:
     """The parameters of an address. Raises ArgumentError if one is there twice."""
     given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given):
-        raise ArgumentError("a parameter is there twice; give each once")
+        raise ArgumentError("a parameter is there twice; pass each once")
     return found
 
 

@@ -106,6 +106,6 @@ def stage_seconds(
 def _check_weights(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ArgumentError(
-            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or give the "
+            "compute='measure' runs the model, whose parameters are on the meta device; give it weights, or pass the "
             "seconds of a stage's forward"
         )

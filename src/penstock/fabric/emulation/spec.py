@@ -80,19 +80,19 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.hosts < 2:
-            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; give --hosts 4, for example")
+            raise ArgumentError(f"hosts is {self.hosts}: a network has at least 2; pass --hosts 4, for example")
         if self.backend not in BACKENDS:
-            raise ArgumentError(f"there is no backend {self.backend!r}: give one of {', '.join(BACKENDS)}")
+            raise ArgumentError(f"there is no backend {self.backend!r}: pass one of {', '.join(BACKENDS)}")
         if self.workload.hosts not in (0, self.hosts):
             raise ArgumentError(
                 f"the workload {self.workload.name!r} is made for {self.workload.hosts} hosts, not for {self.hosts}: "
-                f"give --hosts {self.workload.hosts}"
+                f"pass --hosts {self.workload.hosts}"
             )
         check_counts(required=False, trials=self.trials, iterations=self.iterations, warmup=self.warmup)
         if self.iterations > 1 and _computes(self.workload):
             raise ArgumentError(
                 f"iterations={self.iterations}: iterations run back to back, without compute, but this workload "
-                "computes: give --sizes or a sweep, or --compute none"
+                "computes: pass --sizes or a sweep, or --compute none"
             )
         for name in ("join_seconds", "stall_seconds"):
             if not getattr(self, name) > 0:
@@ -100,12 +100,12 @@ class Spec:
         shared = [place for place, transfer in enumerate(self.workload.transfers) if transfer.shares]
         if any(self.algorithm_of(place) not in (ENGINE, *_UNEVEN) for place in shared):
             raise ArgumentError(
-                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all give one "
+                f"the algorithm {self.algorithm!r} sends every host the same amount: for an uneven all_to_all pass one "
                 f"of {', '.join(_UNEVEN)}, {ENGINE}"
             )
         if self.algorithm == ENGINE:
             if self.workload.op == "avg" and self.backend == "gloo":
-                raise ArgumentError("gloo cannot average: give --algorithm ring, for example, or --op sum")
+                raise ArgumentError("gloo cannot average: pass --algorithm ring, for example, or --op sum")
             return
         kinds = {transfer.collective for transfer in self.workload.transfers}
         if not any(self.algorithm in algorithms(kind) for kind in kinds):

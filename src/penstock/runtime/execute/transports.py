@@ -127,7 +127,7 @@ def check_apart(accelerators: Sequence[str]) -> None:
         raise ArgumentError(
             f"devices: ranks {ranks} would compute on the same accelerator ({len(accelerators)} ranks have "
             f"{len(sharing)} in all), and NCCL exchanges nothing within one. Start no more ranks on a machine than it "
-            "has accelerators, and give each its own in devices=; or give transport='staged', which takes the way "
+            "has accelerators, and give each its own in devices=; or pass transport='staged', which takes the way "
             "through the host's memory; or run the script without torchrun, so that one process drives all ranks"
         )
 

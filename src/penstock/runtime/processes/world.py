@@ -254,7 +254,7 @@ def device_of(
     if device.type == "cpu":
         return device
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; give 'cpu', or leave devices out")
+        raise ArgumentError(f"devices={devices!r}: CUDA is not available here; pass 'cpu', or leave devices out")
     if devices is not None and device.index is not None:
         return device
     if world.is_local and devices is None:
@@ -269,7 +269,7 @@ def check_types(kinds: Sequence[str]) -> None:
     if other is not None:
         raise ArgumentError(
             f"devices: rank 0 computes on {kinds[0]!r}, and rank {other} on {kinds[other]!r}. Without devices= a rank "
-            "computes where its model is, or its example if that is on an accelerator: give the same devices= on every "
+            "computes where its model is, or its example if that is on an accelerator: pass the same devices= on every "
             "rank"
         )
 
@@ -279,6 +279,6 @@ def check_backends(backends: Sequence[str]) -> None:
     other = next((rank for rank, backend in enumerate(backends) if backend != backends[0]), None)
     if other is not None:
         raise ArgumentError(
-            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; give "
+            f"transport: rank 0 exchanges tensors over {backends[0]}, and rank {other} over {backends[other]}; pass "
             "the same transport= on every rank"
         )
