@@ -188,8 +188,9 @@ class CostOptions:
         usual = given[said[0]] if said else 1.0
         forward, backward_input, backward_weight = (given.get(name, usual) for name in WORK)
         output = given.get("output_bytes", 0.0)
-        stage = StageCost(forward, backward_input, backward_weight, output, activation, weight_gradient)
-        stage = replace(stage, unsharded_bytes=given.get("memory_unsharded", 0.0))
+        times = (forward, backward_input, backward_weight)
+        unsharded = given.get("memory_unsharded", 0.0)
+        stage = StageCost(*times, output, activation, weight_gradient, unsharded_bytes=unsharded)
         link = LinkCost(given.get("comm", 0.0), given.get("bandwidth", math.inf))
         in_units = not self._no_links or any(name in given for name in (*WORK, "comm", "bandwidth"))
         assumed = {name: usual for name in WORK if in_units and name not in given}

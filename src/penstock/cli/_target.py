@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli._options import check_count, option
+from penstock.cli._options import CUT, USUAL_OF_BATCH, check_count, option
 from penstock.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ TargetName = Annotated[
     str,
     typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
 ]
+Microbatches = Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")]
 Cuts = Annotated[str | None, option("The modules that begin a new stage: a,b,c; by default balanced.")]
 Opens = Annotated[str | None, option("Modules that cuts may split, besides those found automatically: a,b,c.")]
 Leaves = Annotated[str | None, option("Modules to run as a whole: a,b,c. For what a recording cannot follow.")]
@@ -112,8 +113,10 @@ def names(text: str | None) -> list[str] | None:
     return [name.strip() for name in text.split(",")] if text is not None else None
 
 
-def whole_numbers(option: str, text: str) -> list[int]:
-    """The numbers in `1,2,4`. Raises ArgumentError if one is not an integer."""
+def whole_numbers(option: str, text: str | None) -> list[int] | None:
+    """The numbers in `1,2,4`; None if the option was not given. Raises ArgumentError if one is not an integer."""
+    if text is None:
+        return None
     try:
         numbers = [int(number) for number in text.split(",")]
     except ValueError:

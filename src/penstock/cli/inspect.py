@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._options import CUT, USUAL_OF_BATCH, Json, option, spread
-from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.cli._options import Json, option, spread
+from penstock.cli._target import Microbatches, SplitOptions, TargetName, loaded
 from penstock.report.text import table
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
@@ -26,7 +26,7 @@ def inspect(
     target: TargetName,
     *,
     stages: Annotated[int, option("The number of stages.", "--stages", "-n")] = 2,
-    microbatches: Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")] = None,
+    microbatches: Microbatches = None,
     split: SplitOptions,
     as_json: Json = False,
 ) -> None:

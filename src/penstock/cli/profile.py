@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._options import CUT, USUAL_OF_BATCH, option, output_option, spread
-from penstock.cli._target import Leaves, Opens, TargetName, loaded, names, profile_target, whole_numbers
+from penstock.cli._options import option, output_option, spread
+from penstock.cli._target import Leaves, Microbatches, Opens, TargetName, loaded, names, profile_target, whole_numbers
 from penstock.report.text import print_unbroken, table
 from penstock.words import counted, in_ranges, sized
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @spread
 def profile(
     target: TargetName,
-    microbatches: Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")] = None,
+    microbatches: Microbatches = None,
     microbatch_sizes: Annotated[
         str | None, option("Instead: the rows of each microbatch to measure, such as 1,2,4,8.", metavar="ROWS")
     ] = None,
@@ -76,9 +76,7 @@ def profile(
         found = profile_target(
             given,
             microbatches=microbatches,
-            microbatch_sizes=None
-            if microbatch_sizes is None
-            else whole_numbers("--microbatch-sizes", microbatch_sizes),
+            microbatch_sizes=whole_numbers("--microbatch-sizes", microbatch_sizes),
             leaves=names(leaves),
             opens=names(opens),
             device=device,
@@ -197,10 +195,4 @@ def _shared(dotted: Sequence[str]) -> str:
 
 def _alike(units: Sequence[UnitCost]) -> list[list[UnitCost]]:
     """Units that follow each other and are of one kind, together."""
-    rows: list[list[UnitCost]] = []
-    for unit in units:
-        if rows and unit.like and unit.like in (rows[-1][0].name, rows[-1][0].like):
-            rows[-1].append(unit)
-        else:
-            rows.append([unit])
-    return rows
+    return [[*group] for _, group in groupby(units, lambda unit: unit.like or unit.name)]

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from penstock.network.network import Network
     from penstock.network.nodes import Job
 
+SETTINGS = {"allow_interspersed_args": False}
+"""Options behind the script are its own."""
+
 
 @spread
 def run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -20,9 +20,10 @@ from penstock.cli._outcome import format_of
 from penstock.cli._picture import Palette, legend, on_one_axis, proportional, slots
 from penstock.costs import Outcome, with_one_model
 from penstock.errors import ArgumentError, check_counts
-from penstock.files import replacing
+from penstock.files import replacing, write_text
 from penstock.report.plot import write_png
-from penstock.report.svg import WIDTH, panel_of, svg, unit_of
+from penstock.report.svg import WIDTH, panel_of, unit_of
+from penstock.report.svg import svg as drawn
 from penstock.schedule import Schedule, add_communication
 from penstock.schedule.grid import in_slots
 from penstock.simulate.figures import chunks, title
@@ -33,40 +34,6 @@ class Background(Enum):
 
     LIGHT = "light"
     DARK = "dark"
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Where to draw, and how wide in pixels."""
-
-    svg: Path | None
-    png: Path | None
-    background: Background | None
-    width: int | None
-
-    def write(self, schedules: Sequence[Schedule], outcomes: Sequence[Outcome]) -> None:
-        """Writes what was asked for, under each other: in proportion to time if there are outcomes, else in slots."""
-        refuse_other("--svg", self.svg, ".svg")
-        refuse_other("--png", self.png, ".png")
-        if outcomes:
-            panels = [panel_of(one.schedule, one.timeline) for one in outcomes]
-            unit = "s" if outcomes[0].costs.are_measured else "time"
-        else:
-            panels = [panel_of(schedule) for schedule in schedules]
-            unit = unit_of(schedules[0])
-        width = WIDTH if self.width is None else self.width
-        drawn = svg(panels, unit, background="auto" if self.background is None else self.background.value, width=width)
-        dark = self.background is Background.DARK
-        if self.svg is not None:
-            self._write("--svg", self.svg, lambda file: file.write_text(drawn, encoding="utf-8"))
-        if self.png is not None:
-            self._write("--png", self.png, lambda file: write_png(panels, file, unit=unit, dark=dark, width=width))
-
-    @staticmethod
-    def _write(option: str, file: Path, write: Callable[[Path], object]) -> None:
-        with replacing(file, f"{option} {file}") as new:
-            write(new)
-        print(f"wrote {file}")
 
 
 def refuse_other(option: str, file: Path | None, *suffixes: str) -> None:
@@ -117,7 +84,7 @@ def show(
             )
         if several is None:
             several = _Several([schedule], [Outcome.simulated(schedule, costs.read(order.count))] if has_costs else [])
-        Files(svg, png, background, width).write(several.schedules, several.outcomes)
+        _write(several, svg, png, background, WIDTH if width is None else width)
         for name, reason in several.left_out.items():
             print(f"left out: {name} {reason}")
         return
@@ -170,6 +137,24 @@ def _several(order: OrderOptions, costs: CostOptions, *, has_costs: bool) -> _Se
     return _Several([one.schedule for one in outcomes], outcomes, left_out)
 
 
+def _write(several: _Several, svg: Path | None, png: Path | None, background: Background | None, width: int) -> None:
+    """Draws schedules into files, under each other: in proportion to time if there are outcomes, else in slots."""
+    refuse_other("--svg", svg, ".svg")
+    refuse_other("--png", png, ".png")
+    panels = [panel_of(one.schedule, one.timeline) for one in several.outcomes]
+    unit = unit_of(several.schedules[0]) if not panels else "s" if several.outcomes[0].costs.are_measured else "time"
+    panels = panels or [panel_of(schedule) for schedule in several.schedules]
+    picture = drawn(panels, unit, background="auto" if background is None else background.value, width=width)
+    if svg is not None:
+        write_text(svg, picture, f"--svg {svg}")
+        print(f"wrote {svg}")
+    if png is not None:
+        dark = background is Background.DARK
+        with replacing(png, f"--png {png}") as new:
+            write_png(panels, new, unit=unit, dark=dark, width=width)
+        print(f"wrote {png}")
+
+
 def _print_several(several: _Several, width: int, zoom: int | None, console: Console) -> None:
     if zoom is not None:
         raise ArgumentError(f"--zoom {zoom}: several schedules share one axis; pass one, or a larger --width")
@@ -213,11 +198,7 @@ def _check(schedule: Schedule, width: int, zoom: int | None, *, has_costs: bool)
 def describe(outcome: Outcome, written: Schedule) -> dict[str, Any]:
     """When each action runs, in the costs' unit, and the schedule's text, for JSON."""
     rows = [
-        {
-            "actions": [str(action) for action in track.actions],
-            "start": list(track.start),
-            "end": list(track.end),
-        }
+        {"actions": [*map(str, track.actions)], "start": [*track.start], "end": [*track.end]}
         for track in outcome.timeline.tracks
     ]
     assumed = {"assumed": dict(outcome.costs.assumed)} if outcome.costs.assumed else {}

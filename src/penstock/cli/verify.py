@@ -213,11 +213,11 @@ def _choice(name: str | None) -> TransportChoice:
 
 
 def _mesh(case: Case, given: Target) -> DeviceMesh:
-    from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
 
-    roots = [given.model] if isinstance(given.model, nn.Module) else given.model
-    device = next((p.device.type for root in roots for p in root.parameters()), "cpu")
+    from penstock.partition.units.chain import as_module
+
+    device = next((p.device.type for p in as_module(given.model).parameters()), "cpu")
     return init_device_mesh(device, (case.replicas, case.ranks), mesh_dim_names=("dp", "pp"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -120,8 +120,8 @@ class Costs:
         stages = self.of_stages(schedule.placement, schedule.name, splits=schedule.splits)
         if schedule.slices > 1:
             names = (*OF_MICROBATCH, "output_bytes")
-            parts = [_changed(stage, lambda cost: divided(cost, schedule.slices, names)) for stage in stages]
-            return [one if isinstance(one, StageCost) else _repeated(one, schedule.slices) for one in parts]
+            parts = [tuple(divided(cost, schedule.slices, names) for cost in each_of(stage)) for stage in stages]
+            return [one[0] if len(one) == 1 else tuple(c for c in one for _ in range(schedule.slices)) for one in parts]
         return stages
 
     def of_stages(self, placement: Placement, name: str, *, splits: bool) -> list[OfStage]:
@@ -185,14 +185,6 @@ class Costs:
         if isinstance(self.stages, StageCost):
             return replace(self, stages=divided(self.stages, schedule.placement.depth))
         return self.for_model_of(schedule)
-
-
-def _changed(stage: OfStage, change: Callable[[StageCost], StageCost]) -> OfStage:
-    return change(stage) if isinstance(stage, StageCost) else tuple(map(change, stage))
-
-
-def _repeated(stage: Sequence[StageCost], times: int) -> OfStage:
-    return tuple(cost for cost in stage for _ in range(times))
 
 
 def _joined(stages: Sequence[OfStage]) -> OfStage:
