@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 TargetName = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="module:function or file.py:function; the function make may be left out."),
+    typer.Argument(
+        metavar="TARGET",
+        help="module:function or file.py:function (the function make may be left out), or hf:path/to/config.json.",
+    ),
 ]
 Microbatches = Annotated[int | None, option(f"{CUT}; {USUAL_OF_BATCH}.")]
 Cuts = Annotated[str | None, option("The modules that begin a new stage: a,b,c; by default balanced.")]
@@ -156,12 +159,13 @@ class SplitOptions:
 
 
 @contextlib.contextmanager
-def loaded(name: str, what: str) -> Iterator[Target]:
+def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
     """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.
 
     Args:
         name: TARGET's name.
         what: whose code the block runs, for error messages: "the model", say.
+        weights: False if only shapes are needed: a model named by its configuration is built on the meta device.
 
     Raises:
         PenstockError: TARGET is wrong, or the block raised it.
@@ -170,7 +174,7 @@ def loaded(name: str, what: str) -> Iterator[Target]:
     from penstock.launch.target import load, user_code
 
     with contextlib.redirect_stdout(sys.stderr):
-        given = load(name)
+        given = load(name, weights=weights)
         with user_code(f"{what} of {name}"):
             yield given
 
@@ -182,8 +186,12 @@ def profile_target(given: Target, **options: Any) -> Profile:
     return profile(given.model, given.args, given.kwargs, **given.dividing, **options)
 
 
-def profiles_of(target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]]) -> list[Profile]:
+def profiles_of(
+    target: str | None, files: Sequence[Path], measure: Callable[[Target], list[Profile]], *, weights: bool = True
+) -> list[Profile]:
     """The profiles in the files, checked against TARGET if that is given too; without files, those of TARGET.
+
+    `weights`: as for `loaded`, if TARGET is measured.
 
     Raises:
         ArgumentError: a file has no profile, or it is of another model; TARGET is wrong.
@@ -193,7 +201,7 @@ def profiles_of(target: str | None, files: Sequence[Path], measure: Callable[[Ta
     found = [read_profile(file) for file in files]
     if target is None:
         return found
-    with loaded(target, "the model") as given:
+    with loaded(target, "the model", weights=weights and not files) as given:
         if not files:
             return measure(given)
         from penstock.pipe.profiling import check_profile

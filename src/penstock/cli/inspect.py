@@ -40,7 +40,7 @@ def inspect(
     real values reveal it.
     """
     generator(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss") as given:
+    with loaded(target, "the model or the loss", weights=split.balance == "time") as given:
         from penstock.pipe.inspection import inspect as look
 
         found = look(

@@ -38,7 +38,10 @@ def plan(
     numbers: TransformerOptions,
     global_batch: Annotated[int, option("Rows of one step, over all replicas.")],
     target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="module:function or file.py:function, to be measured here.")
+        str | None,
+        typer.Argument(
+            metavar="[TARGET]", help="module:function, file.py:function or hf:config.json, to be measured here."
+        ),
     ] = None,
     profile: Annotated[
         list[Path] | None,
@@ -168,7 +171,7 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
         pieces = min(8, rows_of(whole))
         return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]
 
-    found = profiles_of(target, files, measure)
+    found = profiles_of(target, files, measure, weights=kind is None)
     if kind is not None:
         check_of(found, kind)
     return found

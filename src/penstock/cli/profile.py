@@ -68,7 +68,7 @@ def profile(
     With `--device h100` nothing is run: times are estimated from the operations
     and bytes of each part and the device's specifications, and marked so.
     """
-    with loaded(target, "the model") as given:
+    with loaded(target, "the model", weights=device is None) as given:
         import torch
 
         if threads is not None:

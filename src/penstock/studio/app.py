@@ -130,11 +130,10 @@ class Studio:
     def _open(self, given: dict[str, str]) -> Any:
         name, step = given.pop("name", ""), given.pop("step", "")
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
-        picture = given.pop("picture", "yes") != "no"
         _refuse(given)
         number = whole("step", step) if step else None
         path = self.library.path(name)
-        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs, picture), name)
+        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))

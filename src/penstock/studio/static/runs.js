@@ -60,7 +60,7 @@ export function runs(panel, catalog) {
   const tryOut = newestOnly(async (text) => {
     change({ what_if: text });
     try {
-      show(await ask("api/open", { name: state.run, step: state.step, what_if: text, picture: "no" }));
+      show(await ask("api/open", { name: state.run, step: state.step, what_if: text }));
     } catch (error) {
       tries.querySelector(".outcome")?.replaceChildren(error.message);
     }
