@@ -87,7 +87,7 @@ class OrderOptions:
         """Every schedule that was asked for and that the numbers allow and, by name, what the others require. Raises
         ArgumentError: a number is missing, less than 1 or too large, or no schedule works with them."""
         asked = [(entry, self.numbers_of(entry)) for entry in self.entries()]
-        refused = {entry.name: reason for entry, numbers in asked if (reason := not_allowed(entry, numbers))}
+        refused = {entry.name: reason for entry, numbers in asked if (reason := entry.refusal(numbers))}
         allowed = [(entry, numbers) for entry, numbers in asked if entry.name not in refused]
         weigh(allowed)
         if not allowed and self._name() == ALL:
@@ -168,12 +168,6 @@ class OrderOptions:
         chunks = entry.chunks if self.chunks is None else self.chunks
         slices = entry.slices if self.slices is None else self.slices
         return Numbers(*self._numbers(), chunks, slices)
-
-
-def not_allowed(entry: Generator, numbers: Numbers) -> str:
-    """What a schedule requires that the numbers do not have; empty if they are fine."""
-    rule = entry.broken(numbers)
-    return "" if rule is None else f"works with {rule.text}"
 
 
 def _whole(option: str, text: str) -> int:

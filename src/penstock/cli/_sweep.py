@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.cli._as_typed import in_options
-from penstock.cli._order import OrderOptions, not_allowed, weigh
+from penstock.cli._order import OrderOptions, weigh
 from penstock.costs import Costs, Outcome
 from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
@@ -63,9 +63,9 @@ class Sweep:
         """Raises ArgumentError if a number is missing or less than 1, or nothing is possible."""
         made = cls()
         asked = [(one, entry, one.numbers_of(entry)) for entry in order.entries() for one in order.each()]
-        weigh((entry, numbers) for _, entry, numbers in asked if not not_allowed(entry, numbers))
+        weigh((entry, numbers) for _, entry, numbers in asked if not entry.refusal(numbers))
         for one, entry, numbers in asked:
-            reason = not_allowed(entry, numbers)
+            reason = entry.refusal(numbers)
             if not reason:
                 try:
                     made.cells.append(_cell(one.made(entry, numbers), numbers, costs))

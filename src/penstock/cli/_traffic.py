@@ -102,11 +102,11 @@ class TrafficOptions:
         collective, element_bytes = self.collective or "all_reduce", BYTES[dtype]
         if self.sizes is not None:
             made = Workload.of_sizes(sizes_of(self.sizes), collective, element_bytes)
-            return replace(made, dtype=dtype, op=op)
-        if self.first is None or self.last is None:
+        elif self.first is None or self.last is None:
             raise ArgumentError("a sweep needs both --from and --to, and --factor if it is not 2")
-        factor = 2 if self.factor is None else self.factor
-        made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
+        else:
+            factor = 2 if self.factor is None else self.factor
+            made = Workload.sweep(size_of(self.first), size_of(self.last), factor, collective, element_bytes)
         return replace(made, dtype=dtype, op=op)
 
     def _refuse_others(self, way: str) -> None:

@@ -91,27 +91,17 @@ class RunOptions:
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:
-        """The specification of a run.
-
-        Args:
-            workload: what a trial sends.
-            network: the hosts' network.
-            trials: how many trials to run.
-        """
-        topology = network.topology
+        """The specification of a run of `workload` over `network`."""
+        same = {name: getattr(self, name) for name in ("warmup", "overlap", "iterations", "seed", "backend")}
         return Spec(
             workload=workload,
             hosts=network.hosts,
             algorithm=self.algorithm or usual_algorithm(workload),
             trials=trials,
-            warmup=self.warmup,
-            overlap=self.overlap,
-            iterations=self.iterations,
-            seed=self.seed,
             join_seconds=self.join_timeout,
             stall_seconds=self.stall_timeout,
-            backend=self.backend,
-            link=None if topology is None else str(topology.link),
+            link=None if network.topology is None else str(network.topology.link),
+            **same,
         )
 
 

@@ -31,16 +31,10 @@ class UnitsToCut:
     said: str
 
     def into(self, stages: int, name: str, link: LinkCost, *, splits: bool = False) -> StagesOfUnits:
-        """The stages of a schedule of that name, cut where the slowest is fastest.
+        """The stages of a schedule of that name, cut where the slowest is fastest. Raises ArgumentError: the model has
+        fewer units.
 
-        Args:
-            stages: how many it has.
-            name: of the schedule.
-            link: what a message between two of them costs.
-            splits: whether the schedule splits backwards.
-
-        Raises:
-            ArgumentError: the model has fewer units.
+        `link`: what a message between two stages costs; `splits`: whether the schedule splits backwards.
         """
         from penstock.plan.stage_costs import stages_of_units
 

@@ -14,7 +14,7 @@ from penstock.words import counted
 
 MOST = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MOST_ACTIONS = 300_000
-"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 megabytes."""
+"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 MB."""
 MOST_CELLS = 12_000
 """Slots times ranks of a walk-through."""
 MOST_TO_SEARCH = 6_000

@@ -126,6 +126,11 @@ class Generator:
         """The first rule that the numbers break."""
         return next((rule for rule in self.rules if not rule.holds(getattr(numbers, rule.argument))), None)
 
+    def refusal(self, numbers: Numbers) -> str:
+        """What it works with and the numbers do not have; empty if they are fine."""
+        rule = self.broken(numbers)
+        return "" if rule is None else f"works with {rule.text}"
+
     def actions(self, numbers: Numbers) -> int:
         """The most F, B, I and W that the schedule can have: one that splits backwards may leave some whole."""
         kinds = 3 if self.splits else 2
