@@ -252,7 +252,7 @@ class Turned(nn.Module):
 def shows_unshard_window() -> None:
     """What it does is seen by sharded stages: tests/distributed/test_windows.py."""
     for wrong in (0, True, "all"):
-        refused(ArgumentError, f"unshard_window={wrong!r}: expected how many of a rank's stages", unshard_window=wrong)
+        refused(ArgumentError, f"unshard_window={wrong!r}: expected an integer >= 1", unshard_window=wrong)
     refused(ArgumentError, "unshard_window=2: it is for stages that parallelize= applies", unshard_window=2)
 
 
@@ -306,7 +306,7 @@ SHOWN: dict[str, Callable[[], None]] = {
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
-    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds, 1 or more", lost_after=0),
+    "lost_after": lambda: refused(ArgumentError, "lost_after=0: expected seconds >= 1", lost_after=0),
     # What torch is told: tests/runtime/processes/test_process_groups.py.
     "group_timeout": lambda: refused(ArgumentError, "group_timeout=True: expected seconds", group_timeout=True),
     # What it records: tests/pipe/test_recorder.py.

@@ -113,7 +113,7 @@ def answer(question: Question, costs: Costs) -> Found:
     if limit is not None and math.isnan(limit):
         raise ArgumentError("--memory-limit nan: expected a number, such as 1.5")
     if limit is not None and not limit >= 1:
-        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; pass at least 1")
+        raise ArgumentError(f"--memory-limit {limit:g}: a single microbatch needs 1; pass a number >= 1")
     where = question.where()
     of_stages = costs.of_stages(where, f"this placement of {question.ranks} ranks", splits=True)
     one_each = [cost for cost in of_stages if isinstance(cost, StageCost)]

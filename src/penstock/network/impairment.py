@@ -109,7 +109,7 @@ class Impairment:
                 "period"
             )
         if self.gap < 1:
-            raise ArgumentError(f"gap is {self.gap}: pass 1 or more")
+            raise ArgumentError(f"gap is {self.gap}: pass an integer >= 1")
 
     def __bool__(self) -> bool:
         return self != NOTHING

@@ -221,7 +221,7 @@ def _pieces(
     if microbatches is not None:
         raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
     if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
-        raise ArgumentError(f"{given}: expected numbers of rows, each at least 1")
+        raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
         return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:

@@ -151,14 +151,13 @@ def _tensor(
 def _check(hosts: int, ranks: int, replicas: int | None, sharded: bool, bucket_bytes: int | None) -> None:
     replicas = hosts // max(ranks, 1) if replicas is None else replicas
     if min(ranks, replicas) < 1 or ranks * replicas != hosts:
-        raise ArgumentError(
-            f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, with 1 or more of each"
-        )
+        raise ArgumentError(f"hosts={hosts}, ranks={ranks}, replicas={replicas}: hosts are ranks * replicas, both >= 1")
     if sharded and replicas == 1:
         raise ArgumentError("sharded=True divides parameters among replicas, of which there is one: pass more hosts")
     if bucket_bytes is not None and (bucket_bytes < 1 or sharded):
         raise ArgumentError(
-            f"bucket_bytes={bucket_bytes}: pass 1 or more; and none with sharded=True, which sends by layer or stage"
+            f"bucket_bytes={bucket_bytes}: pass an integer >= 1; and none with sharded=True, which sends by layer or "
+            "stage"
         )
 
 
