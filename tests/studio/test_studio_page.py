@@ -241,7 +241,7 @@ def test_another_origin_gets_nothing(open_page: Any, studio: Start) -> None:
     page = ready(open_page, mine)
     said = page.evaluate(
         "async (address) => { try { return await (await fetch(address)).text(); } catch (it) { return `${it}`; } }",
-        f"{other.address}api/catalogue",
+        f"{other.address}api/catalog",
     )
     assert "schedules" not in said
     page.errors.clear()  # the browser says that it refused

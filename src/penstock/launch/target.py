@@ -24,7 +24,7 @@ from penstock.errors import ArgumentError, PenstockError
 from penstock.launch import transformers_config
 from penstock.words import a, in_a_line, line_of
 
-_FORM = "give module:function or file.py:function"
+_FORM = "pass module:function or file.py:function"
 _MAX_MESSAGE = 500
 _RETURNS = "expected (model, args, target, loss)"
 _USUAL = "make"

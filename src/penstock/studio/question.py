@@ -14,7 +14,7 @@ from penstock.words import counted
 
 MOST = {"ranks": 64, "microbatches": 512, "chunks": 8}
 MOST_ACTIONS = 300_000
-"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 megabytes."""
+"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 MB."""
 MOST_CELLS = 12_000
 """Slots times ranks of a walk-through."""
 MOST_TO_SEARCH = 6_000
@@ -64,7 +64,7 @@ class Question:
         if not self.forward + self.backward_input + self.backward_weight:
             raise ArgumentError("forward, backward_input and backward_weight are all 0: give one of them some time")
         if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
-            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; give at least 1")
+            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1")
         entries = self.entries()
         found = sum(entry.actions(self.numbers(entry)) for entry in entries)
         if found > MOST_ACTIONS:
