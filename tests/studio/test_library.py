@@ -148,7 +148,7 @@ def test_a_pipe_is_not_waited_for(studio: TestClient, folder: Path) -> None:
 
 
 def test_large_files_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "MOST_BYTES", 100)
+    monkeypatch.setattr(library, "MAX_BYTES", 100)
     with pytest.raises(ArgumentError, match="is too large for the studio, which opens up to 0 MiB"):
         Library(folder).path("trace.json")
 
@@ -184,7 +184,7 @@ def test_big_files_are_read_by_a_process_of_their_own(
     for (path, name), one in zip(asked, usual, strict=True):
         again = studio.get(path, params={"name": name})
         assert (again.status_code, again.text) == (one.status_code, one.text)
-    monkeypatch.setattr(background, "MOST_SECONDS", 0.001)
+    monkeypatch.setattr(background, "MAX_SECONDS", 0.001)
     refused = studio.get("/api/open", params={"name": "trace.json"}).json()["error"]
     assert refused == "trace.json takes more than 0.001 s to read; use `penstock explain`"
 
