@@ -337,9 +337,12 @@ def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="10,001 processes; expected at most 10,000"):
         run_of(read_run([write(tmp_path / "processes.json", json.dumps(processes))]))
     transfer = RECORD["workload"]["transfers"][0]
-    workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(100)]}
-    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 65_536, "workload": workload}))
-    with pytest.raises(ArgumentError, match="100 transfers of 65,536 hosts are too many"):
+    workload = {**RECORD["workload"], "transfers": [{**transfer, "name": str(number)} for number in range(500)]}
+    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 10_000, "network": None, "workload": workload}))
+    with pytest.raises(ArgumentError, match="500 transfers of 10,000 hosts are too many"):
+        Run.read(tmp_path)
+    write(tmp_path / RUN, json.dumps({**RECORD, "hosts": 10_000}))  # of whose pairs there are tables
+    with pytest.raises(ArgumentError, match=r"hosts=10,000, but network\.hosts=4"):
         Run.read(tmp_path)
 
 

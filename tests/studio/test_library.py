@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,15 +13,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock import files
+from penstock.cli.runs import summaries
 from penstock.errors import ArgumentError
 from penstock.report import write_perfetto
+from penstock.runs import RankState, RunRead
+from penstock.runs.summary import Summary
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from penstock.studio import background, library
 from penstock.studio.app import Studio
 from penstock.studio.guard import Guard
 from penstock.studio.library import Library
-from scaffolding.run_folders import a_run
+from scaffolding.run_folders import a_run, says
 
 SECRET = "the secret outside"
 
@@ -225,3 +229,33 @@ def test_a_damaged_run_spoils_no_other(studio: TestClient, folder: Path, file: s
         answer = studio.get(address, params={"name": "bad"})
         assert answer.status_code in (200, 400)
         assert answer.status_code == 200 or "\n" not in answer.json()["error"]
+
+
+def test_whatever_reading_a_run_raises_it_is_shown_as_damaged_and_the_others_stay(
+    studio: TestClient, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("good", "bad"):
+        a_run(folder / name)
+    (folder / "loop").mkdir()
+    (folder / "loop" / "run.json").symlink_to("run.json")
+    of = Summary.of
+
+    def unexpected(run: RunRead, most_bytes: int | None = None) -> Summary:
+        if run.path.name == "bad":
+            raise RecursionError("too\ndeep")
+        return of(run, most_bytes)
+
+    monkeypatch.setattr(Summary, "of", unexpected)
+    damage = {one["name"]: one["damage"] for one in studio.get("/api/library").json()["entries"]}
+    assert damage == {
+        "good": "", "bad": "run 'bad' cannot be read: RecursionError: too deep", "trace.json": "", "deep/mine.csv": "",
+    }  # fmt: skip
+    found, damaged = summaries(folder)
+    assert ([run.path.name for run in found], len(damaged)) == (["good"], 1)
+
+
+@pytest.mark.parametrize("action", ["the building of the pipeline", "(0F7;7B3)OVERLAP_F_B", "0REDUCE_GRAD"])
+def test_what_a_rank_does_has_words_beside_actions(studio: TestClient, folder: Path, action: str) -> None:
+    says(a_run(folder / "run"), RankState(0, 0, (0,), "elsewhere", 7, step=9, action=action, since=time.time()))
+    states = studio.get("/api/live", params={"name": "run"}).json()["states"]
+    assert states[0]["doing"] == f"runs {action}"
