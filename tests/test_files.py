@@ -27,7 +27,7 @@ from fabric.made_runs import made_run, write_run
 from penstock import files
 from penstock.balance import MeasuredLink, Profile, Tied, UnitCost, read_profile
 from penstock.cli import app
-from penstock.cli._cost_files import read_costs, read_links
+from penstock.costs import read_costs, read_links
 from penstock.errors import ArgumentError, PenstockError
 from penstock.explain import explain, read_run, run_of
 from penstock.fabric.compare import compare

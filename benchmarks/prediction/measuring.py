@@ -322,7 +322,7 @@ def first(rank: int, ranks: int) -> Iterator[None]:
     """Lets this process go before others: `Took.delayed` shows what is left of those.
 
     Not with real-time priority: a thread that waits by asking again and again would starve those that it waits for. If
-    there are more ranks than cores, each stays on one, and neighbours have different ones.
+    there are more ranks than cores, each stays on one, and neighbors have different ones.
     """
     cores = sorted(os.sched_getaffinity(0))
     _schedule({cores[rank % len(cores)]} if ranks > len(cores) else cores, NICE)

@@ -82,6 +82,13 @@ class PipelineFailure(PenstockError, RuntimeError):  # noqa: N818  (it happens t
     """A rank failed, or this one waited in vain for another. Names the rank, the action and the cause."""
 
 
+def check_counts(*, required: bool = True, **counts: object) -> None:
+    """Raises ArgumentError if one of these is not an integer >= 1. `required`: None is none, either."""
+    for name, value in counts.items():
+        if (required or value is not None) and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
+
+
 def warn(message: str) -> None:
     """Warns the user at the line of theirs that called Penstock."""
     level, frame = 1, sys._getframe()  # from Python 3.12 on, `skip_file_prefixes` does this

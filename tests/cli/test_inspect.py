@@ -158,7 +158,7 @@ def test_a_failure_names_the_line_and_the_remedy(targets: str) -> None:
     assert "Do it outside of the model" in said
     inside = refusal("inspect", f"{targets}:branches_inside")
     assert f"targets.py:{line}: `if x.sum() > 0:` in module 'inner'" in inside
-    assert "Give --leaves inner, so that it runs as a whole (tried: " in inside
+    assert "Pass --leaves inner, so that it runs as a whole (tried: " in inside
     output("inspect", f"{targets}:branches_inside", "--leaves", "inner")
     assert "raised RuntimeError" in refusal("inspect", f"{targets}:broken")
     assert "--stages 0: expected an integer >= 1" in refusal("inspect", f"{targets}:gpt", "-n", "0")

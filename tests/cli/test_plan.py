@@ -191,7 +191,7 @@ def test_a_target_is_measured_planned_and_run(tmp_path: Path) -> None:
 
 
 def test_a_target_or_profiles_of_it(profile: str, tmp_path: Path) -> None:
-    assert "give a TARGET to measure, or --profile" in refusal(*JOB)
+    assert "pass a TARGET to measure, or --profile" in refusal(*JOB)
     (tmp_path / "model.py").write_text(TARGET)
     target = f"{tmp_path / 'model.py'}:make"
     assert "profile.json" in refusal(*JOB, target, "--profile", profile)  # of another model
@@ -231,7 +231,7 @@ def test_kinds_are_named_and_a_last_host_with_fewer_devices(profile: str) -> Non
     text = output(*job, "--devices", "4", "--per-host", "3", columns=200)
     assert "note: the last of 2 hosts has 1 of 3 devices" in text
     for options, message in {
-        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; give old=...,new=...",
+        ("--memory", "old=1GiB"): "--memory 'old=1GiB' says nothing of 'new'; pass old=...,new=...",
         ("--speed", "older=2"): "there is no 'older', --devices has 'old', 'new'",
     }.items():
         assert message in refusal(*job, "--devices", "2xold,2xnew", *options)
@@ -273,7 +273,7 @@ def test_a_named_device_gives_memory_and_links_and_estimates(tmp_path: Path) -> 
 
 def test_a_device_that_leaves_something_open_is_refused(profile: str) -> None:
     job = (*JOB[:5], "--profile", profile)
-    assert "what two of a host send each other is not known; give --link" in refusal(*job, "--device", "trainium2")
+    assert "what two of a host send each other is not known; pass --link" in refusal(*job, "--device", "trainium2")
     assert "the profile is of cpu (cpu), not of NVIDIA H100" in refusal(*job, "--device", "h100")
     assert "'h10': not known; did you mean 'h100'" in refusal(*job, "--device", "h10")
     assert "--calibrate is for estimates" in refusal(*job, "--calibrate", profile)

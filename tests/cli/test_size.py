@@ -35,7 +35,7 @@ def test_actions_are_counted_before_they_are_made(entry: Generator) -> None:
 def test_too_much_is_refused(options: tuple[str, ...]) -> None:
     says = refusal(*options)
     assert says.startswith(f"--ranks {options[4]} --microbatches {options[6]}: that makes ")
-    assert f"{_order.MAX_ACTIONS:,} can be timed; give fewer ranks" in says
+    assert f"{_order.MAX_ACTIONS:,} can be timed; pass fewer ranks" in says
 
 
 def test_too_many_stages_are_refused_however_few_their_actions() -> None:

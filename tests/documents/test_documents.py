@@ -21,7 +21,7 @@ from world import assert_runs
 
 import penstock
 from penstock.cli import app
-from penstock.cli._cost_files import read_costs
+from penstock.costs import read_costs
 
 BLOCKS = blocks()
 NEEDS_MORE = {

@@ -125,7 +125,7 @@ def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"is of version 9, and this penstock reads version 1: use .* \(7.0\)"):
         train(tmp_path / "old")
     (tmp_path / "mine" / "ranks").mkdir(parents=True)
-    with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; give another folder"):
+    with pytest.raises(ArgumentError, match=r"this folder has ranks, but no run.json; pass another folder"):
         train(tmp_path / "mine")
     with pytest.raises(ArgumentError, match=r"RunFolder\(timeline_every=-1\): expected an integer"):
         RunFolder("runs/x", timeline_every=-1)

@@ -125,7 +125,10 @@ def test_walks_are_of_the_question() -> None:
         ({"memory_limit": "0.5"}, "a single microbatch needs 1"),
         ({"schedules": "1f1b,zigzag"}, "'zigzag' is not a known schedule"),
         ({"schedules": ",".join(["naive"] * 33)}, "at most 32 names"),
-        ({"ranks": "64", "microbatches": "512"}, "actions, and the studio shows 60,000"),
+        (
+            {"ranks": "64", "microbatches": "512", "schedules": "gpipe,1f1b,zb-h1,zb-h2"},
+            "actions, and the studio shows 300,000",
+        ),
         ({"rank": "4"}, "unknown parameter 'rank'"),
     ],
 )

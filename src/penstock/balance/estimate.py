@@ -117,7 +117,7 @@ def _operations_of(unit: UnitCost) -> Operations:
 def _check_kind(profile: Profile, device: Device) -> None:
     name = profile.device_name or profile.device
     if profile.source != "measured":
-        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; give what was measured")
+        raise ArgumentError(f"calibrate: the profile of {name} is an estimate itself; pass what was measured")
     of = reported_as(profile.device_name)
     if profile.device != device.type or (of is not None and device.sources and of.key != device.key):
         raise ArgumentError(

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli._outcome import format_of
-from penstock.report.text import print_unbroken, table
+from penstock.report.text import pairs, print_unbroken, table
 from penstock.simulate import Cause
 from penstock.words import counted, in_ranges, sized
 
@@ -83,13 +83,8 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     if reasons := [*_reasons(found)]:
         console.print("\n[bold]Rejected plans[/]")
         for head, lines in reasons:
-            console.print(f"{head}")
-            others = table("", "", left=2)
-            others.show_header = False
-            others.columns[0].no_wrap = True
-            for line in lines:
-                others.add_row(*line)
-            console.print(others)
+            console.print(head)
+            console.print(pairs(lines))
 
 
 def _alike(plans: Sequence[Plan]) -> list[list[Plan]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from penstock.cli._spread import options_on
+from penstock.cli._options import options_on
 from penstock.errors import ArgumentError
 from penstock.words import counted
 
@@ -60,7 +60,7 @@ class TransformerOptions:
         hosts = per_host or (known.link.devices if known.link else 1) or 1
         if cluster.devices % shared:
             raise ArgumentError(
-                f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: give "
+                f"--devices {cluster.devices} is not a multiple of --tensor-parallel {shared}: pass "
                 f"{max(1, cluster.devices // shared) * shared}"
             )
         shares = self.optimizer_shards == WITH_REPLICAS
@@ -124,6 +124,6 @@ class Paper:
         if job.optimizer_shards > choice.replicas:
             said += (
                 f"Its memory is too low: {counted(choice.replicas, 'replica')} cannot share the optimizer's state "
-                f"{job.optimizer_shards} ways. Give --optimizer-shards {choice.replicas} or fewer.",
+                f"{job.optimizer_shards} ways. Pass --optimizer-shards {choice.replicas} or fewer.",
             )
         return "\n".join(said)

@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli._spread import CUT, USUAL_OF_BATCH, Json, spread
-from penstock.cli._target import SplitOptions, TargetName, loaded
+from penstock.cli._options import Json, option, spread
+from penstock.cli._target import Microbatches, SplitOptions, TargetName, loaded
 from penstock.report.text import table
 from penstock.schedule import generator
 from penstock.words import counted, in_ranges, sized
@@ -26,11 +25,8 @@ if TYPE_CHECKING:
 def inspect(
     target: TargetName,
     *,
-    stages: Annotated[int, typer.Option("--stages", "-n", help="The number of stages.")] = 2,
-    microbatches: Annotated[
-        int | None,
-        typer.Option(help=f"{CUT}; {USUAL_OF_BATCH}."),
-    ] = None,
+    stages: Annotated[int, option("The number of stages.", "--stages", "-n")] = 2,
+    microbatches: Microbatches = None,
     split: SplitOptions,
     as_json: Json = False,
 ) -> None:
@@ -44,7 +40,7 @@ def inspect(
     real values reveal it.
     """
     generator(split.schedule)  # raises before anything is loaded
-    with loaded(target, "the model or the loss") as given:
+    with loaded(target, "the model or the loss", weights=split.balance == "time") as given:
         from penstock.pipe.inspection import inspect as look
 
         found = look(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from penstock.cli._spread import Json, spread
+from penstock.cli._options import Json, option, spread
 from penstock.errors import ArgumentError
 from penstock.report.text import print_unbroken, table
 from penstock.words import sized
@@ -28,7 +28,7 @@ _STYLES = {"failed": "red", "silent": "red", "training": "green"}
 @spread
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
-    sort: Annotated[Literal["started", "name", "loss", "seconds"], typer.Option(help="What to sort by.")] = "started",
+    sort: Annotated[Literal["started", "name", "loss", "seconds"], option("What to sort by.")] = "started",
     as_json: Json = False,
 ) -> None:
     """List recorded runs: what each is, how fast it is, and how far it has come."""

@@ -279,8 +279,8 @@ WHAT_IFS = (
 )
 
 
-def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
-    """The step if things were different.
+def what_if(trial: Trial, text: str, error: float = 0.0) -> tuple[Change, Case]:
+    """What is claimed of the step if things were different, and its replay then.
 
     Args:
         text: changes as in `WHAT_IFS`. Another schedule is made last, and before it slow actions become usual, once.
@@ -295,7 +295,7 @@ def what_if(trial: Trial, text: str, error: float = 0.0) -> Change:
     rest = [part for part in parts if part[0] != "actions"]
     for name, _, value in sorted([*rest, *dict.fromkeys(usual)], key=lambda part: part[0] == "schedule"):
         idea = _changed(trial, idea, name, value)
-    return trial.change(idea, error)
+    return trial.change(idea, error), idea.cases[0]
 
 
 def _changed(trial: Trial, idea: Idea, name: str, value: str) -> Idea:

@@ -72,6 +72,7 @@ class Explanation:
         bubble: the longest wait of the slowest replica.
         changes: what would bring something, ordered by what is certain.
         what_ifs: what was asked for.
+        what_if_replays: the same replayed, of the same places.
         whole_error: by how much the replay of the whole step is wrong, with what ranks do before and after their
             pipelines; 0 if they do nothing, or nobody knows with whom.
         slowdowns: what stragglers cost; None where that cannot be told.
@@ -90,6 +91,7 @@ class Explanation:
     bubble: Bubble | None
     changes: tuple[Change, ...]
     what_ifs: tuple[Change, ...]
+    what_if_replays: tuple[Case, ...]
     whole_error: float
     slowdowns: Slowdowns | None
     steps: tuple[StepSummary, ...]
@@ -221,6 +223,7 @@ def explain(
     if chosen.unknown:
         notes.append(_UNKNOWN.format(chosen.unknown[0]))
     run = replace(run, notes=tuple(notes))
+    tried = [what_if(trial, text, error) for text in what_ifs]
     return Explanation(
         run,
         chosen,
@@ -231,7 +234,8 @@ def explain(
         where_of(chosen, factors, replay),
         bubble_of(chosen.slowest, even_timeline),
         suggestions([trial, *_others(run, trial, like)], error),
-        tuple(what_if(trial, text, error) for text in what_ifs),
+        tuple(change for change, _ in tried),
+        tuple(replayed for _, replayed in tried),
         outside,
         slowdowns_of(run, chosen),
         summaries(run),

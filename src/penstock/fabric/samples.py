@@ -80,7 +80,7 @@ class Run:
         if not (folder / RUN).exists():
             reason = f"it has no {RUN}" if folder.is_dir() else "there is no such folder"
             raise ArgumentError(
-                f"{folder} holds no run of penstock fabric: {reason}. Give a folder that a run was written to, such as "
+                f"{folder} holds no run of penstock fabric: {reason}. Pass a folder that a run was written to, such as "
                 "runs/fabric-1"
             )
         given = read_json(folder / RUN)

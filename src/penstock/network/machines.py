@@ -77,7 +77,7 @@ class Machines:
                 a share is invalid, or the kernel does not have the congestion control.
         """
         if not 1 <= hosts <= MAX_HOSTS:
-            raise ArgumentError(f"{hosts} hosts requested: give 1 to {MAX_HOSTS}")
+            raise ArgumentError(f"{hosts} hosts requested: pass 1 to {MAX_HOSTS}")
         if congestion_control is not None:
             check_congestion_control(congestion_control)
         for text in background:
@@ -86,7 +86,7 @@ class Machines:
         if self.topology is not None and max(self.topology.own, default=0) >= hosts:
             raise ArgumentError(f"host {max(self.topology.own)} has a link, but the hosts are 0 to {hosts - 1}")
         if self.topology is None and (background or changes):
-            raise ArgumentError("neighbors and changes need links with a rate: give --link 1gbit, for example")
+            raise ArgumentError("neighbors and changes need links with a rate: pass --link 1gbit, for example")
         self.shaper: Shaper | None = None
         self.congestion_control = congestion_control
         self._wanted = shaper

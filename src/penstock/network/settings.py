@@ -36,4 +36,4 @@ def check_congestion_control(name: str) -> None:
     except OSError:
         return
     if name not in known:
-        raise ArgumentError(f"the kernel has no congestion control {name!r}: give one of {', '.join(known)}")
+        raise ArgumentError(f"the kernel has no congestion control {name!r}: pass one of {', '.join(known)}")

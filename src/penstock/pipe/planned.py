@@ -54,7 +54,7 @@ class Followed:
         found = plan if isinstance(plan, Plan) else _read(plan if plan is not None else path)
         twice = [name for name, usual in USUAL.items() if given[name] is not usual and given[name] != usual]
         if twice and plan is not None:
-            raise ArgumentError(f"plan= already decides {', '.join(twice)}; give only one of the two")
+            raise ArgumentError(f"plan= already decides {', '.join(twice)}; pass only one of the two")
         if twice:
             warn(f"{', '.join(twice)}: overridden by the plan {path} of penstock run")
         return cls(found, _decided(found))
@@ -91,14 +91,14 @@ class Followed:
                 start = (
                     "" if world.ranks * world.data_parallel == choice.devices else f"start {choice.devices} processes, "
                 )
-                remedy = f"{start}give mesh={self.plan.mesh}, and each replica its own rows of the batch"
+                remedy = f"{start}pass mesh={self.plan.mesh}, and each replica its own rows of the batch"
             raise ArgumentError(
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
             )
         if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
             warn(
-                "the processes are not arranged as in the plan, so that it may be slower than predicted: give "
+                "the processes are not arranged as in the plan, so that it may be slower than predicted: pass "
                 f"mesh={self.plan.mesh}"
             )
 

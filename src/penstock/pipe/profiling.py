@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.balance import Profile, estimated, fitted, read_profile
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
 from penstock.partition import NoStreams, Partitioner, UnmeasurableError, tensors_in
 from penstock.partition.measure.costs import identity
 from penstock.partition.run.loan import untouched_generators
 from penstock.partition.units.chain import as_module
-from penstock.pipe.arguments import check_numbers, checked_inputs
+from penstock.pipe.arguments import checked_inputs
 from penstock.pipe.build import build
 from penstock.pipe.links import measure_links
 from penstock.pipe.options import Options
@@ -89,7 +89,7 @@ def profile(
     """
     if isinstance(budget_seconds, bool) or not isinstance(budget_seconds, (int, float)) or not budget_seconds >= 0:
         raise ArgumentError(f"budget_seconds={budget_seconds!r}: expected seconds, 0 or more")
-    check_numbers(microbatches=microbatches)
+    check_counts(required=False, microbatches=microbatches)
     example, cutting = checked_inputs(args, kwargs), Cutting.of(batch_dims, split)
     kind = specified(device)
     if kind is None and calibrate:
@@ -205,9 +205,7 @@ def check_profile(
     """
     module = as_module(model)
     mine = identity(module)
-    device = next(
-        (tensor.device for tensor in (*tensors_in((args, kwargs)), *module.parameters())), torch.device("cpu")
-    )
+    device = _device_of((args, kwargs), module)
     found.check_for(mine.parameters, device.type, mine.dtype, what, ", or leave TARGET out to take it as it is")
 
 
@@ -223,7 +221,7 @@ def _pieces(
     if microbatches is not None:
         raise ArgumentError(f"{given}: microbatches={microbatches} says the size too; leave one of them out")
     if not sizes or any(isinstance(rows, bool) or not isinstance(rows, int) or rows < 1 for rows in sizes):
-        raise ArgumentError(f"{given}: expected numbers of rows, each at least 1")
+        raise ArgumentError(f"{given}: expected numbers of rows, each >= 1")
     try:
         return [(cutting.of_rows(*example, rows).pieces[0], rows) for rows in sorted({*sizes})]
     except ArgumentError as error:

@@ -111,7 +111,7 @@ def planned(choice: Choice, schedule: Schedule, units: Sequence[UnitCost], clust
     """The plan with this order and these cuts, whose ranks keep what they have memory for."""
     placement, depth = schedule.placement, schedule.placement.depth
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    links = links_between(cluster, devices, _neighbours(placement))
+    links = links_between(cluster, devices, _neighbors(placement))
     limits = limits_of(cluster, where.kinds)
     more, again, each = besides_of(schedule, units, where)
     plain = [*where.costs] * placement.pipelines
@@ -179,11 +179,11 @@ def limits_of(cluster: Cluster, kinds: Grid) -> tuple[float, ...]:
 def links_of(schedule: Schedule, units: Sequence[UnitCost], cluster: Cluster, where: Cut) -> Links:
     """What messages between two ranks cost, with the devices best arranged."""
     devices = arrange(cluster, where.kinds, _traffic(schedule, units, where))
-    return links_between(cluster, devices, _neighbours(schedule.placement))
+    return links_between(cluster, devices, _neighbors(schedule.placement))
 
 
-def _neighbours(placement: Placement) -> Iterator[tuple[int, int]]:
-    """The pairs of ranks that have neighbouring stages."""
+def _neighbors(placement: Placement) -> Iterator[tuple[int, int]]:
+    """The pairs of ranks that have neighboring stages."""
     pairs = {
         (placement.rank_of[first + stage], placement.rank_of[first + stage + 1])
         for first in range(0, placement.stages, placement.depth)

@@ -161,7 +161,7 @@ class _Frame:
         left = _MARGIN + 10 + 6.4 * len(f"rank {max(0, ranks - 1)}")
         room = width - left - _MARGIN
         if room < 60:
-            raise ArgumentError(f"width={width}: give at least {math.ceil(left + _MARGIN + 60)} pixels")
+            raise ArgumentError(f"width={width}: pass at least {math.ceil(left + _MARGIN + 60)} pixels")
         # Seconds of a clock fill the width; slots and costs keep a size in which they are easily read.
         scale = room / longest if longest else 1.0
         scale = scale if unit == "s" else min(_SLOT, scale)

@@ -200,5 +200,5 @@ def earlier_run(path: Path) -> About | None:
     if (path / ABOUT).exists():
         return About.from_dict(read_json(path / ABOUT, what), f"{what}: the {ABOUT} in this folder")
     if there := [name for name in (STEPS, TIMELINES, MEMORY, RANKS) if (path / name).exists()]:
-        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; give another folder, or an empty one")
+        raise ArgumentError(f"{what}: this folder has {there[0]}, but no {ABOUT}; pass another folder, or an empty one")
     return None

@@ -110,7 +110,7 @@ class Timeline(Drawn):
             for span in spans:
                 if span.rank != rank:
                     raise ArgumentError(
-                        f"{span.action} of rank {span.rank} is in row {rank}; give one row for each rank"
+                        f"{span.action} of rank {span.rank} is in row {rank}; pass one row for each rank"
                     )
             columns = [
                 [s.start_seconds for s in spans],

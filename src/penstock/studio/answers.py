@@ -24,7 +24,7 @@ SEARCHED = "search"
 """The name of a schedule that was searched for."""
 
 
-def catalogue() -> dict[str, Any]:
+def catalog() -> dict[str, Any]:
     """Every schedule that has a name, and the bounds of questions."""
     known = [
         {
@@ -79,11 +79,10 @@ def simulate(question: Question) -> dict[str, Any]:
     """Every schedule of a question on one axis of time: `penstock simulate`'s figures, and what a timeline shows."""
     found, refused = [], []
     for entry in question.entries():
-        rule = entry.broken(question.numbers(entry))
-        if rule is None:
-            found.append(simulated(question, entry.name))
+        if reason := entry.refusal(question.numbers(entry)):
+            refused.append({"name": entry.name, "reason": reason})
         else:
-            refused.append({"name": entry.name, "reason": f"works with {rule.text}"})
+            found.append(simulated(question, entry.name))
     return {
         "schedules": [_described(question, one) for one in found],
         "not_allowed": refused,
@@ -156,12 +155,8 @@ def searched(question: Question, where: PlacementName, seconds: float) -> tuple[
         objective="span",
         seconds=seconds,
     )
-    return found, _figures(question, replace_name(found.schedule, SEARCHED))
-
-
-def replace_name(schedule: Schedule, name: str) -> Schedule:
-    """The same schedule with another name."""
-    return Schedule(name, schedule.placement, schedule.microbatches, schedule.rows, schedule.slices)
+    made = found.schedule
+    return found, _figures(question, Schedule(SEARCHED, made.placement, made.microbatches, made.rows, made.slices))
 
 
 def search_for(question: Question, where: PlacementName, seconds: float) -> dict[str, Any]:
@@ -186,8 +181,8 @@ def walk(question: Question) -> dict[str, Any]:
     reads."""
     walks, cells = [], 0
     for entry in question.entries():
-        if (rule := entry.broken(question.numbers(entry))) is not None:
-            raise ArgumentError(f"{entry.name} works with {rule.text}")
+        if reason := entry.refusal(question.numbers(entry)):
+            raise ArgumentError(f"{entry.name} {reason}")
         found = walkthrough(simulated(question, entry.name).schedule)
         cells += found.slots * question.ranks
         if cells > MAX_CELLS:

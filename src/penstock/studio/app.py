@@ -65,7 +65,7 @@ class Studio:
             Route("/", self.page),
             Route(ENTER, self.enter),
             Route("/static/{folder}/{name}", self.static),
-            Route("/api/catalogue", _answering(lambda given: answers.catalogue())),
+            Route("/api/catalog", _answering(lambda given: answers.catalog())),
             Route("/api/simulate", _answering(lambda given: answers.simulate(Question.of(given)), self._playing)),
             Route("/api/walk", _answering(lambda given: answers.walk(Question.of(given)), self._playing)),
             Route("/api/search", _answering(self._search, self._searching)),
@@ -130,11 +130,10 @@ class Studio:
     def _open(self, given: dict[str, str]) -> Any:
         name, step = given.pop("name", ""), given.pop("step", "")
         what_ifs = [one for one in given.pop("what_if", "").split("|") if one]
-        picture = given.pop("picture", "yes") != "no"
         _refuse(given)
         number = whole("step", step) if step else None
         path = self.library.path(name)
-        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs, picture), name)
+        return self.library.readable(lambda: background.read("opened", path, name, number, what_ifs), name)
 
     def _live(self, given: dict[str, str]) -> Any:
         name, place = given.pop("name", ""), whole("place", given.pop("place", "0"))
@@ -193,7 +192,7 @@ def _given(request: Request) -> dict[str, str]:
     """The parameters of an address. Raises ArgumentError if one is there twice."""
     given = request.query_params.multi_items()
     if len(found := dict(given)) < len(given):
-        raise ArgumentError("a parameter is there twice; give each once")
+        raise ArgumentError("a parameter is there twice; pass each once")
     return found
 
 

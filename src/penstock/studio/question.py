@@ -13,8 +13,8 @@ from penstock.schedule.generators import Numbers
 from penstock.words import counted
 
 MAX_SIZES = {"ranks": 64, "microbatches": 512, "chunks": 8}
-MAX_ACTIONS = 60_000
-"""Of all schedules of one answer together: seconds of work, and a few megabytes."""
+MAX_ACTIONS = 300_000
+"""Of all schedules of one answer together, three of 64 ranks and 512 microbatches: seconds of work, and 15 MB."""
 MAX_CELLS = 12_000
 """Slots times ranks of a walk-through."""
 MAX_TO_SEARCH = 6_000
@@ -64,7 +64,7 @@ class Question:
         if not self.forward + self.backward_input + self.backward_weight:
             raise ArgumentError("forward, backward_input and backward_weight are all 0: give one of them some time")
         if self.memory_limit is not None and not 1 <= self.memory_limit <= _LARGEST:
-            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; give at least 1")
+            raise ArgumentError(f"memory_limit={self.memory_limit:g}: a single microbatch needs 1; pass a number >= 1")
         entries = self.entries()
         found = sum(entry.actions(self.numbers(entry)) for entry in entries)
         if found > MAX_ACTIONS:

@@ -68,7 +68,7 @@ def of_run(
         curves, memory = _memory(run, step)
         note = "starts cannot be compared" if timeline.in_turns else ""
         bands.append(band(f"measured, step {step}", timeline, _whole(run, step), memory=curves, note=note))
-    if predicted is not None:
+    if predicted is not None and not (found and found.what_ifs):
         bands.append(band("predicted", predicted.timeline, _fitting(run, step), note=f"by {predicted.source}"))
     elif found is not None:
         bands += compared(found)

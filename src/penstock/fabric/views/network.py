@@ -85,7 +85,7 @@ def saturated(told: Told, elapsed_seconds: float | None = None) -> str | None:
     if not found:
         return None
     return (
-        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: give a lower rate, fewer "
+        f"the switch was saturated: {'; '.join(found)}. The network was worse than requested: pass a lower rate, fewer "
         "hosts, a larger mtu, or a machine with more cores"
     )
 

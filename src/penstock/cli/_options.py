@@ -20,16 +20,20 @@ CUT = "Number of pieces that the batch is cut into"
 USUAL = f"default {MICROBATCHES}"
 USUAL_OF_BATCH = f"{USUAL}, or its number of rows if that is less"
 
-Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object.", rich_help_panel=OUTPUT_PANEL)]
 
-
-def options_on(panel: str) -> Callable[..., Any]:
-    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page."""
+def options_on(panel: str | None) -> Callable[..., Any]:
+    """What makes an option, `option(help, *flags, **more)`, on a panel of the help page; None: the first one."""
 
     def option(text: str, *flags: str, **more: Any) -> Any:
         return typer.Option(*flags, help=text, rich_help_panel=panel, **more)
 
     return option
+
+
+option = options_on(None)
+output_option = options_on(OUTPUT_PANEL)
+
+Json = Annotated[bool, output_option("Print only one JSON object.", "--json")]
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
