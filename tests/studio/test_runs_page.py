@@ -13,9 +13,9 @@ import pytest
 
 from penstock.errors import ArgumentError
 from penstock.explain import explain, read_run
+from penstock.files import write_whole
 from penstock.report import write_perfetto
 from penstock.runs import RankState
-from penstock.runs.folder import write_whole
 from penstock.schedule import generate, write_csv
 from penstock.simulate import StageCost, simulate
 from penstock.studio.live import in_words, live

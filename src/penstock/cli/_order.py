@@ -200,13 +200,13 @@ def read(path: Path) -> Schedule:
 
 # -- limits: refuse what would exhaust memory, announce what takes a while --------------------------------------------
 
-MOST = 20_000_000
+MAX_ACTIONS = 20_000_000
 """The most actions that a verb makes and times: about 1 GiB of memory, and seconds (minutes without numba)."""
 
-MOST_TO_SEARCH = 1_000_000
+MAX_TO_SEARCH = 1_000_000
 """The most actions in a search, which tries them in many orders."""
 
-MOST_STAGES = 10_000
+MAX_STAGES = 10_000
 """The most stages of any schedule: finding each rank's among all of them takes quadratic time."""
 
 ANNOUNCED = 200_000
@@ -215,14 +215,14 @@ ANNOUNCED = 200_000
 
 def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
     """Refuses schedules that are too large to time, and announces those that take a while. Raises ArgumentError: they
-    have more than `MOST` actions together, or one has more than `MOST_STAGES` stages."""
+    have more than `MAX_ACTIONS` actions together, or one has more than `MAX_STAGES` stages."""
     asked = list(schedules)
     found = sum(generator.actions(numbers) for generator, numbers in asked)
-    if found > MOST:
+    if found > MAX_ACTIONS:
         given = max(asked, key=lambda one: one[0].actions(one[1]))[1]
         raise ArgumentError(
             f"--ranks {given.ranks} --microbatches {given.microbatches}: that makes {found:,} actions, but at most "
-            f"{MOST:,} can be timed; pass fewer ranks, microbatches, chunks or slices"
+            f"{MAX_ACTIONS:,} can be timed; pass fewer ranks, microbatches, chunks or slices"
         )
     for _, numbers in asked:
         _refuse_stages(numbers.ranks, numbers.chunks)
@@ -232,10 +232,10 @@ def weigh(schedules: Iterable[tuple[Generator, Numbers]]) -> None:
 def weigh_search(ranks: int, microbatches: int, chunks: int, seconds: float) -> None:
     """Like `weigh`, for a search."""
     found = 3 * ranks * chunks * microbatches
-    if found > MOST_TO_SEARCH:
+    if found > MAX_TO_SEARCH:
         raise ArgumentError(
             f"--ranks {ranks} --microbatches {microbatches}: a schedule has {found:,} actions, but at most "
-            f"{MOST_TO_SEARCH:,} can be searched; pass fewer ranks, microbatches or chunks"
+            f"{MAX_TO_SEARCH:,} can be searched; pass fewer ranks, microbatches or chunks"
         )
     _refuse_stages(ranks, chunks)
     if found > ANNOUNCED // 10 or seconds > _PATIENT_SECONDS:
@@ -246,10 +246,10 @@ _PATIENT_SECONDS = 10.0
 
 
 def _refuse_stages(ranks: int, chunks: int) -> None:
-    if ranks * chunks > MOST_STAGES:
+    if ranks * chunks > MAX_STAGES:
         raise ArgumentError(
             f"--ranks {ranks} with {counted(chunks, 'stage')} per rank makes {ranks * chunks:,} stages; the limit is "
-            f"{MOST_STAGES:,}; use fewer ranks or chunks"
+            f"{MAX_STAGES:,}; use fewer ranks or chunks"
         )
 
 

@@ -65,7 +65,7 @@ def _times(outcome: Outcome) -> list[float]:
     return [*busy, *(time for by_cause in outcome.idle for time in by_cause.values())]
 
 
-_LEAST, _MOST = 1e-12, 1e18
+_LEAST, _MAX = 1e-12, 1e18
 """Numbers whose largest is between these are written without an exponent."""
 
 
@@ -76,7 +76,7 @@ def format_of(values: Sequence[float], most: int | None = None) -> Number:
     digits and an exponent.
     """
     largest = max(map(abs, values), default=0.0)
-    if largest and not _LEAST <= largest < _MOST:
+    if largest and not _LEAST <= largest < _MAX:
         return Number(None)
     if most is None:
         most = max(0, 4 - math.floor(math.log10(largest))) if largest else 0

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.plan import Choice, Cluster, Lost, Plan, Planned
     from penstock.plan.remedies import Remedy
 
-_MOST_LINES = 6
+_MAX_LINES = 6
 """For each way to lose."""
 
 _SEEN = 5e-4
@@ -31,7 +31,7 @@ _MOSTLY = 0.5
 _USUAL = "1f1b"
 """What people ask for."""
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 """Of which each is shown; of more, the first and last, and the fullest."""
 
 
@@ -168,9 +168,9 @@ def _kinds(devices: Sequence[int], cluster: Cluster) -> str:
 
 def _shown_ranks(plan: Plan) -> list[int]:
     ranks = plan.choice.ranks
-    if ranks <= _MOST_RANKS:
+    if ranks <= _MAX_RANKS:
         return [*range(ranks)]
-    return sorted({*range(_MOST_RANKS // 2), plan.fullest, *range(ranks - _MOST_RANKS // 2 + 1, ranks)})
+    return sorted({*range(_MAX_RANKS // 2), plan.fullest, *range(ranks - _MAX_RANKS // 2 + 1, ranks)})
 
 
 def _few(names: Sequence[str]) -> str:
@@ -202,7 +202,7 @@ def _reasons(found: Planned) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def _lines(some: Sequence[Lost], said: Callable[[Lost], str]) -> list[tuple[str, str]]:
-    lines = [(_named(one.choice), said(one)) for one in some[:_MOST_LINES]]
+    lines = [(_named(one.choice), said(one)) for one in some[:_MAX_LINES]]
     rest = len(some) - len(lines)
     return [*lines, (f"and {rest} more", "")] if rest else lines
 

@@ -36,7 +36,7 @@ replay's own error on this trace and what the change assumes; "at most" is said 
 are ordered by the gain that is certain."""
 """Printed below the options."""
 
-_MOST_RANKS = 16
+_MAX_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +295,10 @@ def _ranks(found: Explanation, unit: float) -> Table:
 
 def _shown(found: Explanation) -> list[RankTime]:
     ranks = list(found.where.ranks)
-    if len(ranks) <= _MOST_RANKS:
+    if len(ranks) <= _MAX_RANKS:
         return ranks
     busiest = sorted(ranks, key=lambda one: -one.compute_seconds)
-    return sorted([*busiest[: _MOST_RANKS // 2], *busiest[-_MOST_RANKS // 2 :]], key=lambda one: one.rank)
+    return sorted([*busiest[: _MAX_RANKS // 2], *busiest[-_MAX_RANKS // 2 :]], key=lambda one: one.rank)
 
 
 def _show_why(found: Explanation, console: Console, written: Written) -> None:

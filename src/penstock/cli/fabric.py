@@ -84,10 +84,10 @@ class RunOptions:
 
     def number(self) -> int:
         """How many hosts to make here. Raises ArgumentError for more than one machine can have."""
-        from penstock.network.machines import MOST
+        from penstock.network.machines import MAX_HOSTS
 
-        if self.hosts is not None and self.hosts > MOST:
-            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MOST}")
+        if self.hosts is not None and self.hosts > MAX_HOSTS:
+            raise ArgumentError(f"--hosts {self.hosts}: one machine can make at most {MAX_HOSTS}")
         return DEFAULT_HOSTS if self.hosts is None else self.hosts
 
     def spec(self, workload: Workload, network: Network, trials: int) -> Spec:

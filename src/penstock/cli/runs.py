@@ -53,24 +53,21 @@ def runs(
 
 def summaries(folder: Path) -> tuple[list[Summary], list[str]]:
     """The runs below a folder, and a sentence for each that is damaged. Raises ArgumentError if there is no folder."""
-    from penstock.runs import is_run, read_run
+    from penstock.runs import is_run
     from penstock.runs.folder import ABOUT
-    from penstock.runs.summary import LAST_STEPS_BYTES, Summary
+    from penstock.runs.summary import Summary
 
     if not folder.is_dir():
         raise ArgumentError(
             f"there is no folder {str(folder)!r}; penstock.pipeline(..., run='{folder}/NAME') makes one"
         )
-    found, damaged = [], []
+    found = []
     for depth in range(_DEEPEST + 1):
         for about in sorted(folder.glob("*/" * depth + ABOUT)):
             if "earlier" in about.relative_to(folder).parts or not is_run(about.parent):
                 continue
-            try:
-                found.append(Summary.of(read_run(about.parent), LAST_STEPS_BYTES))
-            except ArgumentError as error:
-                damaged.append(str(error))
-    return found, damaged
+            found.append(Summary.of_one(about.parent))
+    return [run for run in found if isinstance(run, Summary)], [why for why in found if isinstance(why, str)]
 
 
 def figures(run: Summary) -> dict[str, str]:

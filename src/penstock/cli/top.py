@@ -34,7 +34,7 @@ heard of them, without their memory."""
 
 _REFRESH_SECONDS = 0.5
 _COLORS = {"waits": "yellow", "failed": "red", "silent": "red", "gone": "red", "ended": "dim", "between steps": "dim"}
-_MOST_DAMAGED = 3
+_MAX_DAMAGED = 3
 """Files whose damage is shown."""
 _LINES_AROUND = 3
 """Of a screen, those that are neither ranks nor text: the head of the table, and the last one."""
@@ -198,7 +198,7 @@ def _parts(seen: Seen, most: int | None, *, broken: bool = True) -> list[Text | 
     parts: list[Text | Table] = [
         Text.assemble((str(seen.run.path), "bold"), f"  {about.model}: {about.schedule}, {sizes}, {about.device}"),
         Text("no step has ended yet" if seen.progress is None else seen.progress.said(over=seen.is_over)),
-        *(Text(sentence, "red") for sentence in seen.damaged[:_MOST_DAMAGED]),
+        *(Text(sentence, "red") for sentence in seen.damaged[:_MAX_DAMAGED]),
         Text(""),
     ]
     if not seen.ranks:

@@ -27,7 +27,7 @@ _USUAL_SHARE = 1 / 3
 _UNEVEN = 1.05
 _OWN = 1.3
 """An action is called slow by itself if it takes so many times what explains it."""
-_MOST_RANKS = 3
+_MAX_RANKS = 3
 _SAME_WORK = "the same work in sum"
 
 
@@ -213,7 +213,7 @@ def _even(trial: Trial, case: Case) -> Case:
 def _ranks(trial: Trial) -> Iterator[Idea]:
     """The slow ranks by what they lose, the worst few."""
     factors, numbers = trial.factors, [one.number for one in trial.step.replicas]
-    for one in slow_ranks(trial.step, factors)[:_MOST_RANKS]:
+    for one in slow_ranks(trial.step, factors)[:_MAX_RANKS]:
         scale, place = np.ones_like(factors.rank), numbers.index(one.replica)
         scale[place][one.slow] /= factors.rank[place][one.slow]
         ops = ", ".join(

@@ -15,7 +15,7 @@ from penstock.explain.event import Recording
 from penstock.explain.factors import factors_of, seconds_of
 from penstock.explain.measured import Run, Step, run_of
 from penstock.explain.predicted import Predicted
-from penstock.explain.schedules import MOST_ACTIONS
+from penstock.explain.schedules import MAX_ACTIONS
 from penstock.explain.stragglers import StepSummary, in_words, slowdowns_of, summaries
 from penstock.explain.where import Bubble, Where, bubble_of, where_of
 from penstock.schedule.timeline import Timeline
@@ -33,7 +33,7 @@ _EXACT = 1e-7
 """What was measured is never replayed so well."""
 _FAR = 0.25
 """A prediction that is wrong by such a share is said to be, first of all."""
-_MOST_ADVICE = 6
+_MAX_ADVICE = 6
 _APART, _IN_TURNS_AT = 0.01, 0.8
 _STEPS = 5
 """A gain has to show in so many steps, if there are as many."""
@@ -116,7 +116,7 @@ class Explanation:
     @property
     def advice(self) -> tuple[Change, ...]:
         """The first of the changes, as every page and screen lists them."""
-        return self.changes[:_MOST_ADVICE]
+        return self.changes[:_MAX_ADVICE]
 
     @property
     def nothing(self) -> str:
@@ -270,7 +270,7 @@ def _others(run: Run, trial: Trial, like: Sequence[Step]) -> list[Trial]:
     """The step without what is an action's own, the steps like it, or if there are none its own microbatches in other
     orders: what a change brings there, too, is certain."""
     step, schedule = trial.step, trial.slowest.schedule
-    if sum(map(len, schedule.rows)) * len(step.replicas) > MOST_ACTIONS // _STEPS:
+    if sum(map(len, schedule.rows)) * len(step.replicas) > MAX_ACTIONS // _STEPS:
         return []
     rolls = [schedule.microbatches * part // _STEPS for part in range(1, 1 if like else _STEPS)]
     return [

@@ -21,9 +21,9 @@ from penstock.simulate.columns import Columns, Floats
 from penstock.words import counted
 
 _MAX_PROCESSES = 10_000
-_MOST_TRIED = 200_000
+_MAX_TRIED = 200_000
 """Schedules of more actions are not compared with those that have a name."""
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 """So many missing stages are named."""
 
 
@@ -173,7 +173,7 @@ def _refuse_without_backward(recording: Recording) -> None:
     if ops and not any(op in (Op.B, Op.I) for op in ops):
         raise ArgumentError(
             f"{counted(len(ops), 'action')}, and no backward (B or I) among them: this is an evaluation, or a trace of "
-            "forwards only; give that of a training step"
+            "forwards only; pass that of a training step"
         )
 
 
@@ -211,10 +211,10 @@ def _missing(events: Sequence[Event], stages: int) -> str:
     ranks = {event.rank or 0 for event in events}
     if lacking := sorted(set(range(max(ranks))) - ranks):
         named = ", ".join(map(str, lacking))
-        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; give the trace of every rank"
-    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MOST_NAMED)):
+        return f"rank {named} has no actions, and there are ranks up to {max(ranks)}; pass the trace of every rank"
+    if lacking := list(islice((stage for stage in range(stages) if stage not in present), _MAX_NAMED)):
         named = ", ".join(map(str, lacking))
-        return f"no rank has stage {named}, and there are stages up to {stages - 1}; give the trace of every rank"
+        return f"no rank has stage {named}, and there are stages up to {stages - 1}; pass the trace of every rank"
     return ""
 
 
@@ -299,7 +299,7 @@ def _judged(schedule: Schedule) -> Schedule | str:
     if fatal:
         return summary(fatal, most=2)
     placement = schedule.placement
-    if sum(map(len, schedule.rows)) > _MOST_TRIED:
+    if sum(map(len, schedule.rows)) > _MAX_TRIED:
         return schedule
     chunks = placement.stages // placement.ranks // placement.pipelines
     numbers = Numbers(placement.ranks, schedule.microbatches, chunks)

@@ -87,6 +87,8 @@ class Run:
         found = validate(RecordFile, given, f"{folder} holds no run of penstock fabric: {RUN}")
         record = {**asdict(found), **given, "workload": found.workload.to_dict()}
         record["happened"] = [asdict(one) for one in found.happened]  # without entries of later versions
+        if found.network and found.network["hosts"] != found.hosts:
+            raise ArgumentError(f"{folder / RUN}: hosts={found.hosts:,}, but network.hosts={found.network['hosts']:,}")
         try:
             topology_of(record["network"])
         except (ValueError, OverflowError) as error:  # of which ArgumentError is one

@@ -31,7 +31,7 @@ REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 """Collectives that take a reduction op."""
 
 MAX_SECONDS = 1e9
-MOST_SIZES = 1000
+MAX_SIZES = 1000
 """The most sizes in a sweep."""
 
 
@@ -187,10 +187,8 @@ class Workload:
             raise ArgumentError(
                 f"a sweep from {first} bytes: pass a multiple of the element size, {element_bytes} bytes, above 0"
             )
-        if math.log(last / first) > MOST_SIZES * math.log(factor):
-            raise ArgumentError(
-                f"factor is {factor}: a sweep from {first} to {last} has more than {MOST_SIZES:,} sizes"
-            )
+        if math.log(last / first) > MAX_SIZES * math.log(factor):
+            raise ArgumentError(f"factor is {factor}: a sweep from {first} to {last} has more than {MAX_SIZES:,} sizes")
         sizes, size = [], float(first)
         while size <= last * (1 + 1e-9):
             sizes.append(min(round(size), last) // element_bytes * element_bytes)

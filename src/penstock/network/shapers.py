@@ -147,7 +147,7 @@ def _write_seconds(frame_bytes: int) -> float:
     descriptor = open_tap("probe", None)
     try:
         mtu = str(frame_bytes - 14)
-        subprocess.run([tool("ip") or "ip", "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
+        subprocess.run([tool("ip"), "link", "set", "probe", "mtu", mtu, "up"], check=True, capture_output=True)
         frame = bytes(12) + b"\x88\xb5" + bytes(frame_bytes - 14)  # an experimental EtherType, which nobody receives
         best = float("inf")
         for _ in range(_PROBES):

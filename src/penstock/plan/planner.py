@@ -248,7 +248,7 @@ def _complexity(plan: Plan) -> tuple[float, ...]:
     return (*numbers, plan.step_seconds, max(plan.memory_bytes))
 
 
-MOST_ACTIONS = 6000
+MAX_ACTIONS = 6000
 """Of an order worth searching: longer ones take minutes, and gain less."""
 
 
@@ -262,7 +262,7 @@ def searched(
         schedule: whose placement and microbatches are kept.
     """
     placement = schedule.placement
-    if 3 * placement.stages * schedule.microbatches > MOST_ACTIONS:
+    if 3 * placement.stages * schedule.microbatches > MAX_ACTIONS:
         return None
     room, (more, _, besides) = [], besides_of(schedule, units, where)
     for rank, limit in enumerate(limits_of(cluster, where.kinds)):

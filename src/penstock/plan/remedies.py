@@ -16,7 +16,7 @@ from penstock.plan.predict import shape_of
 from penstock.plan.sizes import Sizes
 from penstock.simulate.costs import LinkCost
 
-MOST_TIMES = 8
+MAX_TIMES = 8
 """So many times the devices are tried, at most."""
 
 MIB = 2**20
@@ -110,4 +110,4 @@ def _counts(sizes: Sizes, cluster: Cluster) -> Iterator[int]:
     if max(unit.held_bytes for unit in units) > limit:
         return
     least = max(cluster.devices + 1, math.ceil(held / limit))
-    yield from range(least, MOST_TIMES * cluster.devices + 1)
+    yield from range(least, MAX_TIMES * cluster.devices + 1)

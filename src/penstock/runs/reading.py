@@ -200,4 +200,5 @@ def joined(steps: list[StepRecord], added: Sequence[StepRecord]) -> list[StepRec
 
 
 def _fits(given: Any, length: int) -> bool:
-    return isinstance(given, list) and len(given) == length and all(isinstance(one, int) for one in given)
+    is_list = isinstance(given, list) and len(given) == length
+    return is_list and all(type(one) is int and 0 <= one < 1 << 63 for one in given)

@@ -32,7 +32,7 @@ PAGE = "penstock-page"
 """A header of the page's own questions: what cannot be answered is then an answer as others are."""
 _LONGEST = 4000
 """Characters of an address's question."""
-_MOST_WAITING = 8
+_MAX_WAITING = 8
 """Each page asks one question of a kind at a time."""
 
 
@@ -261,7 +261,7 @@ class Lane:
     async def run(self, request: Request, act: Callable[[], Response]) -> Response:
         """The answer of `act`, which is not begun if the one who asked has gone while others had their turn. Raises
         CrowdedError: too many wait already."""
-        if self._waiting >= _MOST_WAITING:
+        if self._waiting >= _MAX_WAITING:
             raise CrowdedError("server busy; retry in a moment")
         self._waiting += 1
         try:
