@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from penstock.errors import ArgumentError, check_counts
 from penstock.files import STRICT
@@ -73,16 +73,11 @@ class Wanted:
     pipeline: int | None = None
     microbatches: int | None = None
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """Those that are given, by name."""
-        every = {"replicas": self.replicas, "pipeline": self.pipeline, "microbatches": self.microbatches}
-        return {name: number for name, number in every.items() if number is not None}
-
     def misses(self, choice: Choice) -> list[float]:
-        """By what factor each given number is missed, as logarithms."""
-        numbers = {"replicas": choice.replicas, "pipeline": choice.ranks, "microbatches": choice.microbatches}
-        return [abs(math.log2(number / numbers[name])) for name, number in self.numbers.items()]
+        """By what factor each number that is given is missed, as logarithms."""
+        numbers = choice.replicas, choice.ranks, choice.microbatches
+        pairs = zip((self.replicas, self.pipeline, self.microbatches), numbers, strict=True)
+        return [abs(math.log2(one / number)) for one, number in pairs if one is not None]
 
 
 ANY = Wanted()
@@ -117,7 +112,8 @@ def choices(sizes: Sizes, cluster: Cluster, global_batch: int, wanted: Wanted = 
             "from all"
         )
     if not fitting:
-        given = ", ".join(f"{name}={number}" for name, number in wanted.numbers.items())
+        numbers = [*asdict(wanted).items()][1:]
+        given = ", ".join(f"{name}={number}" for name, number in numbers if number is not None)
         near = sorted(found, key=lambda one: (sum(by > 0 for by in wanted.misses(one)), sum(wanted.misses(one))))
         texts = dict.fromkeys(f"{one.replicas} x {one.ranks} x {one.microbatches}" for one in near)
         raise ArgumentError(
