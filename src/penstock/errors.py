@@ -2,6 +2,7 @@
 
     PenstockError
     ├── ArgumentError       (ValueError)    an argument is wrong: what was given, what was expected, what to do
+    │   └── PlanError                       a script cannot follow a plan: another model, device or number of ranks
     ├── ScheduleError       (ValueError)    a schedule is not legal, or its text cannot be read
     ├── PartitionError      (ValueError)    the model cannot be recorded or cut as asked
     ├── ShapeError          (ValueError)    a batch, or a value between stages, is not what was agreed on
@@ -33,6 +34,10 @@ class PenstockError(Exception):
 
 class ArgumentError(PenstockError, ValueError):
     """An argument is wrong. The message names it, what was given, what was expected and what to do."""
+
+
+class PlanError(ArgumentError):
+    """A plan is for another model, device or arrangement of ranks. `penstock run` shows this line alone."""
 
 
 class ScheduleError(PenstockError, ValueError):

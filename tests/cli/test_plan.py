@@ -99,6 +99,25 @@ def test_the_runtimes_time_for_each_action_counts(tmp_path: Path) -> None:
     assert expected(0.0)[0] < expected(5e-4)[0] < expected(1e-3)[0]
 
 
+def test_what_a_plan_must_have(profile: str) -> None:
+    asked = ("--profile", profile, "--pipeline", "4", "--microbatches", "8", "--schedule", "gpipe,1f1b")
+    plans = as_json(*JOB, *asked)["plans"]
+    assert {(one["choice"]["ranks"], one["choice"]["microbatches"]) for one in plans} == {(4, 8)}
+    assert {one["choice"]["replicas"] for one in as_json(*JOB, "--profile", profile, "--replicas", "2")["plans"]} == {2}
+    assert "--replicas 3: no plan for 4 devices" in refusal(*JOB, "--profile", profile, "--replicas", "3")
+    said = refusal(*JOB, "--profile", profile, "--tensor-parallel", "2")
+    assert "--tensor-parallel 2 is for a --transformer" in said
+
+
+def test_the_optimizers_step_counts_as_the_profile_measured_it(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    replace(PROFILE, optimizer_byte_seconds=1e-9).save(file)
+    best = as_json(*JOB, "--profile", str(file), "--pipeline", "4", "--schedule", "1f1b")["plans"][0]
+    assert best["optimizer_seconds"] == pytest.approx(2 * 100_000_000 * 1e-9)
+    without = best["pipeline_seconds"] + best["reduce_seconds"]
+    assert best["step_seconds"] == pytest.approx(without + best["optimizer_seconds"])
+
+
 def test_nothing_fits_and_it_says_what_would(profile: str) -> None:
     job = (*JOB, "--profile", profile, "--schedule", "1f1b,gpipe")
     done = penstock(*job, "--memory", "200mib", columns=400)

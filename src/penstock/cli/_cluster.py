@@ -108,12 +108,15 @@ class ClusterOptions:
             parts.append(f"{counted(given.per_host, 'device')} a host, {given.between_hosts} between hosts")
         return ["; ".join(parts)]
 
-    def read(self, measured: LinkCost | None = None, action_seconds: float | None = None) -> Cluster:
+    def read(
+        self, measured: LinkCost | None = None, action_seconds: float | None = None, update: float = 0.0
+    ) -> Cluster:
         """The cluster. Raises ArgumentError if an option is wrong.
 
         Args:
             measured: the link, unless --link says it.
             action_seconds: unless --action-seconds says it.
+            update: `Cluster.optimizer_byte_seconds`.
         """
         from penstock.plan import Cluster
         from penstock.simulate import NO_COST
@@ -127,6 +130,7 @@ class ClusterOptions:
             kinds=self._kinds(),
             host_link=link_of(self.host_link),
             action_seconds=(action_seconds or 0.0) if self.action_seconds is None else self.action_seconds,
+            optimizer_byte_seconds=update,
         )
 
     def _kinds(self) -> tuple[Kind, ...]:

@@ -73,9 +73,12 @@ def show(found: Planned, console: Console, cluster: Cluster) -> None:
     console.print()
     equal = sum(plan.step_seconds <= EQUAL * best.step_seconds for plan in shown)
     tie = f" The first {equal} are as good as equal (within 0.5%): the simplest is first." if equal > 1 else ""
+    update = (
+        f" A step of the first ends with {best.optimizer_seconds:.2g} s of AdamW." if best.optimizer_seconds else ""
+    )
     console.print(
         "dp: replicas. pp: ranks. v: stages a rank. m: microbatches a replica, of so many rows. Idle: the share of "
-        f"the ranks' time that is lost. Memory: of the fullest rank.{tie}",
+        f"the ranks' time that is lost. Memory: of the fullest rank.{update}{tie}",
         style="dim",
     )
     console.print("\n[bold]Rank layout of the best plan[/]")

@@ -158,6 +158,16 @@ class SplitOptions:
         }
 
 
+def compute_as_ranks(ranks: int) -> None:
+    """Computes from now on with as many threads as each of so many ranks gets under `penstock run` on this machine."""
+    import torch
+
+    from penstock.launch.processes import cores_for
+
+    for number in cores_for(ranks, None).values():
+        torch.set_num_threads(int(number))
+
+
 @contextlib.contextmanager
 def loaded(name: str, what: str, *, weights: bool = True) -> Iterator[Target]:
     """Calls TARGET with seed 0 and yields what it returns. Inside the block, everything printed goes to stderr.

@@ -74,7 +74,7 @@ def show(found: Inspection, console: Console) -> None:
         console.print()
         console.print(_crossings(found))
     if found.memory:
-        console.print()
+        console.print("\nmemory of each rank under the schedule")
         console.print(_memory(found))
     if lines := _remarks(found):
         console.print()
@@ -83,13 +83,15 @@ def show(found: Inspection, console: Console) -> None:
 
 
 def _stages(found: Inspection) -> Table:
-    heads = ("work", "parameters", "share", "size", "gradients", "activations")
+    known = any(stage.seconds is not None for stage in found.stages)
+    heads = ("work", *(("ms",) if known else ()), "parameters", "share", "size", "gradients", "activations")
     made = table("stage", "begins at", *heads, left=2, overflow="fold")
     for stage in found.stages:
         made.add_row(
             str(stage.index),
             Text(stage.begins or "the start"),
             f"{stage.work_share:.1%}",
+            *((f"{1e3 * (stage.seconds or 0.0):.3g}",) if known else ()),
             f"{stage.parameters:,}",
             f"{stage.parameter_share:.1%}",
             sized(stage.parameter_bytes),
@@ -119,8 +121,8 @@ def _crossings(found: Inspection) -> Table:
 
 
 def _memory(found: Inspection) -> Table:
-    kinds = ("parameters", "gradients", "activations", "working", "batch", "peak")
-    made = table("memory of rank", *kinds, overflow="fold")
+    kinds = ("parameters", "gradients", "optimizer", "activations", "working", "batch", "peak")
+    made = table("rank", *kinds, overflow="fold")
     for rank, each in enumerate(found.memory):
         made.add_row(str(rank), *(sized(getattr(each, kind)) for kind in kinds))
     return made

@@ -15,7 +15,7 @@ from rich.text import Text
 from penstock.cli._cluster import ClusterOptions, cautions, check_of
 from penstock.cli._options import Json, option, output_option, spread
 from penstock.cli._plans import show, show_lack
-from penstock.cli._target import profile_target, profiles_of
+from penstock.cli._target import compute_as_ranks, profile_target, profiles_of
 from penstock.cli._transformer import TransformerOptions
 from penstock.errors import ArgumentError
 from penstock.words import counted
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EPILOG = """\
 A plan uses every device and trains exactly --global-batch rows a step: replicas * microbatches * a microbatch's rows. \
 Times are simulated from those of the profile; a stage's gradients are summed over replicas from the end of its last \
-backward, beside what is left, and the optimizer takes no time."""
+backward, beside what is left. A step ends with the optimizer's, as long as the profile measured AdamW's."""
 """Printed below the options."""
 
 
@@ -51,6 +51,9 @@ def plan(
         ),
     ] = None,
     schedule: Annotated[str | None, option("Schedules to choose from: 1f1b,zb-h1; by default all.")] = None,
+    replicas: Annotated[int | None, option("Data-parallel replicas; by default any number.", min=1)] = None,
+    pipeline: Annotated[int | None, option("Ranks of each pipeline; by default any number.", min=1)] = None,
+    microbatches: Annotated[int | None, option("Microbatches of each replica; by default any number.", min=1)] = None,
     search: Annotated[
         float,
         option(
@@ -67,12 +70,13 @@ def plan(
 
     TARGET is a function that returns (model, args, target, loss), as for
     `penstock verify`. It is measured here, with its whole batch and an eighth
-    of it as microbatches. To plan for another device, profile there, and pass
+    of it as microbatches, and on a CPU with as many threads as each of so many
+    ranks gets. To plan for another device, profile there, and pass
     the files, or name it (--device h100) for an estimate. For a transformer that
     is only numbers yet, pass --transformer.
     """
     from penstock.balance import Profile
-    from penstock.plan import Sizes, make_plans
+    from penstock.plan import Sizes, Wanted, make_plans
     from penstock.plan.remedies import remedies
     from penstock.plan.stage_costs import assumed, slowest_link, usual_link
 
@@ -83,18 +87,20 @@ def plan(
         paper = numbers.read(cluster.read(), cluster.per_host, cluster.kind)
         known, sizes = paper.cluster(), paper.sizes()
     else:
+        numbers.check_unused()
         cluster.specified.read()  # raises before anything is measured
         profiles = _profiles(target, profile or [], cluster)
         sizes, measured = Sizes.of(profiles), next(filter(None, map(slowest_link, profiles)), None)
         action = next((one.action_seconds for one in profiles if one.action_seconds is not None), None)
-        known = cluster.specified.read(measured or usual_link(profiles[0].device), action)
+        update = max(one.optimizer_byte_seconds or 0.0 for one in profiles)
+        known = cluster.specified.read(measured or usual_link(profiles[0].device), action, update)
         if cluster.specified.link is None and measured is None and known.devices > 1:
             unsaid = (
                 f"Nobody measured links: {assumed(known.link)}, sums likewise. Pass --link, or a profile made with "
                 "--links."
             )
-    names = _names(schedule)
-    found = make_plans(sizes, known, global_batch, names, search_seconds=search)
+    wanted = Wanted(_names(schedule), replicas, pipeline, microbatches)
+    found = make_plans(sizes, known, global_batch, wanted, search_seconds=search)
     if out is not None and found.best:
         found.best[0].save(out)
     if as_json:
@@ -112,7 +118,7 @@ def plan(
         if found.best:
             show(found, console, known)
         elif found.nearest is not None:
-            told = remedies(sizes, known, global_batch, names, found.nearest)
+            told = remedies(sizes, known, global_batch, wanted, found.nearest)
             show_lack(found, known, [*told], console, group)
         if unsaid:
             console.print(f"\n{unsaid}")
@@ -167,6 +173,8 @@ def _profiles(target: str | None, files: Sequence[Path], cluster: ClusterOptions
     def measure(given: Target) -> list[Profile]:
         estimate = {} if kind is None else {"device": kind, "calibrate": cluster.calibrate or ()}
         options = {"budget_seconds": 1.0, "target": given.target, **estimate}
+        if kind is None:
+            compute_as_ranks(cluster.per_host or cluster.read().devices)
         whole = profile_target(given, microbatches=1, **options)
         pieces = min(8, rows_of(whole))
         return [whole] if pieces == 1 else [whole, profile_target(given, microbatches=pieces, **options)]

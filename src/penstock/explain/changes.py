@@ -187,7 +187,7 @@ def _cut(trial: Trial) -> Iterator[Idea]:
         return
     starts, *ends = known.recut([float(total) for total in totals])
     moves = [
-        f"begin stage {place} at {known.units[new_one]} instead of {known.units[old]}"
+        f"begin stage {place} at {known.units[new_one].name} instead of {known.units[old].name}"
         for place, (old, new_one) in enumerate(zip(known.starts, starts, strict=True))
         if old != new_one
     ]

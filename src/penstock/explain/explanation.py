@@ -291,7 +291,7 @@ def _doubts(predicted: Predicted, trial: Trial, seconds: float) -> list[str]:
 
 def _guess(predicted: Predicted, trial: Trial) -> str:
     """What was taken for the run's cuts, and whether that can be."""
-    names = ", ".join(predicted.units[start] for start in predicted.starts[1:])
+    names = ", ".join(predicted.units[start].name for start in predicted.starts[1:])
     taken = f"the run's cuts are taken to be the profile's own best ({names}); --cuts says otherwise"
     measured = [float(total) for total in trial.totals]
     if not predicted.unlikely(measured):

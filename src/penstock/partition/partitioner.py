@@ -300,7 +300,7 @@ class Partitioner:
             saved=saved_of(recording, split) if self._sees_saved else (),
             costs=self._decision.costs,
             link=self._decision.link,
-            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work, self._chooses)),
+            notes=(*recording.notes, *unused_note(recording, stages), *notes_on(self._decision, work)),
             origins=origins(recording, stages),
             guards=recording.guards,
             is_foreign=recording.is_foreign,

@@ -61,6 +61,8 @@ class StageFound:
         modules: the names of the modules that run on it, none within another.
         activation_bytes: what a microbatch keeps on it from its forward to its backward, besides parameters and
             buffers; None if that cannot be seen.
+        seconds: its forward and backward of a microbatch, as they were measured or the profile says where the model is
+            cut by that; None if it is not.
     """
 
     index: int
@@ -77,6 +79,7 @@ class StageFound:
     inputs: tuple[str, ...]
     modules: tuple[str, ...]
     activation_bytes: int | None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +311,9 @@ def _stage(partition: Partition, index: int, parameters: int, asked: torch.dtype
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
         modules=modules_of(stage),
         activation_bytes=partition.saved[index] if partition.saved else None,
+        seconds=partition.costs[index].forward_seconds + partition.costs[index].backward_seconds
+        if partition.costs
+        else None,
     )
 
 

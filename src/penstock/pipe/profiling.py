@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.balance import Profile, estimated, fitted, read_profile
+from penstock.balance import OPTIMIZER_VALUES, Profile, estimated, fitted, read_profile
 from penstock.errors import ArgumentError, check_counts
 from penstock.hardware import Device, Efficiency
 from penstock.hardware import device as known
@@ -41,6 +41,9 @@ FEW, MANY = 2, 10
 """Microbatches. A longer step has so many more actions, and nothing else more."""
 
 STEPS = 10
+
+OPTIMIZED = 2**21
+"""Values of the parameter with which an optimizer is timed: with gradient and state more than most caches hold."""
 
 
 def profile(
@@ -107,6 +110,7 @@ def profile(
         found = _measured(partitioner, pieces, None if kind is not None else budget_seconds, there, per_row)
         if kind is not None:
             return estimated(found, kind, _efficiency(calibrate, kind))
+        found = replace(found, optimizer_byte_seconds=optimizer_byte_seconds(there or torch.device(found.device)))
         # other devices compute while the runtime goes on
         return replace(found, action_seconds=action_seconds()) if found.device == "cpu" else found
 
@@ -239,6 +243,20 @@ def action_seconds() -> float:
         layer, x = _layer(), _zeros(1).requires_grad_()
         bare = _least(lambda: torch.autograd.backward(layer(x), torch.ones_like(x)))
     return max(0.0, (whole - bare) / 2)  # a forward and a backward
+
+
+def optimizer_byte_seconds(device: torch.device) -> float:
+    """What a step of AdamW takes on this device per byte of its state, which is more than caches hold."""
+    weight = nn.Parameter(torch.zeros(OPTIMIZED, device=device, dtype=torch.float32))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = torch.optim.AdamW([weight])
+
+    def step() -> None:
+        optimizer.step()
+        weight[0].item()  # waits for the device
+
+    step()  # makes its state
+    return _least(step) / (OPTIMIZER_VALUES * weight.nbytes)
 
 
 def _step_seconds(microbatches: int) -> float:

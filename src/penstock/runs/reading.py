@@ -42,7 +42,7 @@ class Memory:
     Attributes:
         bytes: after each action of the rank's track in the step's timeline.
         measured: whether its device had allocated that; otherwise it is what the schedule and the stages' bytes say:
-            parameters, gradients and activations, without an optimizer's state and what an action needs while it runs.
+            parameters, gradients, Adam's state and activations, without what an action needs while it runs.
     """
 
     rank: int
