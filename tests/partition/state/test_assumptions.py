@@ -260,6 +260,16 @@ def test_what_steps_change_themselves_is_not_recorded_again() -> None:
         assert len(list(pipe.session.steps.bound_schedules)) == 1
 
 
+def test_an_empty_place_among_layers_is_no_change() -> None:
+    """x-transformers keeps `[norm before, norm between, norm after]` for each layer, with None where there is none."""
+    model, x, y = Model(), torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    model.norms = nn.ModuleList([nn.LayerNorm(WIDTH), None])  # type: ignore[list-item]
+    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=2) as pipe:
+        for _ in range(3):
+            pipe.step(x, target=y)
+        assert len(list(pipe.session.steps.bound_schedules)) == 1
+
+
 def test_a_rate_that_is_no_longer_0_draws_from_keyed_streams() -> None:
     gradients = []
     for ranks in (1, 2):

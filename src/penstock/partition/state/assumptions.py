@@ -89,7 +89,7 @@ class Assumptions:
         for name, module in self.opened.items():
             for attribute, value in vars(module).items():
                 if attribute in HOOKS:
-                    numbers = tuple(_Same(v) for v in value.values() if not _is_ours(v))
+                    numbers = tuple(None if v is None else _Same(v) for v in value.values() if not _is_ours(v))
                     if numbers:
                         found[name, attribute] = numbers
                 elif attribute not in OF_TORCH:
