@@ -103,8 +103,7 @@ def _record(attempt: Attempt, choices: Mapping[int, bool], fake_calls: frozenset
                 result = _run_checked(recorder, mode, inputs, given.structure, attempt.functions)
                 _check_leftovers(snapshot, loan, recorder, names)
                 left = gather(
-                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real),
-                    gone=recorder.observer.gone,
+                    *(reach, recorder.is_seen, loan.names, provenance, attempt.grain, units.values(), recorder.real)
                 )
                 recording = _finish(recorder, loan, result, left, attempt.grain)
                 _check_stateless(recorder)
