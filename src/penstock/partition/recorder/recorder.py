@@ -40,7 +40,7 @@ from penstock.partition.state.attribute_outputs import attributes_of, taken
 from penstock.partition.state.provenance import Call as Running
 from penstock.partition.state.reach import Reach
 from penstock.partition.units.opening import Opening
-from penstock.partition.units.units import Call, Regroup, Unit
+from penstock.partition.units.units import Call, Learned, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.values.passed import Passed
 from penstock.partition.watch.observer import Observer
@@ -237,7 +237,7 @@ class Recorder(Writer, TorchFunctionMode):
             leaves = flatten((args, kwargs)).leaves
             for leaf in leaves:
                 if (refusal := self._hidden(leaf)) is not None:
-                    raise Regroup(refusal, opened=[unit.name])
+                    raise Learned(refusal, opened=[unit.name])
             self.known.expose(leaf for leaf in leaves if isinstance(leaf, Tensor))
             given = Passed(args, kwargs, self._kept)
             self.chance.check_generators()
@@ -277,7 +277,7 @@ class Recorder(Writer, TorchFunctionMode):
                     why, self.scope, otherwise="Call it in a module of its own, and name that in leaves=[...]"
                 )
             if unit:
-                raise Regroup(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
+                raise Learned(f"{source.current_line()}, in {unit!r}, marks where a stage may begin", opened=[unit])
             self._write(calls.Target("call_function", cut, (), {}), "call", None, False, frozenset())
 
     def _take_out(self, fact: Fact, unit: Unit) -> None:

@@ -22,7 +22,7 @@ from penstock.partition.state.carried_over import carried
 from penstock.partition.state.provenance import Call, Foreign
 from penstock.partition.state.reach import Holder, Reach
 from penstock.partition.state.remembered import Remembered
-from penstock.partition.units.units import Regroup, Unit
+from penstock.partition.units.units import Learned, Unit
 from penstock.partition.values.objects import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.watch.observer import Observer
 from penstock.trees import flatten, map_tensors
@@ -50,7 +50,7 @@ class SideChannels:
         return self._held[unit.name]
 
     def check_call(self, call: Call) -> None:
-        """Raises Regroup or PartitionError if a call that is not a unit read what it was not given."""
+        """Raises Learned or PartitionError if a call that is not a unit read what it was not given."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader is call]
         if not read:
             return
@@ -62,7 +62,7 @@ class SideChannels:
         for module in reversed(self._observer.stack):
             name = names.get(id(module), "")
             if name and held <= _memory_of(module):
-                raise Regroup(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
+                raise Learned(f"{refusal}. {name!r} would have to run as a whole", whole=[name])
         raise PartitionError(
             f"{refusal}, and no module but the model encloses it. Give the part of the model that makes this call a "
             "module of its own, with these layers in it: it runs as a whole then"
@@ -165,11 +165,11 @@ class SideChannels:
         return frozenset(n for one, other in pairs for n, m in zip(one, other, strict=False) if n != m)
 
     def check_units(self, known: Collection[int]) -> None:
-        """Raises Regroup if a unit read what it was not given. `known`: the memory of what has a node."""
+        """Raises Learned if a unit read what it was not given. `known`: the memory of what has a node."""
         read = [f for f in self._observer.provenance.foreign.values() if f.reader.unit]
         if not read:
             for name, places in self._swayed.items():
-                raise Regroup(
+                raise Learned(
                     f"the forward changes {places} before it runs {name!r}, but its stage would not see that change. "
                     "Pass what it needs as an argument",
                     opened={*self._swayed, *self._writers},
@@ -177,13 +177,13 @@ class SideChannels:
             return
         opened = {f.reader.scope for f in read} | set(self._swayed) | (self._writers if self._swayed else set())
         opened |= {f.made.unit for f in read if f.made is not None and f.made.unit and f.storage not in known}
-        raise Regroup("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
+        raise Learned("; ".join(dict.fromkeys(map(_refusal, read[:3]))), opened=opened)
 
     def open_maker(self, tensor: Tensor, refusal: str) -> None:
-        """Raises Regroup if a unit made a tensor that has no node and is used by a call outside it."""
+        """Raises Learned if a unit made a tensor that has no node and is used by a call outside it."""
         made = self._observer.provenance.maker(tensor)
         if made is not None and made.unit in self._units:
-            raise Regroup(f"{refusal}. It was made in {made}", opened=[made.unit])
+            raise Learned(f"{refusal}. It was made in {made}", opened=[made.unit])
 
 
 def _differs(before: Any, key: Any, value: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import PartitionError
 from penstock.partition.state.provenance import Provenance
 from penstock.partition.state.reach import Holder, Reach, is_below
-from penstock.partition.units.units import Grain, Regroup, Unit
+from penstock.partition.units.units import Grain, Learned, Unit
 from penstock.partition.values.objects import CONSTANTS, tensors_in
 
 SMALL = 1024
@@ -132,7 +132,7 @@ def gather(
         provenance, grain, units: the recording's.
         real: the units that ran on made-up inputs: a number that one leaves in an attribute is meaningless.
 
-    Raises Regroup if units must be opened to carry what they left.
+    Raises Learned if units must be opened to carry what they left.
     """
     names = {unit.name for unit in units}
     found, to_open = [], set()
@@ -157,7 +157,7 @@ def gather(
             found.append(Behind(place, key, value, frozenset(makers if whole else ()), tuple(small)))
     if to_open:
         texts = ", ".join(sorted(to_open)[:4])
-        raise Regroup(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+        raise Learned(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
     return found
 
 
