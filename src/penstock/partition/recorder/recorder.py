@@ -325,18 +325,16 @@ class Recorder(Writer, TorchFunctionMode):
         finally:
             self._paused = False
 
-    def _run_unit(
-        self, original: Call, unit: Unit, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, list[Any], frozenset[int]], bool]:
+    def _run_unit(self, original: Call, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, list[Any], frozenset[int]]:
         """Runs a unit on fake tensors or, if that fails, for real.
 
-        Returns its result, which of its modules drew, and what it wrote; and whether it could run on fake tensors.
+        Returns its result, which of its modules drew, and what it wrote.
         """
         depth, called, work = len(self.observer.stack), len(self.observer.calls), self.observer.work
         try:
             # Outside any checkpoint: its hooks would hide what a stage saves, and stages do not rerun anything for it.
             with quiet(), self.observer.saved.watching():
-                return (original(unit.module, *args, **kwargs), *self.observer.take()), True
+                return original(unit.module, *args, **kwargs), *self.observer.take()
         except PartitionError:
             raise
         except Exception as error:  # anything a fake kernel raises; if the unit itself is wrong, it raises again
@@ -351,7 +349,7 @@ class Recorder(Writer, TorchFunctionMode):
             self.real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
             self._why_real.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
-            return (result, may_draw(unit.module, drew), writes), False
+            return result, may_draw(unit.module, drew), writes
 
     def _shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.real or self.sized:

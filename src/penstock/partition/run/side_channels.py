@@ -68,8 +68,8 @@ class SideChannels:
             "module of its own, with these layers in it: it runs as a whole then"
         )
 
-    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
-        """Calls `run(args, kwargs)` for a unit and returns its result; `run` also says whether fake tensors sufficed.
+    def run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
+        """Calls `run(args, kwargs)` for a unit and returns its result.
 
         Notes what it finds that others have set since the forward began, and what it leaves for its next call.
         """
@@ -79,21 +79,18 @@ class SideChannels:
         finally:
             self._reach.cached.forget()
 
-    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Callable[[Any, Any], tuple[Any, bool]]) -> Any:
+    def _run_unit(self, unit: Unit, args: Any, kwargs: Any, run: Run) -> Any:
         places = self._reach.of(unit.name)
         now = [(place, place.copied()) for place in places]
         found = [(place, key, value) for place in places if place.is_changed() for key, value in place.changes()]
         if names := [place.name(key) for place, key, value in found if self._reads(unit, place, key, value)]:
             self._swayed[unit.name] = shortened(names)
-        result, on_fakes = run(args, kwargs)
+        result = run(args, kwargs)
         changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
         written = list({id(place): place for place, *_ in changes}.values())
         self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
-        own = [place for place in written if not self._reach.belongs_to(place, unit.name)]
-        if own:
+        if not all(self._reach.belongs_to(place, unit.name) for place in written):
             self._writers.add(unit.name)
-        if not on_fakes:
-            _refuse_numbers(unit, own)
         if written and unit.name not in self.remembered:
             self._look_for_state(unit, changes, args, kwargs, run)
         return result
@@ -202,26 +199,6 @@ def _refusal(read: Foreign) -> str:
         f"{read.at} uses a tensor of shape {read.shape} that was made in {made} and was not passed to it as an "
         "argument. Pass it as an argument and return it from where it is made"
     )
-
-
-def _refuse_numbers(unit: Unit, places: Collection[Holder]) -> None:
-    """Raises PartitionError if a unit that ran on made-up inputs left numbers that it computed from them."""
-    for place in places:
-        for key, value in place.changes():
-            if _holds_numbers(value):
-                raise PartitionError(
-                    f"{unit.name!r} leaves a number in {place.name(key)}, computed from the values of its inputs: "
-                    "blocks on other stages would not see it. Return it as a tensor, or name a module that encloses "
-                    "all that use it in leaves=[...]"
-                )
-
-
-def _holds_numbers(value: Any) -> bool:
-    if isinstance(value, (list, tuple, set)):
-        return any(map(_holds_numbers, value))
-    if isinstance(value, dict):
-        return any(map(_holds_numbers, value.values()))
-    return isinstance(value, (bool, int, float, complex)) or type(value).__module__ == "numpy"
 
 
 def _memory_of(module: nn.Module) -> frozenset[int]:
