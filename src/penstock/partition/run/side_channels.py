@@ -87,11 +87,10 @@ class SideChannels:
             self._swayed[unit.name] = shortened(names)
         result = run(args, kwargs)
         changes = [(p, k, v) for p, then in now if p.differs(then) for k, v in p.changes() if _differs(then, k, v)]
-        written = list({id(place): place for place, *_ in changes}.values())
         self._setters |= {(id(place), key): unit.name for place, key, _ in changes}
-        if not all(self._reach.belongs_to(place, unit.name) for place in written):
+        if not all(self._reach.belongs_to(place, unit.name) for place, *_ in changes):
             self._writers.add(unit.name)
-        if written and unit.name not in self.remembered:
+        if changes and unit.name not in self.remembered:
             self._look_for_state(unit, changes, args, kwargs, run)
         return result
 
