@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import ArgumentError
+from penstock.errors import ArgumentError, check_counts
 from penstock.files import STRICT
 from penstock.plan.cluster import Cluster
 from penstock.plan.sizes import Sizes
@@ -43,10 +43,8 @@ class Choice:
     rows: int
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "ranks", "chunks", "microbatches", "rows"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected an integer >= 1")
+        counts = ("replicas", "ranks", "chunks", "microbatches", "rows")
+        check_counts(**{name: getattr(self, name) for name in counts})
         if not isinstance(self.schedule, str):
             raise ArgumentError(f"schedule={self.schedule!r}: expected a name")
 
@@ -162,7 +160,7 @@ def _nothing_divides(sizes: Sizes, cluster: Cluster, global_batch: int) -> str:
     near = sorted({global_batch // least * least, -(-global_batch // least) * least} - {0})
     return (
         f"global_batch={global_batch} cannot be divided over {counted(cluster.devices, 'device')}: a pipeline has at "
-        f"most {counted(units, 'unit')}, so there are at least {least} replicas; give {' or '.join(map(str, near))}"
+        f"most {counted(units, 'unit')}, so there are at least {least} replicas; pass {' or '.join(map(str, near))}"
     )
 
 
