@@ -368,3 +368,8 @@ def in_checkpoint() -> bool:
     """Whether the running code is inside torch's checkpointing (`use_reentrant=False`), so backward will rerun it."""
     hooks = saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward, in which a checkpoint runs forwards again. Torch's checkpoint asks so."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -30,6 +30,7 @@ VERBS: dict[str, dict[str, Any]] = {
     "inspect": {},
     "profile": {},
     "verify": {},
+    "blame": {"context_settings": {"allow_interspersed_args": False}},
     "export": {},
     "schedules": {},
     "simulate": {},
