@@ -72,9 +72,12 @@ class Root:
         """Copies of what parameters and buffers are now."""
         return {name: _copy(tensor) for name, tensor in self.tensors.items()}
 
-    def has_changed(self) -> bool:
-        """Whether any weight has, since the step began."""
-        return any(t.requires_grad and not same_bits(t, self.before[n].to(t.device)) for n, t in self.tensors.items())
+    def has_ended(self) -> bool:
+        """Whether weights have changed since the step began, or gradients that were there are gone."""
+        trained = [(name, tensor) for name, tensor in self.tensors.items() if tensor.requires_grad]
+        if any(not same_bits(tensor, self.before[name].to(tensor.device)) for name, tensor in trained):
+            return True
+        return not any(tensor.grad is not None and tensor.grad.any() for name, tensor in trained if name in self.grads)
 
     def call(self, microbatch: int, run: Callable[[], Any]) -> Any:
         """Notes a forward."""
@@ -155,7 +158,7 @@ class Watch:
 
     def enter_step(self) -> None:
         """Forwards begin: if the weights have changed since the last ones, so does a step."""
-        if self._updated or any(root.grads and root.has_changed() for root in self.roots.values()):
+        if self._updated or any(root.grads and root.has_ended() for root in self.roots.values()):
             self.flush()
             self.step += 1
             self._begin()
@@ -171,7 +174,7 @@ class Watch:
         if roots and self.step < self.steps:
             noted = {"rank": self.rank, "step": self.step, "threads": torch.get_num_threads(), "roots": roots}
             noted |= {"losses": self.losses, "targets": self.targets, "clips": self.clips, "updates": self.updates}
-            noted["is_complete"] = self._updated or any(root.has_changed() for root in self.roots.values())
+            noted["is_complete"] = self._updated or any(root.grads and root.has_ended() for root in self.roots.values())
             file = self.folder / f"step-{self.step}-{self.rank}.pt"
             torch.save(noted | {"unclipped": self.unclipped}, file.with_suffix(".part"))
             file.with_suffix(".part").rename(file)

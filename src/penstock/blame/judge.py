@@ -28,12 +28,16 @@ from penstock.proof.first_difference import (
     usual_factors,
 )
 from penstock.proof.trail import BACKWARD, FORWARD, Place, Trail
+from penstock.trees import map_tensors
 from penstock.words import shortened
 
 NOTHING_MAPPED = (
     "none of the unsplit model's parameters was found in the pipeline: names, shapes and values all differ; return the "
     "model that the script splits, or pass names= to penstock.blame.capture"
 )
+NOT_ZEROED = "gradients were not set to zero: those of the step before are in it"
+MOST_ROWS = 64
+"""Of a batch, whose labels are tried for a microbatch."""
 
 
 def judge(noted: Noted, model: nn.Module, feed: Feed) -> Blame:
@@ -57,7 +61,8 @@ class _Judge:
     compared: int = 0
     notes: list[str] = field(default_factory=list)
     updates: updates.Updates = field(default_factory=updates.Updates)
-    before: dict[str, Tensor] = field(default_factory=dict)
+    right: Replayed | None = None
+    gradient_count: int = 0
 
     def step(self, step: int) -> Finding | None:
         """The first wrong action of a step."""
@@ -75,7 +80,7 @@ class _Judge:
             if name in part.modules
         }
         cast = next((part.steps[step]["autocast"] for part in parts if part.steps[step]["autocast"]), "")
-        right = self.replay.step(at, state, gradients, random, cast)
+        right = self.right = self.replay.step(at, state, gradients, random, cast)
         wrong = [row for row in self._results(step, right) if not row.ok and row.verdict != "undefined"]
         update = None if wrong else self._update(step, right)
         if not wrong and update is None:
@@ -118,6 +123,7 @@ class _Judge:
 
     def _results(self, step: int, right: Replayed) -> Iterator[Comparison]:
         """Gradients before clipping, and buffers."""
+        self.gradient_count = 0
         buffers = {name for name, _ in self.replay.model.named_buffers()}
         trained = {name for name, tensor in self.replay.tensors.items() if tensor.requires_grad}
         for part in self.noted.parts:
@@ -126,18 +132,25 @@ class _Judge:
                     self.compared += 1
                     yield compare("buffer", name, (part.stage,), value, right.buffers[name], exact=False)
             grads = self.gradients(part, step)
-            for name in [n for n in part.steps[step]["trained"] if part.tensors.get(n) in trained]:
-                other = part.tensors[name]
+            for name, other in part.tensors.items():
+                if other not in trained:
+                    continue
                 expected = self._expected(other, right)
                 if name in grads or expected is not None:
-                    self.compared += 1
+                    self.compared, self.gradient_count = self.compared + 1, self.gradient_count + 1
                     yield self._compared(part, other, grads.get(name), expected, right)
 
     def gradients(self, part: Part, step: int) -> Mapping[str, Tensor]:
-        """By the part's own names, before they are clipped."""
-        noted = self.noted.files[part.rank][step]
+        """By the part's own names, before they are clipped. Where clipping was not noted, as it is the script's own
+        code, its factor is taken from most of them."""
+        noted, grads = self.noted.files[part.rank][step], dict(part.steps[step]["grads"])
         unclipped = {name: grad for (i, name), grad in noted["unclipped"].items() if i == part.index}
-        return unclipped or dict(part.steps[step]["grads"])
+        if unclipped or self.feed.max_norm is None or noted["clips"]:
+            return unclipped or grads
+        of = {part.tensors[name]: grad for name, grad in grads.items() if name in part.tensors}
+        right = {n: e for n in of if self.right and (e := self._expected(n, self.right)) is not None and e.any()}
+        factors = sorted(s for name, expected in right.items() if (s := scale_of(of[name], expected)))
+        return {name: grad / factors[len(factors) // 2] for name, grad in grads.items()} if factors else grads
 
     def _expected(self, name: str, right: Replayed) -> Tensor | None:
         return next((g for alias in self.replay.aliases(name) if (g := right.gradient(alias)) is not None), None)
@@ -160,14 +173,15 @@ class _Judge:
         held = {id(tensors[other]) for part in parts for other in part.tensors.values()}
         missing = [n for n, t in self.replay.model.named_parameters() if id(t) not in held and t.requires_grad]
         if missing:
-            layers = shortened(dict.fromkeys(name.rpartition(".")[0] for name in missing))
-            return Finding("layer missing", f"{layers}: no stage holds it", module=missing[0].rpartition(".")[0])
-        for name, tensor in self.replay.model.named_parameters():
-            if len(self.replay.aliases(name)) == 1 and tensor.requires_grad:
-                stages = [part.stage for part in parts if name in part.tensors.values()]
-                if len(stages) > 1:
-                    layer, where = name.rpartition(".")[0], " and ".join(map(str, stages))
-                    return Finding("layer twice", f"stages {where} both hold {layer!r}", stage=stages[1], module=layer)
+            layers = _outermost(missing, [name for name, _ in self.replay.model.named_parameters()])
+            return Finding("layer missing", f"{shortened(layers)}: no stage holds it", module=layers[0])
+        names = [name for name, _ in self.replay.model.named_parameters()]
+        holders = {name: [part.stage for part in parts if name in part.tensors.values()] for name in names}
+        twice = [n for n, stages in holders.items() if len(stages) > 1 and len(self.replay.aliases(n)) == 1]
+        if twice:
+            layers, where = _outermost(twice, names), " and ".join(map(str, holders[twice[0]]))
+            text = f"stages {where} both hold {shortened(layers)}"
+            return Finding("layer twice", text, stage=holders[twice[0]][1], module=layers[0])
         return None
 
     def _value(self, mine: Trail, right: Replayed, at: Data, step: int) -> Finding | None:
@@ -193,6 +207,9 @@ class _Judge:
             if place.module == self._edge(part, right, last=True):
                 text = f"the gradient that stage {stage} received is not the one that stage {stage + 1} computed{tail}"
                 return Finding("message", text, f"{stage}RECV_B{k}", **where)
+            if self._redrawn(part, right, step, place):
+                text = f"the gradient that reaches {place.module!r} is that of another dropout mask: it is recomputed with one"
+                return Finding("recomputation", text, f"{stage}B{k}", **where)
             return Finding("backward", f"the gradient that reaches {place.module!r} differs{tail}", f"{stage}B{k}", **where)
         if (mode := self._mode(part, step, place.module)) is not None:
             return Finding("evaluation mode", f"{mode}", f"{stage}F{k}", **where)
@@ -206,6 +223,13 @@ class _Judge:
         ours = [name for name in right.trail.order if name in part.modules.values()]
         leaves = [name for name in ours if not any(other.startswith(f"{name}.") for other in ours)]
         return (leaves[-1] if last else leaves[0]) if leaves else None
+
+    def _redrawn(self, part: Part, right: Replayed, step: int, place: Place) -> bool:
+        """Whether what draws right after a module was recomputed. A checkpoint ends before it leaves a value again."""
+        noted, order = part.steps[step], right.trail.order
+        after = order[order.index(place.module) + 1 :][:1]
+        draws = {part.modules[name] for name, *_ in noted["random"] if name in part.modules}
+        return after[:1] != [] and after[0] in draws and any(p.what == FORWARD[2] for p in part.values(step))
 
     def _mode(self, part: Part, step: int, module: str) -> str | None:
         """Whether a module, or one in it, trains in one of the two and evaluates in the other."""
@@ -257,9 +281,28 @@ class _Judge:
                 continue
             if grads and value.shape == grads[0][0].shape and scale_of(value, grads[0][0]):
                 return Finding("labels", f"the loss of microbatch {k} takes {text}", action, **where)
+        if (rows := self._labels_of_rows(value, right.outputs[k], at)) is not None:
+            mine = ", ".join(map(str, at.rows[k].tolist()))
+            text = f"the loss of microbatch {k} takes the labels of rows {', '.join(map(str, rows))}; its rows are {mine}"
+            return Finding("labels", text, action, **where)
         if not value.any():
             return Finding("loss", f"the loss of microbatch {k} has no gradient", action, **where)
         return Finding("loss", f"the gradient of the loss at {place.module!r} differs, and not by a factor", action, **where)
+
+    def _labels_of_rows(self, value: Tensor, output: Any, at: Data) -> list[int] | None:
+        """The rows of the batch whose labels give these gradients of a microbatch's rows."""
+        found: dict[int, int] = {}
+        for row in range(min(at.count, MOST_ROWS)):
+            same = torch.full((len(value),), row)
+            target = map_tensors(lambda x, same=same: x[same] if x.dim() and len(x) == at.count else x, at.target)
+            try:
+                right = self.replay.right_gradients([output], target, replace(at, rows=[torch.arange(len(value))]))[0][0]
+            except Exception:  # noqa: BLE001  (of another shape)
+                return None
+            if right.shape != value.shape:
+                return None
+            found |= {i: row for i in range(len(value)) if i not in found and scale_of(value[i], right[i])}
+        return [found[i] for i in range(len(value))] if len(found) == len(value) else None
 
     def _weights(self, right: Replayed, at: Data) -> Finding | None:
         """Microbatches whose losses weigh more than others."""
@@ -289,9 +332,7 @@ class _Judge:
         alike = [other for other, _, text in named if text == shape]
         size = {"difference": row.max_difference, "largest": row.max_reference}
         stages = sorted({other.stages[0] for other in alike})
-        compared = [p for p in self.noted.parts if self.gradients(p, step)]
-        everywhere = shape and len(stages) == len({p.stage for p in compared}) and len(alike) > 1
-        if everywhere:
+        if shape and len(alike) == self.gradient_count:
             return Finding(kind, f"all gradients: {shape}", "gradients", **size)
         rank = next(part.rank for part in self.noted.parts if part.stage == row.stages[0])
         what = f"gradients of stage {stages[0]}" if len(alike) > 1 and len(stages) == 1 else f"the gradient of {row.name!r}"
@@ -309,7 +350,8 @@ class _Judge:
         before = self.noted.parts and step and part.steps[step - 1]["grads"].get(local)
         others = {}
         if isinstance(before, Tensor):
-            others["gradients were not set to zero: those of the step before are in it"] = expected + before
+            for part_of in (1.0, 1.0 / len(at.rows)):  # a schedule divides what is there, too
+                others[f"{NOT_ZEROED}{'' if part_of == 1 else ', divided by the number of microbatches'}"] = expected + before * part_of
         aliases = self.replay.aliases(row.name)
         terms = {
             f"the term of microbatch {k}": term.double() / (right.scales.get(k) or 1.0)
@@ -317,8 +359,10 @@ class _Judge:
         }
         if len(aliases) > 1:
             mean = sum(filter(None, right.scales.values())) / max(1, len(right.scales)) or 1.0
-            uses = right.trail.uses.get(aliases[0], {})
-            terms |= {f"the term of one stage of the tie {' = '.join(aliases)}": use / mean for use in uses.values()}
+            uses, tie = [*right.trail.uses.get(aliases[0], {}).values()], " = ".join(aliases)
+            holders = sorted({p.stage for p in self.noted.parts if {*aliases} & {*p.tensors.values()}}, reverse=True)
+            named = holders if len(holders) == len(uses) else range(len(uses))
+            terms |= {f"the term of stage {s} of the tie {tie}": use / mean for s, use in zip(named, uses, strict=True)}
         shape = describe_difference(value, expected, self._factors(at), others, terms)
         kind = "gradients not zeroed" if shape in others else "tie" if len(aliases) > 1 else "gradient"
         return (kind if "times what" not in shape or kind == "tie" else "gradient scale"), shape
@@ -344,3 +388,14 @@ class _Judge:
 
     def _factors(self, at: Data) -> dict[float, str]:
         return usual_factors(len(at.rows), 1, at.count, at.target)
+
+
+def _outermost(names: Sequence[str], every: Sequence[str]) -> list[str]:
+    """The largest modules all of whose parameters are among these."""
+    found = dict[str, None]()
+    for name in names:
+        above = name.rpartition(".")[0]
+        while "." in above and all(n in names for n in every if n.startswith(f"{above.rpartition('.')[0]}.")):
+            above = above.rpartition(".")[0]
+        found[above] = None
+    return [*found]

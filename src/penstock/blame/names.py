@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from penstock.errors import ArgumentError, PipelineFailure
 from penstock.proof.trail import Place
 
+_TRACED = ("InterpreterModule", "GraphModule")
+"""Classes of modules that `torch.export` makes."""
+
 
 @dataclass(slots=True)
 class Part:
@@ -119,12 +122,15 @@ def name_parts(parts: Sequence[Part], model: nn.Module) -> None:
     if not _by_name(held, reference) and not _by_value(held, reference, classes):
         _by_order(held, reference)
     for part in parts:
-        pairs = _prefixes(part)
+        pairs, owners = _prefixes(part), {name.rpartition(".")[0] for name in part.tensors}
         for name, kind in part.steps[0]["modules"].items():
             given = _given(part.steps[0]["names"], name)
             found = _through(pairs, name) if given is None else given
-            alike = found in classes and (kind in (classes[found], "InterpreterModule", "GraphModule") or name in pairs)
-            if found is not None and alike:
+            if found is None or found not in classes:
+                continue
+            inside = {other for other in reference if f".{other}".startswith(f".{found}." if found else ".")}
+            is_whole = kind in (classes[found], *_TRACED) and inside <= {*part.tensors.values()}
+            if name in owners or is_whole:
                 part.modules[name] = found
 
 

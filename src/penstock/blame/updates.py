@@ -109,7 +109,8 @@ class Updates:
             groups = feed.optimizer(replay.model).param_groups
             right = {of[id(p)]: group for group in groups for p in group["params"] if id(p) in of}
             ratios = {n: (o["lr"] / right[n]["lr"], p) for n, (o, p) in mine.items() if n in right and right[n]["lr"] and o.get("lr")}
-            usual = sorted(ratio for ratio, _ in ratios.values())[len(ratios) // 2] if ratios else 1.0
+            plain = [ratio for ratio, _ in ratios.values()]
+            usual = 1.0 if not plain or 1.0 in plain else sorted(plain)[len(plain) // 2]
             for name, (ratio, part) in ratios.items():
                 if abs(ratio - usual) > _ALIKE * usual:
                     text = f"the learning rate of {name!r} is {mine[name][0]['lr']:g}; expected {right[name]['lr'] * usual:g}"
@@ -135,14 +136,12 @@ class Updates:
         """Weights after the step, against the same optimizer's from the same gradients."""
         for rank, files in noted.files.items():
             parts = {part.index: part for part in noted.parts if part.rank == rank}
-            seen = set[tuple[int, str]]()
+            taken = [tuple(key) for update in files[step]["updates"] for group in update["groups"] for key in group["params"]]
+            if len(taken) > len({*taken}):
+                part = parts[next(key for key in taken if taken.count(key) > 1)[0]]
+                return Finding("update", "the optimizer takes two steps in one", "update", stage=part.stage, rank=rank)
             for number, update in enumerate(files[step]["updates"]):
                 keys = [[tuple(key) for key in group["params"]] for group in update["groups"]]
-                again = seen & {key for group in keys for key in group}
-                seen |= {key for group in keys for key in group}
-                if again:
-                    part = parts[next(iter(again))[0]]
-                    return Finding("update", "the optimizer takes two steps in one", "update", stage=part.stage, rank=rank)
                 follower = self._follower(rank, number, update, keys, parts, step)
                 if follower is None:
                     continue
